@@ -285,20 +285,20 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
         t = torch.linspace(-math.pi, math.pi, 721)
         curve = ((m * t / 4).cos().abs() ** n2 + (m * t / 4).sin().abs() ** n3) ** (-1 / n1)
         curve = curve / curve.max()                                     # the longest lobe has length 1
-        scale, aspect = uniform(0.45, 0.72, n, 1, 1), uniform(0.75, 1.33, n, 1, 1).sqrt()
-        x, y = (grid[:, None] - uniform(-0.22, 0.22, 2, n, 1, 1)).unbind()                 # (n, S, S)
+        scale, aspect = uniform(0.5, 0.75, n, 1, 1), uniform(0.75, 1.33, n, 1, 1).sqrt()
+        x, y = (grid[:, None] - uniform(-0.25, 0.25, 2, n, 1, 1)).unbind()                 # (n, S, S)
         turn = uniform(0, 2 * math.pi, n, 1, 1)
         x, y = ((turn.cos() * x + turn.sin() * y) / (scale * aspect),
                 (turn.cos() * y - turn.sin() * x) / (scale / aspect))    # from the picture to the shape's frame
         radius = curve[((torch.atan2(y, x) + math.pi) / (2 * math.pi) * 720).round().long()]
         inside = torch.sigmoid((radius - torch.hypot(x, y)) * 20)[:, None]                 # (n, 1, S, S)
         stripes = torch.sigmoid(4 * torch.sin(frequency * (x * angle.cos() + y * angle.sin())))[:, None]
-        first, second = (colours + uniform(-0.08, 0.08, n, 2, 3))[..., None, None].unbind(1)   # (n, 3, 1, 1)
+        first, second = (colours + uniform(-0.05, 0.05, n, 2, 3))[..., None, None].unbind(1)   # (n, 3, 1, 1)
         slope = (grid * uniform(-0.3, 0.3, n, 2, 1, 1)).sum(1, keepdim=True)               # (n, 1, S, S)
-        background = uniform(0.1, 0.9, n, 1, 1, 1) + uniform(-0.2, 0.2, n, 3, 1, 1) + slope
+        background = uniform(0, 1, n, 1, 1, 1) + uniform(-0.25, 0.25, n, 3, 1, 1) + slope
         picture = background + inside * (second + stripes * (first - second) - background)
         picture = picture * uniform(0.6, 1.2, n, 1, 1, 1)
-        return (picture + 0.04 * torch.randn(picture.shape, generator=generator)).clamp(0, 1)
+        return (picture + 0.03 * torch.randn(picture.shape, generator=generator)).clamp(0, 1)
 
     side = torch.linspace(-1, 1, resize)
     grid = torch.stack(torch.meshgrid(side, side, indexing='xy'))       # (2, S, S) x and y
@@ -900,7 +900,7 @@ class Run:
     """What a run leaves behind: runs/<name>/ with log.jsonl (one JSON object per evaluated epoch) and last.pt."""
 
     def __init__(self, args, model, learned, optimizer, schedule):
-        self.args, self.model, self.learned = args, model, learned
+        self.args, self.model, self.learned = args, model, as_module(learned)
         self.optimizer, self.schedule = optimizer, schedule
         self.epoch, self.rows, self.minutes = 0, [], 0.0
         self.columns = None
@@ -914,18 +914,7 @@ class Run:
     def restore(self, saved):
         where = self.folder / 'last.pt'
         fit(self.model, saved['model'], where, 'this network')
-        if set(saved['learned']) != set(self.learned):
-            raise UsageError(f'{where} holds {sorted(saved["learned"])} beside the model, '
-                             f'this run needs {sorted(self.learned)}')
-        with torch.no_grad():
-            for name, value in self.learned.items():
-                if isinstance(value, nn.Module):
-                    fit(value, saved['learned'][name], where, name)
-                elif value.shape != saved['learned'][name].shape:
-                    raise UsageError(f'{where}: {name} is {tuple(saved["learned"][name].shape)} there and '
-                                     f'{tuple(value.shape)} here; is --data the same?')
-                else:
-                    value.copy_(saved['learned'][name])
+        fit(self.learned, saved['learned'], where, 'what this run learns beside the network')
         self.optimizer.load_state_dict(saved['optimizer'])
         self.schedule.load_state_dict(saved['schedule'])
         self.epoch, self.rows, self.minutes = saved['epoch'], saved['rows'], saved['minutes']
@@ -939,11 +928,9 @@ class Run:
         if 'R@1' in row:
             self.rows.append(row)
         # the log is written from the checkpoint's rows, so after a crash both tell the same story
-        learned = {name: value.state_dict() if isinstance(value, nn.Module) else value.detach()
-                   for name, value in self.learned.items()}
         save_checkpoint(self.folder / 'last.pt', self.args, self.model, epoch=row['epoch'], rows=self.rows,
-                        minutes=row['minutes'], learned=learned, optimizer=self.optimizer.state_dict(),
-                        schedule=self.schedule.state_dict())
+                        minutes=row['minutes'], learned=self.learned.state_dict(),
+                        optimizer=self.optimizer.state_dict(), schedule=self.schedule.state_dict())
         self.epoch = row['epoch']
         with written_whole(self.folder / 'log.jsonl', 'the log') as file:
             file.write(''.join(json.dumps(row) + '\n' for row in self.rows).encode())
@@ -972,6 +959,17 @@ class Run:
             print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
         print(f'Next: python eval.py --checkpoint {self.folder / "last.pt"}')
         return row
+
+
+def as_module(learned):
+    """{name: parameter, tensor or module} as one module, which shares them and can save and load itself."""
+    module = nn.Module()
+    for name, value in learned.items():
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            setattr(module, name, value)
+        else:
+            module.register_buffer(name, value)
+    return module
 
 
 def new_folder(args):
@@ -1036,13 +1034,13 @@ def set_seed(seed):
 # ---- 8. command line -------------------------------------------------------------------------------
 
 SMALL = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, min_crop=0.7,
-             epochs=10, batch_size=32, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=2)
+             epochs=10, batch_size=32, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
 LARGE = dict(arch='resnet50', weights='imagenet', freeze_bn=True, dim=512, image_size=224, resize=256, min_crop=0.08,
              epochs=60, batch_size=100, per_class=0, lr=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
              warmup=5, clip=10.0, eval_every=1)
 # Where classes are many and small, batches are balanced and BatchNorm is trained.
 MANY = LARGE | dict(per_class=5, freeze_bn=False, warmup=1, eval_every=5)
-BASE = dict(shapes=SMALL | dict(min_crop=1.0, epochs=9, eval_every=3), folder=SMALL,
+BASE = dict(shapes=SMALL | dict(min_crop=1.0, epochs=8, eval_every=4), folder=SMALL,
             cub=LARGE, cars=LARGE, sop=MANY, inshop=MANY)
 
 

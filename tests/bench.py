@@ -1,0 +1,250 @@
+"""What things cost, measured here and now. Not collected by pytest.
+
+    python tests/bench.py                    everything that takes about two minutes on two cores
+    python tests/bench.py loop               the shared loop against a bare forward/backward/optimizer loop
+    python tests/bench.py losses             loss time and value against pytorch-metric-learning, if installed
+    python tests/bench.py search             60,502 x 512 against one plain matrix product
+    python tests/bench.py metrix             steps of train_metrix.py against clean ones; --px 224 --batch 100
+    python tests/bench.py growth             how they grow with the batch: 50, 100, 200, 400
+    python tests/bench.py hse                steps of train_hse.py against its baseline
+
+Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine
+may be busy with other work. Memory is the peak of a process of its own.
+"""
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.nn.functional as F
+
+import common
+
+
+def seconds(work, device=None):
+    """Wall time of one call, the device's queue included."""
+    if device is not None and device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device is not None and device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def in_turn(works, repeats, device=None):
+    """{name: median seconds}; the works run in turn after one round of warming up."""
+    for work in works.values():
+        seconds(work, device)
+    times = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            times[name].append(seconds(work, device))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def network_flags(options):
+    return ['--arch', options.arch, '--weights', 'none', '--image-size', str(options.px), '--resize', str(options.px),
+            '--batch-size', str(options.batch), '--per-class', '5', '--dim', '512', '--device', options.device,
+            '--precision', options.precision]
+
+
+def random_images(options, batches=2):
+    """Pictures of noise, 5 per class, enough for so many batches."""
+    count = options.batch * batches
+    pixels = torch.randint(0, 256, (count * options.px * options.px * 3,), dtype=torch.uint8).numpy()
+    labels = torch.arange(count) // 5
+    return common.Images(pixels, [(options.px, options.px)] * count, labels, options.px)
+
+
+def bench_loop(options):
+    """The shared loop (sampling, copying, cropping, checks) against steps on crops that lie ready."""
+    import train_ms
+    args = train_ms.get_args(network_flags(options))
+    data = argparse.Namespace(train=random_images(options, batches=6))
+    sampler = common.make_sampler(args, data.train.labels)
+    ready = list(common.batches(data.train, sampler, args.device, augment=args))
+
+    def setup():
+        model = common.build(args)
+        optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
+        step = lambda x, y: train_ms.multi_similarity_loss(model(x), y, epsilon=0.1)  # noqa: E731
+        return optimizer, step, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+    shared_optimizer, shared_step, schedule = setup()
+    optimizer, step, _ = setup()
+
+    def shared():
+        common.train_epoch(args, None, data, shared_step, shared_optimizer, schedule, sampler, len(ready), 1)
+
+    def bare():
+        for x, y in ready:
+            loss = step(x, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    took = in_turn(dict(shared=shared, bare=bare), options.repeats, args.device)
+    print(f'loop: {options.arch}, {options.px} px, batch {options.batch}: shared {took["shared"] / len(ready):.3f} s a '
+          f'step, bare on ready crops {took["bare"] / len(ready):.3f} s, ratio {took["shared"] / took["bare"]:.3f}')
+
+
+def bench_losses(options):
+    """Value and time, forward and backward, on the same embeddings."""
+    try:
+        from pytorch_metric_learning import losses, miners
+    except ImportError:
+        print('losses: pytorch-metric-learning is not installed; pip install pytorch-metric-learning')
+        return
+    import train_contrastive
+    import train_ms
+    import train_proxy_anchor
+    import train_proxynca_pp
+    B, D, C = 120, 512, 100
+    device = common.pick_device(options.device)
+    torch.manual_seed(0)
+    proxies = torch.randn(C, D, device=device)
+    anchor = losses.ProxyAnchorLoss(C, D, 0.1, 32).to(device)
+    nca = losses.ProxyNCALoss(C, D, softmax_scale=9).to(device)
+    anchor.proxies.data = nca.proxies.data = proxies.clone()
+    miner, ms = miners.MultiSimilarityMiner(0.1), losses.MultiSimilarityLoss(2, 50, 0.5)
+    contrast = losses.ContrastiveLoss(0, 0.5)
+    pairs = {
+        'contrastive': (train_contrastive.contrastive_loss, contrast),
+        'multi-similarity': (lambda z, y: train_ms.multi_similarity_loss(z, y, epsilon=0.1),
+                             lambda z, y: ms(z, y, miner(z, y))),
+        'proxy-anchor': (lambda z, y: train_proxy_anchor.proxy_anchor_loss(z, y, proxies), anchor),
+        'proxynca++': (lambda z, y: train_proxynca_pp.proxynca_pp_loss(z, y, proxies), nca)}
+    y = torch.arange(B, device=device) // 4
+    z = F.normalize(torch.randn(B, D, device=device) + 3 * torch.randn(C, D, device=device)[y], dim=1).requires_grad_()
+    for name, (ours, theirs) in pairs.items():
+        took = in_turn({'ours': lambda f=ours: f(z, y).backward(), 'theirs': lambda f=theirs: f(z, y).backward()},
+                       20 * options.repeats, device)
+        print(f'losses: {name:16} ours {1e3 * took["ours"]:6.2f} ms, pytorch-metric-learning '
+              f'{1e3 * took["theirs"]:6.2f} ms, ratio {took["ours"] / took["theirs"]:.2f}; '
+              f'values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}')
+
+
+def bench_search(options, n=60502, d=512):
+    """All of retrieval_metrics on a test set as large as SOP's against the bare matrix product."""
+    device = common.pick_device(options.device)
+    y = torch.arange(n) // 5
+    centres = torch.randn(int(y.max()) + 1, d)
+    z = F.normalize(centres[y] + 2 * torch.randn(n, d), dim=1).to(device)
+
+    def product():
+        for rows in z.split(4096):
+            rows @ z.T
+    for ks in ((1, 2, 4, 8), (1, 10, 100, 1000)):
+        took = in_turn({'metrics': lambda ks=ks: common.retrieval_metrics(z, y, ks=ks), 'product': product}, 1, device)
+        print(f'search: {n:,} x {d}, K up to {ks[-1]}: metrics {took["metrics"]:.1f} s, one product '
+              f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}')
+
+
+def one_process(options, kind, batch):
+    """(median seconds of a step, peak memory in GB) of a script's step in a process of its own."""
+    command = [sys.executable, __file__, 'one', '--kind', kind, '--px', str(options.px), '--batch', str(batch),
+               '--arch', options.arch, '--device', options.device, '--repeats', str(options.repeats),
+               '--precision', options.precision]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return float('nan'), float('nan')
+    return tuple(float(word) for word in done.stdout.split()[-2:])
+
+
+def script_step(options, kind):
+    """The step closure that a script's main() would hand to the loop, and its optimizer."""
+    name, _, variant = kind.partition(':')
+    captured = {}
+
+    def capture(args, model, data, step, optimizer, learned=None, sampler=None):
+        captured.update(args=args, step=step, optimizer=optimizer)
+    flags = dict(metrix=['--mixup', variant], hse=['--alpha', '0' if variant == 'baseline' else '0.1'])[name]
+    module = __import__(f'train_{name}')
+    real_train, real_load, common.train = common.train, common.load, capture
+    images = random_images(options)
+    common.load = lambda args: argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
+    try:
+        module.main(network_flags(options) + ['--freeze-bn', *flags])
+    finally:
+        common.train, common.load = real_train, real_load
+    indices = list(range(options.batch))
+    x, y = next(common.batches(images, [indices], captured['args'].device, augment=captured['args']))
+
+    def step():
+        loss = captured['step'](x, y)
+        captured['optimizer'].zero_grad()
+        loss.backward()
+        captured['optimizer'].step()
+    return step, captured['args'].device
+
+
+def bench_one(options):
+    step, device = script_step(options, options.kind)
+    step()
+    took = statistics.median(seconds(step, device) for _ in range(options.repeats))
+    if device.type == 'cuda':
+        peak = torch.cuda.max_memory_allocated() / 2 ** 30
+    else:
+        import resource
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+    print(took, peak)
+
+
+def table(options, kinds, batches):
+    """Processes in turn, so that all meet the same machine; time and memory, and the ratio to the first kind."""
+    for batch in batches:
+        measured = {kind: one_process(options, kind, batch) for kind in kinds}
+        base = measured[kinds[0]]
+        for kind, (took, peak) in measured.items():
+            print(f'{kind:16} {options.arch}, {options.px} px, batch {batch:4}: {took:8.3f} s a step '
+                  f'({took / base[0]:.2f}), peak {peak:6.2f} GB ({peak / base[1]:.2f})', flush=True)
+
+
+def bench_steps(options, kinds):
+    """Steps of several kinds in turn within one process: the fairest ratio of times."""
+    works, device = {}, None
+    for kind in kinds:
+        works[kind], device = script_step(options, kind)
+    took = in_turn(works, options.repeats, device)
+    for kind in kinds:
+        print(f'{kind:16} {options.arch}, {options.px} px, batch {options.batch}: {took[kind]:.3f} s a step '
+              f'({took[kind] / took[kinds[0]]:.2f})', flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('what', nargs='?', default='all',
+                        choices=['all', 'loop', 'losses', 'search', 'metrix', 'growth', 'hse', 'one'])
+    parser.add_argument('--arch', default='resnet50')
+    parser.add_argument('--px', type=int, default=64)
+    parser.add_argument('--batch', type=int, default=100)
+    parser.add_argument('--repeats', type=int, default=3)
+    parser.add_argument('--device', default='auto')
+    parser.add_argument('--precision', default='auto')
+    parser.add_argument('--kind', default='metrix:feature', help='of `one`')
+    options = parser.parse_args()
+    metrix = ['metrix:none', 'metrix:embed', 'metrix:feature']
+    if options.what in ('all', 'loop'):
+        bench_loop(options)
+    if options.what in ('all', 'losses'):
+        bench_losses(options)
+    if options.what in ('all', 'search'):
+        bench_search(options)
+    if options.what in ('all', 'metrix'):
+        bench_steps(options, metrix)
+        table(options, metrix, [options.batch])
+    if options.what == 'growth':
+        table(options, metrix, [50, 100, 200, 400])
+    if options.what in ('all', 'hse'):
+        bench_steps(options, ['hse:baseline', 'hse:hybrids'])
+    if options.what == 'one':
+        bench_one(options)
+
+
+if __name__ == '__main__':
+    main()
