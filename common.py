@@ -21,14 +21,14 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import random
 import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
+from PIL import Image
 from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
@@ -77,12 +78,13 @@ def written_whole(path, what):
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:                # torch.save reports a full disk as RuntimeError
+    except (OSError, RuntimeError) as error:                # torch.save wraps a full disk in a RuntimeError
+        cause = str(error.__context__ or error).split('\n')[0]
         old = 'the old one is unharmed' if path.exists() else 'nothing was left behind'
-        raise UsageError(f'could not write {what} {path}: {error}; {old}; free some space or choose '
-                         f'another folder') from None
+        raise UsageError(f'could not write {what} {path}: {cause}; {old}') from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 # ---- 2. datasets -----------------------------------------------------------------------------------
@@ -96,13 +98,13 @@ DATASETS = {
         ks=(1, 2, 4, 8), counts=dict(train=(5864, 100), query=(5924, 100)),
         layout='CUB_200_2011/ with images.txt and images/',
         get='download CUB_200_2011.tgz from https://www.vision.caltech.edu/datasets/cub_200_2011/ and run '
-            'tar xzf CUB_200_2011.tgz -C {root}'),
+            'mkdir -p {root} && tar xzf CUB_200_2011.tgz -C {root}'),
     'cars': dict(
         ks=(1, 2, 4, 8), counts=dict(train=(8054, 98), query=(8131, 98)),
         layout='cars_annos.mat and car_ims/000001.jpg ... 016185.jpg',
         get='car_ims.tgz and cars_annos.mat are described at https://ai.stanford.edu/~jkrause/cars/car_dataset.html '
             '(often offline; the re-upload with folders cars_train/ and cars_test/ has other names and does '
-            'not fit); run tar xzf car_ims.tgz -C {root}'),
+            'not fit); run mkdir -p {root} && tar xzf car_ims.tgz -C {root}'),
     'sop': dict(
         ks=(1, 10, 100, 1000), counts=dict(train=(59551, 11318), query=(60502, 11316)),
         layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt',
@@ -120,11 +122,14 @@ DATASETS = {
 def read_cub(root):
     """Lines `<image id> <class>/<file>`; the class number is the prefix. train_test_split.txt belongs to
     the classification task and is not used: the first 100 classes train."""
-    base = root / 'CUB_200_2011'
-    rows = [line.split()[1] for line in open(base / 'images.txt')]
-    rows = [(base / 'images' / path, path.split('/')[0]) for path in rows if not is_resource_fork(path)]
-    first = {True: 'train', False: 'query'}
-    return [(first[int(name.split('.')[0]) <= 100], path, name, None) for path, name in rows]
+    base, rows = root / 'CUB_200_2011', []
+    for line in open(base / 'images.txt'):
+        path = line.split()[1]
+        name = path.split('/')[0]
+        split = 'train' if int(name.split('.')[0]) <= 100 else 'query'
+        if '/._' not in path:                               # left by macOS beside the real files
+            rows.append((split, base / 'images' / path, name, None))
+    return rows
 
 
 def read_cars(root):
@@ -163,6 +168,8 @@ def read_folder(root):
     splits = dict(train='train', test='query')
     if (root / 'query').is_dir() and (root / 'gallery').is_dir():
         splits = dict(train='train', query='query', gallery='gallery')
+        if not (root / 'train').is_dir():
+            raise UsageError(f'{root.resolve()} has query/ and gallery/, but no train/ beside them')
     if not all((root / part).is_dir() for part in splits):
         classes = classes_below(root)
         names = sorted(classes)
@@ -183,15 +190,11 @@ def classes_below(root):
     """{path of the class below root: sorted paths of its images}"""
     classes = {}
     for folder, _, files in os.walk(root, followlinks=True):
-        images = sorted(file for file in files if not is_resource_fork(file)
+        images = sorted(file for file in files if not file.startswith('._')         # left by macOS
                         and file.lower().endswith(torchvision.datasets.folder.IMG_EXTENSIONS))
         if images:
             classes[Path(folder).relative_to(root).as_posix()] = [Path(folder) / file for file in images]
     return classes
-
-
-def is_resource_fork(path):
-    return Path(path).name.startswith('._')                 # left by macOS beside the real files
 
 
 READERS = dict(cub=read_cub, cars=read_cars, sop=read_sop, inshop=read_inshop, folder=read_folder)
@@ -210,8 +213,12 @@ def list_images(name, root):
                          + facts.get('get', '').format(root=root))
     try:
         rows = READERS[name](root)
+    except UsageError:
+        raise
     except FileNotFoundError as error:
         raise UsageError(f'{where}; {error.filename} is missing. ' + facts['get'].format(root=root)) from None
+    except Exception as error:                              # cut, or a web page in its place
+        raise UsageError(f'{where}; its annotation is damaged ({error}); unpack the original again') from None
     parts = {split: [row[1:] for row in rows if row[0] == split] for split in ('train', 'query', 'gallery')}
     splits = {split: tuple(zip(*part)) for split, part in parts.items() if part}
     for split, (images, classes) in facts.get('counts', {}).items():
@@ -248,6 +255,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache')
     image_size = image_size or (resize if small else resize * 7 // 8)
     if name not in DATASETS:
         raise UsageError(f'no dataset {name!r}; there are {", ".join(DATASETS)}')
+    if resize < image_size:
+        raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
     if name == 'shapes':
         return SimpleNamespace(name=name, **draw_shapes(resize, image_size))
     splits = list_images(name, root)
@@ -310,7 +319,7 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
 
 
 def corrupt_labels(labels, spec, seed=0):
-    """Wrong labels for the training set, as studies of robustness make them.
+    """Wrong labels for the training set.
 
     symmetric:r  a share r of the images gets a label drawn evenly from the other classes
     longtail:r   open-set noise: random classes that hold a share r of the images disappear; their images,
@@ -320,10 +329,10 @@ def corrupt_labels(labels, spec, seed=0):
     kind, _, rate = spec.partition(':')
     try:
         rate = float(rate)
+        if kind not in ('symmetric', 'longtail') or not 0 <= rate < 1:
+            raise ValueError
     except ValueError:
-        rate = -1
-    if kind not in ('symmetric', 'longtail') or not 0 <= rate < 1:
-        raise UsageError(f'--label-noise {spec}: expected symmetric:RATE or longtail:RATE with 0 <= RATE < 1')
+        raise UsageError(f'--label-noise {spec}: expected symmetric:RATE or longtail:RATE, 0 <= RATE < 1') from None
     generator = torch.Generator().manual_seed(seed)
     labels, classes, total = labels.clone(), int(labels.max()) + 1, len(labels)
     if kind == 'symmetric':
@@ -358,49 +367,54 @@ def decode(paths, resize, what, root, cache):
     stats = [os.stat(path) for path in paths]
     key = hashlib.sha256(repr([resize] + [(os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns)
                                           for path, stat in zip(paths, stats)]).encode()).hexdigest()[:16]
-    file = Path(cache) / f'{what.replace(" ", "-")}-{resize}-{key}.bin'
-    head = 8 * len(paths)
+    file, head = Path(cache) / f'{what.replace(" ", "-")}-{resize}-{key}.bin', 8 * len(paths)
     if not file.exists():
+        print(f'{what}: reading {len(paths):,} images', flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            sizes = np.array(list(pool.map(partial(stored_size, resize=resize), paths)), dtype=np.int32)   # (N, 2)
-            total = head + 3 * int(sizes.astype(np.int64).prod(axis=1).sum())
-            print(f'{what}: decoding {len(paths):,} images to {file}, {total / 1e6:,.1f} MB', flush=True)
-            Path(cache).mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(cache).free
-            if total > free:
-                raise UsageError(f'{what}: the decoded images need {total / 1e9:.1f} GB, {Path(cache).resolve()} has '
-                                 f'{free / 1e9:.1f} GB free; name another folder with --cache')
-            with written_whole(file, 'the decoded images') as out:
-                out.write(sizes.tobytes())
-                for start in range(0, len(paths), 512):     # in pieces: the queue must not grow into memory
-                    some = range(start, min(start + 512, len(paths)))
-                    for pixels in pool.map(lambda i: decode_one(paths[i], sizes[i]), some):
-                        out.write(pixels.tobytes())
-                    live(f'{what}: {some.stop:,} of {len(paths):,}', done=some.stop == len(paths))
+            try:
+                sizes = np.array(list(pool.map(partial(stored, side=resize, pixels=False), paths)), dtype=np.int32)
+                check_space(what, file, head + 3 * int(sizes.astype(np.int64).prod(axis=1).sum()))
+                with written_whole(file, 'the decoded images') as out:
+                    out.write(sizes.tobytes())
+                    for start in range(0, len(paths), 512):                  # in pieces: the queue must not grow
+                        for pixels in pool.map(partial(stored, side=resize), paths[start:start + 512]):
+                            out.write(pixels.tobytes())
+                        done = min(start + 512, len(paths))
+                        live(f'{what}: decoded {done:,} of {len(paths):,}', done=done == len(paths))
+            except Unreadable as error:
+                raise UsageError(str(error)) from None
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)
+                raise SystemExit(130) from None
     raw = np.memmap(file, dtype=np.uint8, mode='r')
     return raw[head:], np.array(raw[:head].view(np.int32).reshape(-1, 2))
 
 
-def stored_size(path, resize):
-    """(height, width) after the resize, read from the file's header."""
-    with readable(path), transforms.functional.Image.open(path) as image:
-        width, height = image.size
-    short = min(width, height)
-    return resize * height // short, resize * width // short
-
-
-def decode_one(path, size):
-    with readable(path):
-        image = torchvision.datasets.folder.default_loader(str(path))   # always converted to RGB
-        return np.asarray(transforms.functional.resize(image, [int(size[0]), int(size[1])]))
-
-
-@contextmanager
-def readable(path):
+def check_space(what, file, needed):
+    """Says how much the decoded images take, and refuses if the disk has less."""
+    print(f'{what}: {needed / 1e6:,.1f} MB of decoded images go to {file}', flush=True)
     try:
-        yield
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f'--cache {file.parent} cannot be made: {error}') from None
+    free = shutil.disk_usage(file.parent).free
+    if needed > free:
+        raise UsageError(f'{what}: the decoded images need {needed / 1e9:.1f} GB, {file.parent.resolve()} has '
+                         f'{free / 1e9:.1f} GB free; name another folder with --cache')
+
+
+class Unreadable(Exception):
+    """An image that cannot be decoded. Not yet a UsageError, which would print a line for each thread."""
+
+
+def stored(path, side, pixels=True):
+    """An image as it is stored, (height, width, 3) uint8; with pixels=False its (height, width), from the header."""
+    try:
+        with Image.open(path) as image:
+            size = [side * n // min(image.size) for n in reversed(image.size)]      # shorter side = side
+            return np.asarray(transforms.functional.resize(image.convert('RGB'), size)) if pixels else size
     except Exception as error:                              # each image format has errors of its own
-        raise UsageError(f'cannot read the image {path}: {error}; replace or remove it') from None
+        raise Unreadable(f'cannot read the image {path}: {error}; replace or remove it') from None
 
 
 class Images:
@@ -431,13 +445,17 @@ class Images:
     def num_classes(self):
         return int(self.labels.max()) + 1
 
-    def canvas(self, indices):
-        """These images in the upper left corners of one (B, 3, H, W) uint8 tensor, as large as the largest."""
-        height, width = self.sizes[indices].max(axis=0)
+    def canvas(self, indices, boxes):
+        """These boxes, cut out, in the upper left corners of one (B, 3, H, W) uint8 tensor. The pixel after the
+        last row and column repeats it, since crop() interpolates half a pixel over the edge."""
+        boxes = boxes.int().tolist()
+        height, width = (1 + max(box[i + 2] - box[i] for box in boxes) for i in (1, 0))
         canvas = np.zeros((len(indices), height, width, 3), dtype=np.uint8)
-        for row, i in enumerate(indices):
-            image = self[i]
-            canvas[row, :image.shape[0], :image.shape[1]] = image
+        for row, i, (left, top, right, bottom) in zip(canvas, indices, boxes):
+            h, w = bottom - top, right - left
+            row[:h, :w] = self[i][top:bottom, left:right]
+            row[h, :w] = row[h - 1, :w]
+            row[:h + 1, w] = row[:h + 1, w - 1]
         return torch.from_numpy(canvas).permute(0, 3, 1, 2)
 
     def centre_boxes(self, indices):
@@ -458,47 +476,44 @@ class Images:
 
 
 def crop(canvas, boxes, size):
-    """Cuts a box out of each image and resizes it: (B, 3, H, W) uint8, (B, 4) -> (B, 3, size, size) in [0, 1].
+    """Resizes a box of each image: (B, 3, H, W) uint8, (B, 4) x1 y1 x2 y2 -> (B, 3, size, size) in [0, 1].
 
-    roi_align averages bilinear samples on a grid as dense as the box's pixels, so shrinking does not
-    alias, and a box of exactly `size` pixels gives back the pixels.
+    roi_align averages bilinear samples on a grid as dense as the box's pixels, so shrinking averages
+    instead of picking, and a box of exactly `size` pixels gives back the pixels.
     """
     number = torch.arange(len(boxes), device=boxes.device, dtype=boxes.dtype)[:, None]
     return torchvision.ops.roi_align(canvas.float(), torch.cat([number, boxes], 1), size, aligned=True) / 255
 
 
-def normalize(x):
-    """[0, 1] -> the range that ImageNet's networks were trained on."""
-    return (x - x.new_tensor(MEAN)[:, None, None]) / x.new_tensor(STD)[:, None, None]
-
-
 def batches(images, index_lists, device, augment=None):
     """Yields (x (B, 3, S, S) normalised, y (B,)) on the device for each list of indices.
 
-    A thread copies the next batch out of the file while the device works on this one. All random numbers
-    are drawn here, in the caller's thread and in a fixed order, so that a resumed run draws the same.
+    A thread copies the next batch out of the file while the device works on this one. It draws nothing:
+    all random numbers come in the caller's thread, in a fixed order, so a resumed run draws the same.
 
     augment  None for centre crops, else an object with min_crop, no_flip and jitter
     """
-    def place(canvas, boxes, flips, indices):
-        canvas, boxes, y = canvas.result(), boxes, images.labels[indices]
-        if device.type == 'cuda':
-            canvas, boxes, y = canvas.pin_memory(), boxes.pin_memory(), y.pin_memory()
-        canvas, boxes, y = (t.to(device, non_blocking=True) for t in (canvas, boxes, y))
+    mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (MEAN, STD))
+
+    def send(t):                                            # pinned, or the copy would make the GPU wait
+        return t.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else t.to(device)
+
+    def place(canvas, boxes, flips, y):
+        corners = boxes[:, [0, 1, 0, 1]]                    # the canvas holds the boxes alone
+        canvas, boxes, flips, y = map(send, (canvas.result(), boxes - corners, flips, y))
         x = crop(canvas, boxes, images.image_size)
-        if flips is not None:
-            x = torch.where(flips.to(device)[:, None, None, None], x.flip(3), x)
-        if augment is not None and augment.jitter:
+        x = torch.where(flips[:, None, None, None], x.flip(3), x)
+        if augment and augment.jitter:
             jitter = transforms.ColorJitter(*[augment.jitter] * 3)      # brightness, contrast, saturation
             x = torch.stack([jitter(image) for image in x])             # each image its own
-        return normalize(x), y
+        return (x - mean) / std, y
 
     with ThreadPoolExecutor(1) as pool:
         waiting = None
         for indices in index_lists:
-            boxes = images.centre_boxes(indices) if augment is None else images.random_boxes(indices, augment.min_crop)
-            flips = None if augment is None or augment.no_flip else torch.rand(len(indices)) < 0.5
-            ready, waiting = waiting, (pool.submit(images.canvas, indices), boxes, flips, indices)
+            boxes = images.random_boxes(indices, augment.min_crop) if augment else images.centre_boxes(indices)
+            flips = torch.rand(len(indices)) < (0.5 if augment and not augment.no_flip else 0)
+            ready, waiting = waiting, (pool.submit(images.canvas, indices, boxes), boxes, flips, images.labels[indices])
             if ready:
                 yield place(*ready)
         if waiting:
@@ -544,7 +559,7 @@ class Embedder(nn.Module):
 
     def train(self, mode=True):
         super().train(mode)
-        for module in self.frozen:                          # train() would start the statistics again
+        for module in self.frozen:                          # train() would let the statistics move
             module.eval()
         return self
 
@@ -581,10 +596,10 @@ def resnet_trunk(arch, weights):
     if weights == 'imagenet':
         try:
             resnet = torchvision.models.get_model(arch, weights='IMAGENET1K_V1')
-        except (OSError, RuntimeError) as error:
+        except Exception as error:                          # urllib, http, hashes: each has its own
             url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            raise UsageError(f'could not fetch the ImageNet weights {url} ({error}); download the file elsewhere and '
-                             f'name it with --weights PATH, or start from random weights with --weights none') from None
+            raise UsageError(f'could not fetch the ImageNet weights {url} ({error}); fetch the file elsewhere and name '
+                             f'it with --weights PATH, or take random ones with --weights none') from None
     else:
         resnet = torchvision.models.get_model(arch, weights=None)
     trunk = nn.Sequential()
@@ -592,9 +607,11 @@ def resnet_trunk(arch, weights):
         trunk.add_module(name, module)
     if weights not in ('imagenet', 'none'):
         state = load_safely(weights)
-        state = state.get('model', state.get('state_dict', state))       # a checkpoint of ours, or a state dict
-        state = {key.removeprefix('trunk.'): value for key, value in state.items()
-                 if not key.startswith(('fc.', 'linear.'))}
+        if not isinstance(state, dict):
+            raise UsageError(f'--weights {weights} holds no weights')
+        state = state.get('model', state)                   # a checkpoint of ours, or torchvision's state dict
+        state = {str(key).removeprefix('trunk.'): value for key, value in state.items()
+                 if not str(key).startswith(('fc.', 'linear.'))}
         fit(trunk, state, weights, arch)
     return trunk
 
@@ -602,7 +619,7 @@ def resnet_trunk(arch, weights):
 def fit(module, state, path, what):
     """Loads weights strictly; a difference is told by its first names, not by a page of them."""
     own = module.state_dict()
-    differ = [key for key in own if key not in state or own[key].shape != state[key].shape]
+    differ = [key for key in own if key not in state or own[key].shape != getattr(state[key], 'shape', None)]
     strange = [key for key in state if key not in own]
     if differ or strange:
         raise UsageError(f'{path} does not fit {what}: {len(differ)} weights are absent or of another shape '
@@ -617,7 +634,7 @@ def load_safely(path):
         return torch.load(path, map_location='cpu', weights_only=True)
     except FileNotFoundError:
         raise UsageError(f'there is no file {path}') from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+    except Exception as error:                              # damaged files fail in many ways
         reason = str(error).strip().split('\n')[0][:150]
         raise UsageError(f'{path} is damaged, or holds more than weights and was not opened, since such a file can '
                          f'run any code: {reason}') from None
@@ -626,7 +643,7 @@ def load_safely(path):
 # ---- 5. evaluation ---------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def embed(model, images, batch_size=128):
     """Embeddings of all images, centre crops, network in evaluation mode -> (N, D) float32 on the CPU."""
     device, training = next(model.parameters()).device, model.training
@@ -669,7 +686,6 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
             recall[k] += int(hit[:, :k].any(dim=1).sum())
         r = matches[rows, None]                                          # (b, 1)
         hit, r = hit[r[:, 0] > 0], r[r[:, 0] > 0]
-        hit = hit[:, :max(1, int(matches[rows].max()))]
         rank = torch.arange(1, hit.shape[1] + 1, device=hit.device)
         hit = hit & (rank <= r)                                          # among the R nearest
         p = hit.cumsum(dim=1) / rank * hit                               # Reality Check Eq. (4)
@@ -696,21 +712,19 @@ def ranked_hits(query, query_labels, gallery, gallery_labels, depth, alone):
             drop[:, -1] |= ~drop.any(dim=1)                              # lost among equals: then the last goes
             similarity, found = similarity[~drop].view(-1, depth), found[~drop].view(-1, depth)
         hit = gallery_labels[found] == query_labels[rows, None]
-        level = (similarity * 2 ** 20).round().long()                    # equal within 1e-6 is equal
+        level = (similarity * 2 ** 20).round().long()                    # rounding errors must not break ties
         yield rows, hit.gather(1, (2 * level - hit.long()).argsort(dim=1, descending=True))
 
 
 def searcher(gallery):
-    """search(queries, k) -> (similarities, indices), both (b, k): faiss on the CPU, torch on a GPU."""
-    if gallery.is_cuda:
-        return lambda queries, k: (queries @ gallery.T).topk(k, dim=1)
-    try:
-        import faiss
-    except ImportError:
-        raise UsageError('the search on the CPU needs faiss: pip install faiss-cpu') from None
-    index = faiss.IndexFlatIP(gallery.shape[1])
-    index.add(gallery.numpy())
-    return lambda queries, k: tuple(torch.from_numpy(part) for part in index.search(queries.numpy(), k))
+    """search(queries, k) -> (similarities, indices), both (b, k): faiss on the CPU where it can be, else torch."""
+    if gallery.device.type == 'cpu' and sys.platform != 'darwin':        # there two OpenMPs in one process crash
+        with suppress(ImportError):
+            import faiss
+            index = faiss.IndexFlatIP(gallery.shape[1])
+            index.add(gallery.numpy())
+            return lambda queries, k: tuple(torch.from_numpy(part) for part in index.search(queries.numpy(), k))
+    return lambda queries, k: (queries @ gallery.T).topk(k, dim=1)
 
 
 def mean_similarities(z, y):
@@ -733,6 +747,8 @@ def evaluate(model, data):
         gallery = embed(model, data.gallery).to(where), data.gallery.labels
     metrics = retrieval_metrics(z.to(where), data.query.labels, *gallery, ks=DATASETS[data.name]['ks'])
     metrics['s+'], metrics['s-'] = mean_similarities(z, data.query.labels)
+    if not math.isfinite(metrics['s-']):
+        raise UsageError('the embeddings are not finite; the last checkpoint is unharmed; try a lower --lr')
     return metrics
 
 
@@ -789,7 +805,7 @@ def make_sampler(args, labels):
     """P x K batches, or uniform ones with --per-class 0, which drop an incomplete last batch."""
     if args.per_class:
         wanted, there = args.batch_size // args.per_class, len(labels.unique())
-        if wanted > there and 'batch_size' in args.explicit:
+        if wanted > there and args.explicit & {'batch_size', 'per_class'}:
             raise UsageError(f'--batch-size {args.batch_size} --per-class {args.per_class} asks for {wanted} classes '
                              f'per batch, the training set has {there}; lower --batch-size or raise --per-class')
         return BalancedSampler(labels, args.batch_size, args.per_class)
@@ -808,7 +824,7 @@ def learning_rate_factor(iteration, args, per_epoch, total):
     """What the learning rates are multiplied with before this iteration, counted from 0."""
     if args.schedule == 'step':
         return args.decay_rate ** (iteration // per_epoch // args.decay_epochs)
-    if args.schedule == 'cosine':                           # 100 iterations up, then half a cosine down to 0
+    if args.schedule == 'cosine':                           # up to 100 iterations up, then half a cosine down to 0
         ramp = max(1, min(100, total // 10))
         return min((iteration + 1) / ramp, 0.5 * (1 + math.cos(math.pi * iteration / max(1, total))))
     return 1.0
@@ -840,14 +856,14 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             set_seed(args.seed * 100_003 + epoch)           # so a resumed epoch draws what it would have drawn
             model.train()
             model.train_trunk(epoch > args.warmup)
-            steps = min(per_epoch, total - run.epoch * per_epoch)
+            steps = min(per_epoch, total - schedule.last_epoch)
             row = dict(epoch=epoch) | train_epoch(args, model, data, step, optimizer, schedule, sampler, steps, epoch)
             if epoch % args.eval_every == 0 or epoch == epochs:
                 row |= evaluate(model, data)
             run.record(row, (epochs - epoch) / max(1, epoch - run.start))
     except KeyboardInterrupt:
-        print(f'\nstopped; {run.folder / "last.pt"} holds epoch {run.epoch}; go on with: '
-              f'python {args.script}.py --resume {run.folder}')
+        print(f'\nstopped; last.pt holds epoch {run.epoch}; go on with: python {args.script}.py --resume {run.folder}'
+              if run.rows else '\nstopped before the first checkpoint')
         raise SystemExit(130) from None
     return run.conclude()
 
@@ -881,15 +897,13 @@ def train_epoch(args, model, data, step, optimizer, schedule, sampler, steps, ep
 
 def describe(args, model, data, sampler, epochs, per_epoch, run):
     """The recipe in three lines, before anything runs."""
-    test = f'{len(data.query):,} test images' if data.gallery is data.query else \
-        f'{len(data.query):,} queries against {len(data.gallery):,} images'
-    batch = f'{sampler.classes} classes x {sampler.per_class}' if isinstance(sampler, BalancedSampler) else \
-        f'about {len(data.train) // per_epoch}'
-    print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, {test} of '
-          f'{len(data.query.labels.unique()):,} classes\n'
-          f'{args.arch} ({args.weights} weights, BatchNorm {"frozen" if args.freeze_bn else "trained"}), '
-          f'{args.pool} pooling, {args.dim}-d; {args.image_size} px crops of {args.resize} px images; '
-          f'{args.optimizer}, lr {args.lr:g}, {args.schedule}; batch {batch}\n'
+    batch = f'{sampler.classes} classes x {sampler.per_class}' if isinstance(sampler, BalancedSampler) else 'uniform'
+    searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
+    print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
+          f'{len(data.query):,}{searched} test images of {len(data.query.labels.unique()):,} classes\n'
+          f'{args.arch} ({args.weights} weights, BatchNorm {"frozen" if args.freeze_bn else "trained"}), {args.pool} '
+          f'pooling, {args.dim}-d; {args.image_size} px crops of {args.resize} px images; {args.optimizer}, '
+          f'lr {args.lr:g}, {args.schedule}; batch {args.batch_size}, {batch}\n'
           f'{epochs} epochs of {per_epoch} steps, seed {args.seed}, {args.device} in {model.precision}, {run.folder}/')
 
 
@@ -905,19 +919,15 @@ class Run:
         self.epoch, self.rows, self.minutes = 0, [], 0.0
         self.columns = None
         if args.resume:
-            self.folder = Path(args.resume).parent
-            self.restore(read_checkpoint(args.resume))
+            self.folder, saved = Path(args.resume).parent, read_checkpoint(args.resume)
+            fit(model, saved['model'], args.resume, 'this network')
+            fit(self.learned, saved['learned'], args.resume, 'what this script learns beside the network')
+            optimizer.load_state_dict(saved['optimizer'])
+            schedule.load_state_dict(saved['schedule'])
+            self.epoch, self.rows, self.minutes = saved['epoch'], saved['rows'], saved['minutes']
         else:
             self.folder = new_folder(args)
         self.start, self.since = self.epoch, time.time()
-
-    def restore(self, saved):
-        where = self.folder / 'last.pt'
-        fit(self.model, saved['model'], where, 'this network')
-        fit(self.learned, saved['learned'], where, 'what this run learns beside the network')
-        self.optimizer.load_state_dict(saved['optimizer'])
-        self.schedule.load_state_dict(saved['schedule'])
-        self.epoch, self.rows, self.minutes = saved['epoch'], saved['rows'], saved['minutes']
 
     def record(self, row, epochs_left=None):
         """Prints the row, adds it to log.jsonl if it was evaluated, and saves the checkpoint."""
@@ -974,19 +984,17 @@ def as_module(learned):
 
 def new_folder(args):
     """runs/<name>/; the default name is script, dataset and the next free number."""
-    if args.name:
-        folder = Path('runs') / args.name
-        if folder.exists():
-            raise UsageError(f'{folder} exists already; choose another --name, or go on with it: --resume {folder}')
-        folder.mkdir(parents=True)
-        return folder
-    for number in range(1, 100_000):
-        folder = Path('runs') / f'{args.script.removeprefix("train_")}-{args.dataset}-{number}'
+    numbered = (f'{args.script.removeprefix("train_")}-{args.dataset}-{number}' for number in count(1))
+    for name in [args.name] if args.name else numbered:
+        folder = Path('runs') / name
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=bool(args.name))
             return folder
         except FileExistsError:
-            continue
+            if not folder.is_dir():
+                raise UsageError(f'{folder} is a file; choose another --name') from None
+        except OSError as error:
+            raise UsageError(f'cannot make the folder {folder}: {error}') from None
 
 
 def save_checkpoint(path, args, model, **more):
@@ -1033,14 +1041,14 @@ def set_seed(seed):
 
 # ---- 8. command line -------------------------------------------------------------------------------
 
-SMALL = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, min_crop=0.7,
-             epochs=10, batch_size=32, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
+SMALL = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, min_crop=0.5,
+             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
 LARGE = dict(arch='resnet50', weights='imagenet', freeze_bn=True, dim=512, image_size=224, resize=256, min_crop=0.08,
              epochs=60, batch_size=100, per_class=0, lr=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
              warmup=5, clip=10.0, eval_every=1)
 # Where classes are many and small, batches are balanced and BatchNorm is trained.
 MANY = LARGE | dict(per_class=5, freeze_bn=False, warmup=1, eval_every=5)
-BASE = dict(shapes=SMALL | dict(min_crop=1.0, epochs=8, eval_every=4), folder=SMALL,
+BASE = dict(shapes=SMALL | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=SMALL,
             cub=LARGE, cars=LARGE, sop=MANY, inshop=MANY)
 
 
@@ -1115,7 +1123,7 @@ def parse(parser, DEFAULTS, argv=None):
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script = Path(parser.prog).stem
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     first.add_argument('--dataset', default='shapes')
     first.add_argument('--name', default='')
     first.add_argument('--resume', nargs='?', const='')
@@ -1139,38 +1147,28 @@ def parse(parser, DEFAULTS, argv=None):
     args.script, args.resume = script, checkpoint
     if 'image_size' in args.explicit and 'resize' not in args.explicit:
         args.resize = round(args.image_size * defaults['resize'] / defaults['image_size'])
-    if args.resize < args.image_size:
-        raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}: '
-                         f'crops come from the stored image')
     if not 0 < args.min_crop <= 1:
         raise UsageError(f'--min-crop {args.min_crop} is no share of an image: it must lie in (0, 1]')
-    if args.per_class and args.batch_size % args.per_class:
-        raise UsageError(f'--batch-size {args.batch_size} is not a multiple of --per-class {args.per_class}')
-    if args.name and checkpoint is None and (Path('runs') / args.name).exists():
+    if args.name and checkpoint is None and (Path('runs') / args.name / 'last.pt').exists():
         raise UsageError(f'runs/{args.name} exists already; choose another --name, or go on with it: '
                          f'--resume runs/{args.name}')
+    free = {'resume', 'name', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'device', 'precision'}
+    changed = [key for key in args.explicit - free if checkpoint and getattr(args, key) != defaults.get(key)]
+    if changed:
+        raise UsageError(f'{checkpoint} was made with another --{changed[0].replace("_", "-")}; start a new run')
     args.device = pick_device(args.device)
     return args
 
 
 def find_run(early, script):
-    """The checkpoint that --resume means."""
-    runs = Path('runs')
-    if early.resume:
-        path = Path(early.resume)
-        path = path if path.exists() else runs / early.resume
-    elif early.name:
-        path = runs / early.name
-    else:
-        kind = f'{script.removeprefix("train_")}-{early.dataset}-'
-        newest = sorted(runs.glob(f'{kind}*/last.pt'), key=lambda p: p.stat().st_mtime)
-        if not newest:
-            raise UsageError(f'--resume found no {runs / kind}*/last.pt; name the run: --resume runs/NAME')
-        path = newest[-1]
-    path = path / 'last.pt' if path.is_dir() else path
-    if not path.exists():
-        raise UsageError(f'--resume: there is no checkpoint {path}')
-    return str(path)
+    """The checkpoint that --resume means: the run or file it names, the run of --name, or the newest of this kind."""
+    name = early.resume or early.name or f'{script.removeprefix("train_")}-{early.dataset}-*'
+    if Path(name).is_file():
+        return name
+    found = [*Path().glob(f'{name}/last.pt')] if Path(name).is_dir() else [*Path('runs').glob(f'{name}/last.pt')]
+    if not found:
+        raise UsageError(f'--resume: there is no checkpoint {Path("runs") / name / "last.pt"}')
+    return str(max(found, key=lambda path: path.stat().st_mtime))
 
 
 def pick_device(name):
@@ -1207,6 +1205,6 @@ def load(args):
 def build(args, **options):
     """The network that the flags name, on their device. `options` go to Embedder."""
     if args.device.type == 'cuda':
-        torch.backends.cudnn.benchmark = True               # all batches have one shape
+        torch.backends.cudnn.benchmark = True               # the batches of training have one shape
     return Embedder(args.arch, args.dim, args.pool, args.weights, args.freeze_bn,
                     precision=pick_precision(args.precision, args.device), **options).to(args.device)
