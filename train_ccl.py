@@ -185,9 +185,11 @@ def get_args(argv=None):
     parser = common.parser(__doc__)
     group = parser.add_argument_group('Center Contrastive')
     group.add_argument('--variant', choices=list(READS), default='ccl', help='which loss; see above')
-    group.add_argument('--s', type=float, default=16.0, help='inverse temperature')
-    group.add_argument('--margin', type=float, default=0.0, help='m, margin on the cosine')
-    group.add_argument('--lam', type=float, default=2.0, help='lambda, weight of the centre term')
+    group.add_argument('--s', type=common.at_least(1e-3, float), default=16.0, help='inverse temperature')
+    group.add_argument('--margin', type=common.at_least(0, float), default=0.0,
+                       help='m, margin on the cosine')
+    group.add_argument('--lam', type=common.at_least(0, float), default=2.0,
+                       help='lambda, weight of the centre term')
     group.add_argument('--smoothing', type=float, default=0.1, help='epsilon, label smoothing')
     group.add_argument('--mu', type=float, default=0.9, help='momentum of the centres of --variant cluster')
     group.add_argument('--dropout', type=float, default=0.0, help='on the embedding, before the loss')
@@ -198,6 +200,9 @@ def get_args(argv=None):
     for name, high in ('smoothing', 1), ('dropout', 1), ('mu', 1):
         if not 0 <= getattr(args, name) < high:
             raise common.UsageError(f'--{name} {getattr(args, name)} is not in [0, {high})')
+    if args.variant == 'stop_grad' and args.lam == 0:
+        raise common.UsageError('--variant stop_grad --lam 0: L_center alone moves the centres, so they '
+                                'would get no gradient; take --lam above 0, or --variant ccl')
     return args
 
 

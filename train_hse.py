@@ -262,7 +262,9 @@ class SuperClassSampler:
     def __iter__(self):
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
-            yield [m[i] for m, stream in zip(self.members, streams) for i in next(stream)]
+            parts = [[m[i] for i in next(stream)] for m, stream in zip(self.members, streams)]
+            # in a new order each time: --hybrids replace drops the last images of a batch
+            yield [i for p in torch.randperm(len(parts)).tolist() for i in parts[p]]
 
 
 def show(args, data, sampler, hybridise):
@@ -291,20 +293,42 @@ def get_args(argv=None):
     add('--hybrids', choices=('replace', 'append'), default='replace', help='the last images, or add to them')
     add('--show-hybrids', metavar='PNG', default='', help='save a picture of hybrids, and stop')
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    peek.add_argument('--loss', default='ms')       # read first, since defaults depend on it
+    # read first, since defaults depend on it; '?' leaves a bare --loss for the real parser to report
+    peek.add_argument('--loss', nargs='?', default='ms')
     recipe = RECIPES.get(peek.parse_known_args(argv)[0].loss, {})
     keys = 'alpha', 'batch_size', 'per_class', 'dim'
     rows = {name: row | dict(zip(keys, recipe.get(name, ()))) for name, row in DEFAULTS.items()}
-    return common.parse(parser, rows, argv)
+    args = common.parse(parser, rows, argv)
+    if args.show_hybrids:                           # which shows all kinds
+        return args
+    idle = [('axis', f'--kind {args.kind}')] * (args.kind != 'cutmix')
+    idle += [('mask_size', f'--kind {args.kind}')] * (args.kind != 'gridmask')
+    if args.alpha == 0:
+        flags = 'temperature', 'kind', 'num', 'combinations', 'axis', 'mask_size', 'hybrids'
+        idle = [(flag, '--alpha 0, which makes no hybrids') for flag in flags]
+    for flag, reason in idle:
+        if flag in args.explicit:
+            raise common.UsageError(f'--{flag.replace("_", "-")} has no effect with {reason}')
+    return args
 
 
-def check_batch(args, num_classes):
-    """A hybrid needs num classes and one more for its negative, among the images that stay."""
+def check_batch(args, num_classes, groups=None):
+    """A hybrid needs num classes and one more for its negative, among the images that stay.
+
+    With super-classes, groups (N,), it needs its num classes inside one of them.
+    """
     classes = min(args.batch_size // args.per_class, num_classes) if args.per_class else 0
     classes -= args.combinations * (args.hybrids == 'replace')           # Nsize hybrids replace one class
     if args.alpha > 0 and classes <= args.num:
         raise common.UsageError(f'--num {args.num} needs {args.num + 1} classes in a batch, {classes} stay: '
                                 'raise --batch-size, keep --per-class above 0')
+    if args.alpha > 0 and groups is not None:
+        count = len(groups.unique())
+        classes = args.batch_size // count // args.per_class
+        if classes < args.num:
+            enough = count * args.num * args.per_class
+            raise common.UsageError(f'--num {args.num} needs as many classes of each super-class in a batch, '
+                                    f'{classes} come: raise --batch-size to {enough}')
 
 
 def main(argv=None):
@@ -312,7 +336,7 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.load(args)
     num_classes, y, groups = data.train.num_classes, data.train.labels, data.train.groups
-    check_batch(args, num_classes)
+    check_batch(args, num_classes, groups)
     sampler, super_class = common.make_sampler(args, y), torch.zeros(num_classes, dtype=torch.long)
     if groups is not None:                          # SOP
         sampler = SuperClassSampler(y, groups, args.batch_size, args.per_class)

@@ -1,6 +1,6 @@
 """What things cost, measured here and now. Not collected by pytest.
 
-    python tests/bench.py                    everything that takes about two minutes on two cores
+    python tests/bench.py                    all of them but growth
     python tests/bench.py loop               the shared loop against a bare forward/backward/optimizer loop
     python tests/bench.py losses             loss time and value against pytorch-metric-learning, if installed
     python tests/bench.py search             60,502 x 512 against one plain matrix product
@@ -120,7 +120,8 @@ def bench_losses(options):
         'proxy-anchor': (lambda z, y: train_proxy_anchor.proxy_anchor_loss(z, y, proxies), anchor),
         'proxynca++': (lambda z, y: train_proxynca_pp.proxynca_pp_loss(z, y, proxies), nca)}
     y = torch.arange(B, device=device) // 4
-    z = F.normalize(torch.randn(B, D, device=device) + 3 * torch.randn(C, D, device=device)[y], dim=1).requires_grad_()
+    noise, centres = torch.randn(B, D, device=device), torch.randn(C, D, device=device)
+    z = F.normalize(3 * noise + centres[y], dim=1).requires_grad_()      # overlapping classes: every term is at work
     for name, (ours, theirs) in pairs.items():
         took = in_turn({'ours': lambda f=ours: f(z, y).backward(), 'theirs': lambda f=theirs: f(z, y).backward()},
                        20 * options.repeats, device)
@@ -143,17 +144,6 @@ def bench_search(options, n=60502, d=512):
         took = in_turn({'metrics': lambda ks=ks: common.retrieval_metrics(z, y, ks=ks), 'product': product}, 1, device)
         print(f'search: {n:,} x {d}, K up to {ks[-1]}: metrics {took["metrics"]:.1f} s, one product '
               f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}')
-
-
-def one_process(options, kind, batch):
-    """(median seconds of a step, peak memory in GB) of a script's step in a process of its own."""
-    command = [sys.executable, __file__, 'one', '--kind', kind, '--px', str(options.px), '--batch', str(batch),
-               '--arch', options.arch, '--device', options.device, '--repeats', str(options.repeats),
-               '--precision', options.precision]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return float('nan'), float('nan')
-    return tuple(float(word) for word in done.stdout.split()[-2:])
 
 
 def script_step(options, kind):
@@ -183,50 +173,46 @@ def script_step(options, kind):
     return step, captured['args'].device
 
 
-def bench_one(options):
+def bench_peak(options):
+    """Prints the peak memory of one step in GB: run in a process of its own."""
     step, device = script_step(options, options.kind)
     step()
-    took = statistics.median(seconds(step, device) for _ in range(options.repeats))
     if device.type == 'cuda':
-        peak = torch.cuda.max_memory_allocated() / 2 ** 30
+        print(torch.cuda.max_memory_allocated() / 2 ** 30)
+    elif sys.platform == 'linux':                           # of this process; ru_maxrss counts its parent too
+        status = Path('/proc/self/status').read_text()
+        print(int(status.split('VmHWM:')[1].split()[0]) / 2 ** 20)
     else:
-        import resource
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
-    print(took, peak)
+        print('nan')
 
 
-def table(options, kinds, batches):
-    """Processes in turn, so that all meet the same machine; time and memory, and the ratio to the first kind."""
-    for batch in batches:
-        measured = {kind: one_process(options, kind, batch) for kind in kinds}
-        base = measured[kinds[0]]
-        for kind, (took, peak) in measured.items():
-            print(f'{kind:16} {options.arch}, {options.px} px, batch {batch:4}: {took:8.3f} s a step '
-                  f'({took / base[0]:.2f}), peak {peak:6.2f} GB ({peak / base[1]:.2f})', flush=True)
-
-
-def bench_steps(options, kinds):
-    """Steps of several kinds in turn within one process: the fairest ratio of times."""
-    works, device = {}, None
+def bench_steps(options, kinds, memory=True):
+    """Steps of several kinds, in turn within one process; then their peak memory, each in its own."""
+    works, device, peak = {}, None, {}
     for kind in kinds:
         works[kind], device = script_step(options, kind)
+        command = [sys.executable, __file__, 'peak', '--kind', kind, '--px', str(options.px), '--arch', options.arch,
+                   '--batch', str(options.batch), '--device', options.device, '--precision', options.precision]
+        if memory:
+            peak[kind] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
     took = in_turn(works, options.repeats, device)
     for kind in kinds:
-        print(f'{kind:16} {options.arch}, {options.px} px, batch {options.batch}: {took[kind]:.3f} s a step '
-              f'({took[kind] / took[kinds[0]]:.2f})', flush=True)
+        gigabytes = f', peak {peak[kind]:.2f} GB ({peak[kind] / peak[kinds[0]]:.2f})' if memory else ''
+        print(f'{kind:16} {options.arch}, {options.px} px, batch {options.batch:4}: {took[kind]:.3f} s a step '
+              f'({took[kind] / took[kinds[0]]:.2f}){gigabytes}', flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('what', nargs='?', default='all',
-                        choices=['all', 'loop', 'losses', 'search', 'metrix', 'growth', 'hse', 'one'])
+                        choices=['all', 'loop', 'losses', 'search', 'metrix', 'growth', 'hse', 'peak'])
     parser.add_argument('--arch', default='resnet50')
     parser.add_argument('--px', type=int, default=64)
     parser.add_argument('--batch', type=int, default=100)
     parser.add_argument('--repeats', type=int, default=3)
     parser.add_argument('--device', default='auto')
     parser.add_argument('--precision', default='auto')
-    parser.add_argument('--kind', default='metrix:feature', help='of `one`')
+    parser.add_argument('--kind', default='metrix:feature', help='of `peak`')
     options = parser.parse_args()
     metrix = ['metrix:none', 'metrix:embed', 'metrix:feature']
     if options.what in ('all', 'loop'):
@@ -237,13 +223,13 @@ def main():
         bench_search(options)
     if options.what in ('all', 'metrix'):
         bench_steps(options, metrix)
-        table(options, metrix, [options.batch])
     if options.what == 'growth':
-        table(options, metrix, [50, 100, 200, 400])
+        for options.batch in (50, 100, 200, 400):
+            bench_steps(options, metrix)
     if options.what in ('all', 'hse'):
-        bench_steps(options, ['hse:baseline', 'hse:hybrids'])
-    if options.what == 'one':
-        bench_one(options)
+        bench_steps(options, ['hse:baseline', 'hse:hybrids'], memory=False)
+    if options.what == 'peak':
+        bench_peak(options)
 
 
 if __name__ == '__main__':

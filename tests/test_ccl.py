@@ -363,6 +363,14 @@ def test_a_flag_that_the_variant_does_not_read_is_a_mistake():
             train_ccl.get_args(flags.split())
 
 
+@pytest.mark.parametrize('flags, reason', [
+    ('--s 0', 's.*>= 0.001'), ('--s -3', 's.*>= 0.001'), ('--s nan', '>= 0.001'), ('--lam -1', 'lam.*>= 0'),
+    ('--margin -0.1', 'margin.*>= 0'), ('--variant stop_grad --lam 0', 'gradient')])
+def test_what_the_loss_is_not_defined_for_is_refused(flags, reason):
+    with pytest.raises(common.UsageError, match=reason):
+        train_ccl.get_args(flags.split())
+
+
 class Stop(Exception):
     pass
 

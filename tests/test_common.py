@@ -539,8 +539,9 @@ class Malicious:
 
 def test_a_malicious_pickle_is_not_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for saved in (lambda file: pickle.dump(Malicious(), open(file, 'wb'), protocol=2), lambda file: torch.save(Malicious(), file)):
-        saved('evil.pt')
+    for save in (lambda file: pickle.dump(Malicious(), open(file, 'wb'), protocol=2),
+                 lambda file: torch.save(Malicious(), file)):
+        save('evil.pt')
         with pytest.raises(UsageError, match='evil.pt'):
             common.load_checkpoint('evil.pt')
         assert not os.path.exists('hacked')

@@ -394,6 +394,8 @@ def test_super_class_sampler_has_two_classes_of_each():
         y, g = labels[indices], groups[indices]
         assert len(indices) == 18 and torch.bincount(g).tolist() == [6, 6, 6]
         assert sorted(torch.bincount(y).unique().tolist()) == [0, 3]
+    last = {groups[indices[-1]].item() for indices in lists + list(sampler) + list(sampler)}
+    assert last == {0, 1, 2}, 'whose images --hybrids replace drops'
     with pytest.raises(ValueError, match='multiple'):
         SuperClassSampler(labels, groups, batch_size=20, per_class=3)
 
@@ -473,6 +475,37 @@ def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatc
     for n, y in seen:
         assert n == 8 and (y[:, 0] != y[:, 1]).all() and (y[:, 0] % 2 == y[:, 1] % 2).all()
         assert sorted((y[:, 0] % 2).tolist()) == [0, 0, 1, 1]
+
+
+def test_too_few_classes_of_a_super_class_are_refused():
+    groups = torch.arange(12).repeat_interleave(9)
+    for flags, enough in (('--num 3', 180), ('--num 4 --hybrids replace', 240)):
+        args = train_hse.get_args(['--dataset', 'sop', *flags.split()])
+        with pytest.raises(ValueError, match=f'raise --batch-size to {enough}'):
+            train_hse.check_batch(args, 108, groups)
+        args.batch_size = enough
+        train_hse.check_batch(args, 108, groups)
+    train_hse.check_batch(train_hse.get_args(['--dataset', 'sop']), 108, groups)
+    train_hse.check_batch(train_hse.get_args(['--dataset', 'sop', '--num', '3', '--show-hybrids', 'x.png',
+                                              '--alpha', '0']), 108, groups)
+
+
+def test_a_bare_loss_is_a_mistake_in_one_line(capsys):
+    with pytest.raises(common.UsageError, match='loss.*expected one argument') as raised:
+        train_hse.get_args(['--loss'])
+    assert raised.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize('flags, reason', [
+    ('--kind mixup --axis left-right', '--axis has no effect with --kind mixup'),
+    ('--mask-size 8', '--mask-size has no effect with --kind cutmix'),
+    ('--alpha 0 --kind mixup', '--kind has no effect with --alpha 0'),
+    ('--alpha 0 --num 3', '--num'), ('--alpha 0 --combinations 2', '--combinations'),
+    ('--alpha 0 --hybrids append', '--hybrids'), ('--alpha 0 --temperature 1', '--temperature')])
+def test_a_flag_without_effect_is_a_mistake(flags, reason):
+    with pytest.raises(common.UsageError, match=reason):
+        train_hse.get_args(flags.split())
+    train_hse.get_args([*flags.split(), '--show-hybrids', 'x.png'])
 
 
 @pytest.mark.parametrize('flags', ['--num 4', '--num 3', '--combinations 2', '--per-class 0'])

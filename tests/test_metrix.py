@@ -1,6 +1,7 @@
 """train_metrix.py against Metrix: the equations with numbers in them, loops from the paper, direct pooling."""
 import os
 import re
+import sys
 from math import cos, exp, log, radians
 from types import SimpleNamespace
 
@@ -220,6 +221,22 @@ def test_half_precision_is_raised(dtype):
     s = torch.tensor([[-1.0, 1.0]], dtype=dtype)            # exp(75 * 0.9) overflows half precision
     loss = labelled_loss(s, torch.tensor([[1, 0]]), torch.ones(1, 2).bool(), 'ms', m=0.1)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(1.1 + 0.9, abs=1e-6)
+    z, proxies = unit(8).to(dtype), unit(5, seed=1).to(dtype)
+    for kind in train_metrix.HYPER:
+        rest = dict(proxies=proxies) if 'proxy' in kind else {}
+        loss, exact = (clean_loss(kind, z.to(d), Y, **{key: p.to(d) for key, p in rest.items()})
+                       for d in (dtype, torch.float64))
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact.item(), rel=1e-4)
+        args = SimpleNamespace(loss=kind, alpha=2.0)
+        half = mixed_loss(args, 'embed', 'pos-neg', 2, {}, None, None, None, z, Y, **rest)
+        assert half.dtype == torch.float32 and half.isfinite()
+    lam = shares(len(i), dtype=torch.float32)
+    assert torch.allclose(mix_embeddings(z, i, j, lam), mix_embeddings(z.float(), i, j, lam))
+
+
+def test_an_unknown_pooling_is_an_error():
+    with pytest.raises(KeyError, match='gem'):
+        mix_features(torch.rand(2, 3, 2, 2), torch.tensor([0]), torch.tensor([1]), torch.rand(1), 'gem')
 
 
 # ---- labels of mixtures
@@ -266,6 +283,23 @@ def test_metrix_eq8_sets(which):
         for m in valid[a].nonzero()[:, 0]:
             share = {'pos-pos': 1, 'neg-neg': 0}.get(which, lam[m] if Y[i[m]] == Y[a] else 1 - lam[m])
             assert weights[a, m] == share
+
+
+@pytest.mark.parametrize('k', [None, 2])
+def test_mochi_is_anc_neg_with_less_than_half_of_the_anchor_as_a_negative(k):
+    hard = every_negative(Y)
+    if k is not None:
+        hard = hard & (torch.arange(8) % 3 == 0)            # some are hard, some are not
+    i, j, lam, weights, valid = mixture_set('mochi', Y, hard=hard)
+    for a in range(len(Y)):
+        expected = set()
+        for n in range(len(Y)):
+            pair = ((i == min(a, n)) & (j == max(a, n))).nonzero()
+            if n != a and hard[a, n]:
+                share = lam[pair[0, 0]] if a < n else 1 - lam[pair[0, 0]]
+                expected |= {pair[0, 0].item()} if share < 0.5 else set()
+        assert set(valid[a].nonzero()[:, 0].tolist()) == expected
+    assert valid.any() and (weights == 0).all(), 'negatives to all anchors'
 
 
 def test_every_positive_is_mixed_and_every_anchor_serves():
@@ -576,7 +610,8 @@ def test_metrix_eq24_threshold_is_where_the_derivative_changes_sign(beta, gamma,
 
 def test_metrix_eq24_by_hand():
     assert train_metrix.positivity_threshold(0.5, 18, 75, 0.77).item() == pytest.approx(0.77)
-    assert train_metrix.positivity_threshold(0.9, 18, 75, 0.77).item() == pytest.approx(log(9) / 93 + 0.77)
+    at_09 = train_metrix.positivity_threshold(0.9, 18, 75, 0.77).item()
+    assert at_09 == pytest.approx(log(9) / 93 + 0.77, abs=1e-14), 'a Python float keeps its precision'
     lam = torch.linspace(0, 1, 101)
     threshold = train_metrix.positivity_threshold(lam, 18, 75, 0.77)
     assert (threshold.diff() > 0).all(), 'monotone in lambda'
@@ -622,7 +657,9 @@ def test_two_steps(run, loss, mixup):
     '--mixup none --loss contrastive', '--mixup none', '--mixup none --loss proxy_anchor',
     '--mixup none --loss proxynca_pp', '--mixup input,feature,embed --hard-negatives 1,all,2',
     '--pairs pos-pos --mixup embed --per-class 4 --pool max', '--pairs neg-neg --hard-negatives 2 --loss contrastive',
-    '--loss proxy_anchor --mixup embed --pairs anc-neg --pool avg'])
+    '--loss proxy_anchor --mixup embed --pairs anc-neg --pool avg',
+    '--loss contrastive --mixup embed --pairs mochi --hard-negatives 100',
+    '--loss proxy_anchor --mixup embed --pairs mochi'])
 def test_a_step_of_other_settings(one_step, flags):
     assert all(abs(one_step(*flags.split())[0]) < 1e4 for _ in range(3))
 
@@ -631,6 +668,10 @@ def test_the_first_line_names_what_is_drawn(one_step, capsys):
     one_step('--loss', 'proxy_anchor', '--mixup', 'input,embed')
     first = capsys.readouterr().out.splitlines()[0]
     assert 'proxy_anchor' in first and 'input (pos-neg' in first and 'embed (pos-neg or anc-neg' in first
+    one_step('--loss', 'proxynca_pp', '--mixup', 'input')
+    assert 'input (queries, 3 negatives)' in capsys.readouterr().out.splitlines()[0]
+    one_step('--pairs', 'pos-pos', '--mixup', 'input')
+    assert 'input (pos-pos)' in capsys.readouterr().out.splitlines()[0]
 
 
 @pytest.mark.parametrize('flags, reason', [
@@ -641,7 +682,16 @@ def test_the_first_line_names_what_is_drawn(one_step, capsys):
     ('--strength -0.1', 'strength'), ('--alpha 0', 'alpha'), ('--alpha -2', 'alpha'), ('--hard-negatives 0', '>= 1'),
     ('--hard-negatives -3', '>= 1'), ('--hard-negatives few', '>= 1'), ('--hard-negatives 1,2', 'once or per'),
     ('--mixup pixels', 'input,feature,embed'), ('--mixup none,input', 'input,feature,embed'),
-    ('--loss contrastive --gamma 3', 'no effect')])
+    ('--loss proxy_anchor --mixup input --pairs mochi', 'no input'),
+    ('--loss proxynca_pp --pairs mochi', 'query'),
+    ('--alpha inf', 'alpha'), ('--alpha nan', 'alpha'), ('--beta 0', 'beta.*>= 0.001'),
+    ('--gamma -1', 'gamma.*>= 0.001'), ('--loss proxynca_pp --temperature 0', 'temperature.*>= 0.001'),
+    ('--loss contrastive --gamma 3', '--gamma has no effect with --loss contrastive'),
+    ('--loss contrastive --epsilon 0.1', '--epsilon has no effect with --loss contrastive'),
+    ('--proxy-lr-mult 3', '--proxy-lr-mult has no effect with --loss ms'),
+    ('--mixup none --pairs anc-neg', '--pairs has no effect with --loss ms --mixup none'),
+    ('--mixup none --hard-negatives 2', '--hard-negatives has no effect'),
+    ('--mixup none --strength 1', '--strength has no effect')])
 def test_what_the_paper_does_not_define_is_refused(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_metrix.get_args(flags.split())
@@ -677,3 +727,29 @@ def test_metrix_eq12_utilization_never_grows_with_mixtures(run, capsys):
     assert clean == pytest.approx((torch.cdist(q, z) ** 2).amin(1).mean().item(), abs=2e-3) and mixed <= clean
     assert len(rows) > 5 and 'P(Pos)' in out
     assert os.path.exists('runs/x/positivity.png') or 'pip install matplotlib' in out
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The files that a stand-in for matplotlib was asked to write"""
+    files = []
+    axes = SimpleNamespace(plot=lambda *a: None, set=lambda **kw: None,
+                           figure=SimpleNamespace(savefig=lambda path: files.append(str(path))))
+    figure = SimpleNamespace(Figure=lambda: SimpleNamespace(subplots=lambda: axes))
+    monkeypatch.setitem(sys.modules, 'matplotlib', SimpleNamespace(figure=figure))
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', figure)
+    return files
+
+
+def test_the_figure_lies_in_the_run_folder_and_takes_the_typed_parameters(run, drawn, capsys, monkeypatch):
+    run(train_metrix, '--name', 'start', '--epochs', '0')                  # Fig. 2 is before training
+    hypers, positivity = [], train_metrix.positivity
+    monkeypatch.setattr(train_metrix, 'positivity',
+                        lambda *args, **hyper: hypers.append(hyper) or positivity(*args, **hyper))
+    train_metrix.main(['--analyse', 'runs/start/last.pt', '--device', 'cpu'])
+    typed = ['--beta', '2', '--gamma', '50', '--m', '0.5']
+    train_metrix.main(['--analyse', 'runs/start', '--device', 'cpu', *typed])
+    assert drawn == ['runs/start/positivity.png'] * 2 and drawn[0] in capsys.readouterr().out
+    assert hypers == [{}, dict(beta=2, gamma=50, m=0.5)]
+    monkeypatch.setattr(train_metrix, 'positivity', lambda *args, **hyper: [])
+    assert train_metrix.main(['--analyse', 'runs/start', '--device', 'cpu']) == [] and len(drawn) == 2
