@@ -512,7 +512,9 @@ def batches(images, index_lists, device, augment=None):
         waiting = None
         for indices in index_lists:
             boxes = images.random_boxes(indices, augment.min_crop) if augment else images.centre_boxes(indices)
-            flips = torch.rand(len(indices)) < (0.5 if augment and not augment.no_flip else 0)
+            flips = torch.zeros(len(indices), dtype=torch.bool)
+            if augment and not augment.no_flip:
+                flips = torch.rand(len(indices)) < 0.5
             ready, waiting = waiting, (pool.submit(images.canvas, indices, boxes), boxes, flips, images.labels[indices])
             if ready:
                 yield place(*ready)
@@ -934,9 +936,9 @@ class Run:
         elapsed = (time.time() - self.since) / 60
         left = f'{elapsed * epochs_left:6.1f}m' if epochs_left is not None else ''
         row = row | dict(minutes=self.minutes + elapsed)
-        self.show(row, left)
         if 'R@1' in row:
             self.rows.append(row)
+        self.show(row, left)
         # the log is written from the checkpoint's rows, so after a crash both tell the same story
         save_checkpoint(self.folder / 'last.pt', self.args, self.model, epoch=row['epoch'], rows=self.rows,
                         minutes=row['minutes'], learned=self.learned.state_dict(),
@@ -947,9 +949,8 @@ class Run:
 
     def show(self, row, left):
         if self.columns is None:
-            recalls = [key for key in row if key.startswith('R@')] or ['R@1']
-            self.columns = dict({key: '7.2f' for key in [*recalls, 'MAP@R']}, no_positive='7.0%')
-            self.columns |= {'s+': '7.3f', 's-': '7.3f', 'images_per_second': '7.0f'}
+            self.columns = {key: '7.2f' for key in self.rows[0] if key.startswith(('R@', 'MAP'))}
+            self.columns |= {'no_positive': '7.0%', 's+': '7.3f', 's-': '7.3f', 'images_per_second': '7.0f'}
             short = dict(no_positive='no-pos', images_per_second='img/s')
             print('epoch     loss' + ''.join(f'{short.get(key, key):>8}' for key in self.columns) + '    left')
         cells = [f'{row[key]:{form}}' if row.get(key) is not None else '      -' for key, form in self.columns.items()]

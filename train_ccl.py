@@ -59,7 +59,8 @@ Run
                                                              # the other noise is longtail:0.25
 
 Expect
-    EXPECT_PLACEHOLDER
+    shapes, seed 0: R@1 72.7 (untrained 7.0, pixels 6.9) in about 80 s on two CPU cores. The benchmarks
+    were not run here; the paper reports R@1 71.8 on CUB, 89.6 Cars, 82.3 SOP, 92.1 In-Shop at margin 0.
 """
 import torch
 import torch.nn.functional as F

@@ -49,7 +49,8 @@ Run
     python train_contrastive.py --dataset cub --data data        # the benchmark, on a GPU
 
 Expect
-    EXPECT_PLACEHOLDER
+    shapes, seed 0: R@1 46.6 (untrained 6.9, pixels 6.9) in 93 s on two CPU cores. The benchmarks were
+    not run here; the Metrix authors report R@1 64.7 on CUB, 81.6 Cars, 74.9 SOP, 86.4 In-Shop for it.
 """
 import torch
 

@@ -48,7 +48,9 @@ Run
     python train_hse.py --dataset cub --data data --loss epshn   # the benchmark, on a GPU
 
 Expect
-    EXPECT_PLACEHOLDER
+    shapes, seed 0: R@1 54.8 (untrained 6.9, pixels 6.9) in about 90 s on two CPU cores; README compares
+    it with its baseline. The benchmarks were not run here; the paper reports for MS R@1 67.6 on CUB
+    and 82.0 on Cars (BN-Inception), 78.7 on SOP.
 """
 import argparse
 from functools import partial

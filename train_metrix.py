@@ -52,7 +52,9 @@ Run
     python train_metrix.py --analyse runs/start/last.pt                            # Fig. 2, at epoch 0
 
 Expect
-    EXPECT_PLACEHOLDER
+    shapes, seed 0: R@1 62.1 (untrained 6.9, pixels 6.9) in 85 s on two CPU cores; README compares it
+    with its baseline. The benchmarks were not run here; the paper reports for MS with feature mixing
+    R@1 71.4 on CUB, 89.6 Cars, 81.0 SOP, 92.2 In-Shop.
 """
 import random
 from functools import partial

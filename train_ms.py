@@ -41,7 +41,8 @@ Run
     python train_ms.py --dataset cub --alpha 18 --beta 75 --lam 0.77 --epsilon 0.39   # as in Metrix
 
 Expect
-    EXPECT_PLACEHOLDER
+    shapes, seed 0: R@1 63.0 (untrained 6.9, pixels 6.9) in 82 s on two CPU cores. The benchmarks were
+    not run here; the paper reports R@1 65.7 on CUB, 84.1 Cars, 78.2 SOP, 89.7 In-Shop (BN-Inception).
 """
 import torch
 

@@ -40,7 +40,8 @@ Run
     python train_proxy_anchor.py --dataset cub --data data       # the benchmark, on a GPU
 
 Expect
-    EXPECT_PLACEHOLDER
+    shapes, seed 0: R@1 67.8 (untrained 6.9, pixels 6.9) in 77 s on two CPU cores. The benchmarks were
+    not run here; the authors report R@1 69.9 on CUB and 87.7 on Cars with ResNet-50.
 """
 import torch
 import torch.nn.functional as F

@@ -499,6 +499,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run):
     assert all(torch.equal(value, other['model'][key]) for key, value in one['model'].items())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_a_gpu_trains_and_finds_what_the_cpu_finds(run):
+    row = run(train_ms, '--device', 'cuda')
+    assert math.isfinite(row['loss'])
+    z, y = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 20
+    assert retrieval_metrics(z.cuda(), y) == pytest.approx(retrieval_metrics(z, y), abs=1e-3)
+
+
 def test_resume_finds_the_newest_run_and_takes_more_epochs(run, folder):
     run(train_ms, '--epochs', '1', '--steps', '0')
     row = train_ms.main(['--dataset', 'folder', '--resume', '--epochs', '2', '--device', 'cpu'])
