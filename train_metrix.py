@@ -337,7 +337,7 @@ def analyse(args):
         print('%6.2f %16.3f %12.3f %9d' % row)
 
     def nearest(x):                                                     # squared distance, (M, D) -> (N,)
-        return torch.cat([(2 - 2 * part @ x.T).amin(dim=1) for part in q.split(1024)])
+        return 2 - 2 * common.searcher(x)(q, 1)[0][:, 0]
 
     clean = mixed = nearest(z)
     for index in batches:
