@@ -1,66 +1,51 @@
-"""train_metrix.py -- Metrix: mixup for metric learning. A mixture is positive and negative, by its label.
+"""train_metrix.py -- Metrix: mixup for metric learning. A mixed example is partly a positive, partly a negative.
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep
-Metric Learning. ICLR 2022. arXiv:2106.04990. Equations and Table 1 are numbered as there.
+Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sections are numbered as there.
 
 Idea
-    Mixup trains a classifier on a blend of two images and the same blend of their labels. In metric
-    learning a label belongs to a pair: for an anchor, a positive has 1 and a negative 0. So a blend
-    with a share lambda of a positive has the label lambda, and a loss made of a sum over positives
-    and a sum over negatives takes it into both. Training then reaches the space between classes.
+    Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In
+    metric learning a label belongs to a pair: seen from an anchor, a positive has label 1 and a
+    negative has label 0. So a mixture of a positive, with share lambda, and of a negative, with share
+    1 - lambda, has label lambda. It enters the loss's sum over positives with weight lambda, and its
+    sum over negatives with weight 1 - lambda. What is mixed are images, feature maps or embeddings.
+    Training thus also covers the space between the classes, where there are no training images.
 
 Equations
-    Eq. (7)   l(a) = tau( sigma+( sum_(x,y) y rho+(s(a,x)) ) + sigma-( sum_(x,y) (1-y) rho-(s(a,x)) ) )
-    Eq. (8)   V(a), mixtures: pos-neg mixes the positives of a, anc-neg a itself, with its negatives
-    Eq. (10)  mean over anchors of l(a) + w l~(a), where l~ is Eq. (9): Eq. (7) over V(a)
+    Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
+    Eq. (7)   l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1-y) rho-(s(a,x)) ) ),
+              with sums over the examples (x, y) of anchor a, and functions from Table 1
+    Eq. (8)   V(a), the mixed examples of anchor a with their labels. What is mixed are a positive and a
+              negative of a (pos-neg pairs), or a itself and a negative (anc-neg pairs).
+    Eq. (9)   l~(a): Eq. (7) over V(a)
+    Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
-    paper         here          flag               meaning
-    y             y, weights    -                  (A, V), (A, M) labels for A anchors; valid: who has it
-    lambda        lam           --alpha            (M,) share of a pair's first end, Beta(alpha, alpha)
-    w             strength      --strength         of the mixed loss
-    k             k             --hard-negatives   an anchor's negatives that are mixed: the k nearest
-    beta gamma m  beta gamma m  --beta ...         of MS; contrastive has m, Proxy-Anchor beta and m
-
-Differs (the released code has contrastive and a part of MS, and departs from the paper)
-    1. One lambda and one mixture per unordered pair, for all anchors; the code has one per batch. Mixed
-       embeddings are scaled to unit length, as in the code.
-    2. All positives, all anchors and each anchor's own hard negatives take part. In the code: the first
-       positive, in anc-neg only anchors without positives, and an index into the wrong list.
-    3. Contrastive divides each sum by its non-zero terms; else w would mean something else for 380 mixed
-       terms beside 99 clean ones. --reduction sum is the paper's letter.
-    4. Proxy-Anchor has s - m on positives, s + m on negatives and no 1/beta; Table 1 has s - m twice and
-       adds the 1/beta. Its mixed loss is the mean over classes in the batch. Only embed mixing can mix
-       a proxy.
-    5. ProxyNCA++ is not specified: here a mixture is a query with an interpolated target,
-       lam CE(v, y_i) + (1 - lam) CE(v, y_j), and there are no kinds of pairs. It is trained like the rest.
-    6. Decay every 10 epochs, warm-up, frozen BatchNorm on CUB and Cars, clipping, proxies at 100 times
-       the learning rate are the code's.
-
-Left out
-    Proxy Synthesis, which labels mixtures as new classes (Table 3).
+    paper          here          flag               meaning
+    y              y, weights    -                  (A, V), (A, M) labels from 0 to 1, of V clean or M mixed
+                                                    examples for A anchors; elsewhere y are class labels (B,)
+    lambda         i, j, lam     --alpha            (M,) the two ends of a mixture, and the share of end i,
+                                                    from Beta(alpha, alpha)
+    w              strength      --strength         weight of the mixed loss
+    k              k             --hard-negatives   how many of an anchor's hardest negatives are mixed
+    beta gamma m   beta gamma m  --beta --gamma --m of ms; contrastive has an m, too
 
 Run
-    python train_metrix.py                                                         # two minutes, offline
-    python train_metrix.py --dataset cub --mixup feature                           # the benchmark
-    python train_metrix.py --mixup input,feature,embed --hard-negatives 1,all,all  # Table 6
-    python train_metrix.py --loss contrastive --mixup input --pairs anc-neg        # i-Mix, Table 3
-    python train_metrix.py --loss contrastive --mixup embed --pairs mochi --hard-negatives 100
-                                   # MoCHi, Table 3; its other form is --pairs neg-neg
-    python train_metrix.py --analyse runs/metrix-cub-1/last.pt                     # utilization
-    python train_metrix.py --dataset cub --epochs 0 --name start                   # before training:
-    python train_metrix.py --analyse runs/start/last.pt                            # Fig. 2, at epoch 0
+    python train_metrix.py                                   # offline, a few minutes on two CPU cores
+    python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
+    python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
+    python train_metrix.py --epochs 0 --name start           # the third is a row of Table 6; this one saves
+    python train_metrix.py --analyse runs/start              # an untrained network, and here is its Fig. 2
 
 Expect
-    shapes, seed 0: R@1 62.1 (untrained 6.9, pixels 6.9) in 85 s on two CPU cores; README compares it
-    with its baseline. The benchmarks were not run here; the paper reports for MS with feature mixing
-    R@1 71.4 on CUB, 89.6 Cars, 81.0 SOP, 92.2 In-Shop.
+    shapes, seed 0: R@1 62.1 (6.8 before training); README has the same without mixing (--mixup none).
+    The paper (Table 2) reports for ms with feature mixing, ResNet-50 and 512 dimensions, R@1 71.4 on
+    CUB, 89.6 on Cars, 81.0 on SOP, 92.2 on In-Shop; without mixing 67.8, 87.8, 76.9 and 90.1.
 """
 import random
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,164 +53,194 @@ from torch.distributions import Beta
 
 import common
 
-# Table 4, section B.1. Contrastive decays by 0.1 on CUB and Cars. The rest stands in common.BASE.
-DEFAULTS = {
-    'shapes': dict(proxy_lr_mult=10),                                   # whose lr is 20 times that of CUB
-    'folder': dict(proxy_lr_mult=10),
-    'cub': dict(epochs=100, batch_size=100, per_class=0, lr=1e-4, weight_decay=1e-4, decay_rate=0.5),
-    'cars': dict(epochs=100, batch_size=100, per_class=0, lr=1e-4, weight_decay=1e-4, decay_rate=0.5),
-    'sop': dict(epochs=100, batch_size=100, per_class=5, lr=3e-5, weight_decay=1e-4, decay_rate=0.25),
-    'inshop': dict(epochs=100, batch_size=100, per_class=5, lr=1e-4, weight_decay=1e-4, decay_rate=0.25),
-}
-
-# Table 1: hyper-parameters, tau, sigma+, rho+, sigma-, rho-. But for contrastive, rho is exponential: here
-# stands its exponent, and sigma gets the logarithm of the sum, so that log(1 + X) is softplus(log X).
-log1p_exp = partial(F.softplus, threshold=50)
-TABLE_1 = {
-    'contrastive': (dict(m=0.5, reduction='mean'), lambda x: x,                       # Eq. (1), Eq. (14)
-                    lambda x, h: x, lambda x, h: -x,
-                    lambda x, h: x, lambda x, h: (x - h.m).clamp_min(0)),
-    'ms': (dict(beta=18.0, gamma=75.0, m=0.77), lambda x: x,                          # Eq. (2), Eq. (15)
-           lambda x, h: log1p_exp(x) / h.beta, lambda x, h: -h.beta * (x - h.m),
-           lambda x, h: log1p_exp(x) / h.gamma, lambda x, h: h.gamma * (x - h.m)),
-    'proxy_anchor': (dict(alpha=32.0, delta=0.1), lambda x: x,                        # Differs, 4
-                     lambda x, h: log1p_exp(x), lambda x, h: -h.alpha * (x - h.delta),
-                     lambda x, h: log1p_exp(x), lambda x, h: h.alpha * (x + h.delta)),
-    'binomial': (dict(beta=18.0, gamma=75.0, m=0.77), lambda x: x,
-                 lambda x, h: log1p_exp(x), lambda x, h: -h.beta * (x - h.m),
-                 lambda x, h: log1p_exp(x), lambda x, h: h.gamma * (x - h.m)),
-    'lifted': (dict(m=0.5), lambda x: x.clamp_min(0),
-               lambda x, h: x, lambda x, h: -x, lambda x, h: x, lambda x, h: x - h.m),
-    'nca': (dict(), lambda x: x,
-            lambda x, h: -x, lambda x, h: x, lambda x, h: x, lambda x, h: x),
-    'proxynca_pp': (dict(temperature=1 / 9), lambda x: x,
-                    lambda x, h: -x, lambda x, h: x / h.temperature,
-                    lambda x, h: x, lambda x, h: x / h.temperature),
-}
-
-
-def raised(z):
-    return z.to(torch.promote_types(z.dtype, torch.float32))            # half to float32; float64 stays
-
 
 def labelled_loss(s, y, valid, kind, **hyper):
-    """The generic loss, Eq. (7), over clean or mixed examples; each is positive by y, negative by 1 - y.
+    """The generic loss, Eq. (7): an example counts as a positive with weight y, as a negative with weight 1 - y.
 
-    s        (A, V) similarities of A anchors and V examples; half precision is raised to float32
-    y        (A, V) labels in [0, 1];  valid  (A, V) bool, which examples an anchor has
-    kind     a row of Table 1;  hyper  its hyper-parameters
-    returns  (A,); a side without examples adds 0
+    s        (A, V) similarities of A anchors and V examples, clean or mixed; half precision is raised to float32
+    y        (A, V) labels from 0 to 1, for each anchor
+    valid    (A, V) bool, whether the anchor has this example
+    kind     name of a row of TABLE_1;  hyper  hyper-parameters of that row
+    returns  (A,), the loss of each anchor; if an anchor has no positives, or no negatives, that term is 0
     """
-    defaults, tau, sigma_pos, rho_pos, sigma_neg, rho_neg = TABLE_1[kind]
-    if unknown := set(hyper) - set(defaults):
-        raise TypeError(f'{kind} takes {sorted(defaults)}, not {sorted(unknown)}')
-    h = SimpleNamespace(**defaults | hyper)
-    s = raised(s)
+    row = TABLE_1[kind](**hyper)
+    s = common.at_least_float32(s)
     y = y.to(s.dtype)
-
-    # (A, V), (A, V) -> (A,);  counts  which terms the mean counts: all positives, negatives above m
-    def side(weight, t, sigma, counts):
-        weight = weight.masked_fill(~valid, 0)
-        some = weight > 0
-        if kind == 'contrastive':
-            terms = (some & counts).sum(dim=1).clamp_min(1) if h.reduction == 'mean' else 1
-            return sigma((weight * t).sum(dim=1) / terms, h)
-        # log sum_v y e^t = logsumexp_v(t + log y): no overflow, and y = 0 leaves no trace
-        empty = ~some.any(dim=1)
-        total = (t + weight.log()).masked_fill(empty[:, None], 0).logsumexp(dim=1)
-        return sigma(total, h).masked_fill(empty, 0)
-
-    pull, push = rho_pos(s, h), rho_neg(s, h)
-    # Eq. (3) with labels 0 and 1, Eq. (7) with any, Eq. (9) where the examples are mixtures
-    return tau(side(y, pull, sigma_pos, True) + side(1 - y, push, sigma_neg, push > 0))
+    positive, negative = y * valid, (1 - y) * valid                      # (A, V) weights
+    pull = row.sigma_pos(row.sum_pos(row.rho_pos(s), positive))          # (A,)
+    push = row.sigma_neg(row.sum_neg(row.rho_neg(s), negative))          # (A,)
+    pull = pull.masked_fill(~positive.any(dim=1), 0)
+    push = push.masked_fill(~negative.any(dim=1), 0)
+    return row.tau(pull + push)     # Eq. (7); with labels 0 and 1 it is Eq. (3), over mixed examples Eq. (9)
 
 
-def interpolated_proxynca_pp(v, first, second, lam, proxies, temperature=1 / 9):
-    """ProxyNCA++ for queries v (M, D) that are by lam of class `first`, by 1 - lam of `second` -> scalar
+# ---- Table 1
 
-    Cross-entropy over all C proxies of -|v - p|^2 / T; of it only 2 v.p / T outlives the softmax.
+
+def log_sum_exp(t, weight):
+    """log of the sum of weight * exp(t) over each row, without overflow.  (A, V), (A, V) -> (A,)"""
+    # Where a weight is 0, the exponent becomes -inf, whose exp is 0. If all exponents of a row were -inf, its
+    # gradient would be NaN, even if its value is not used. So such rows are set to 0 before; labelled_loss drops them.
+    empty = ~weight.any(dim=1, keepdim=True)                             # (A, 1)
+    return (t + weight.log()).masked_fill(empty, 0).logsumexp(dim=1)
+
+
+class Row(NamedTuple):
+    """A row of Table 1, with tau, sigma and rho as named there.
+
+    Except for contrastive, rho is an exponential. We store its exponent, and pass sigma the log of the sum, which
+    cannot overflow. So where the table has sigma(x) = log(x), sigma is x here, and for log(1 + x) it is log1p_exp.
     """
-    v, proxies = raised(v), F.normalize(raised(proxies), dim=1)
-    log_p = (2 / temperature * v @ proxies.T).log_softmax(dim=1)                                # (M, C)
-    query = torch.arange(len(v), device=v.device)
-    return -(lam * log_p[query, first] + (1 - lam) * log_p[query, second]).mean()
+    rho_pos: Callable
+    rho_neg: Callable
+    sigma_pos: Callable = lambda x: x
+    sigma_neg: Callable = lambda x: x
+    tau: Callable = lambda x: x
+    sum_pos: Callable = log_sum_exp                                      # the sums of Eq. (7)
+    sum_neg: Callable = log_sum_exp
+
+
+def contrastive(m=0.5, reduction='mean'):
+    """The row of the contrastive loss: Eq. (1), and for mixed examples Eq. (14). 'sum' is the equation as printed.
+
+    'mean' divides the sum over positives by their number, and the sum over negatives by the number of those above
+    m. As sums, the 380 pos-neg mixtures that an anchor has in a batch of 20 x 5 would outweigh its 99 clean pairs.
+    """
+    if reduction not in ('mean', 'sum'):
+        raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
+
+    def total(t, weight, counted):
+        number = (counted & (weight > 0)).sum(dim=1).clamp_min(1) if reduction == 'mean' else 1
+        return (t * weight).sum(dim=1) / number
+
+    return Row(rho_pos=lambda x: -x, sum_pos=lambda t, weight: total(t, weight, True),
+               rho_neg=lambda x: (x - m).clamp_min(0), sum_neg=lambda t, weight: total(t, weight, t > 0))
+
+
+log1p_exp = partial(F.softplus, threshold=50)        # log(1 + exp(x)); torch's own returns x from 20 on: too coarse
+TABLE_1 = {
+    'contrastive': contrastive,
+    'ms': lambda beta=18.0, gamma=75.0, m=0.77: Row(                     # Eq. (2), for mixed examples Eq. (15)
+        rho_pos=lambda x: -beta * (x - m), sigma_pos=lambda x: log1p_exp(x) / beta,
+        rho_neg=lambda x: gamma * (x - m), sigma_neg=lambda x: log1p_exp(x) / gamma),
+    # As in the Proxy-Anchor paper: Table 1 has s - delta on negatives, too, and factors 1 / alpha.
+    'proxy_anchor': lambda alpha=32.0, delta=0.1: Row(
+        rho_pos=lambda x: -alpha * (x - delta), sigma_pos=log1p_exp,
+        rho_neg=lambda x: alpha * (x + delta), sigma_neg=log1p_exp),
+    # The rows from here on are for the reader; nothing below trains with them.
+    'lifted': lambda m=0.5: Row(
+        rho_pos=lambda x: -x, rho_neg=lambda x: x - m, tau=lambda x: x.clamp_min(0)),
+    'binomial': lambda beta=18.0, gamma=75.0, m=0.77: Row(
+        rho_pos=lambda x: -beta * (x - m), sigma_pos=log1p_exp,
+        rho_neg=lambda x: gamma * (x - m), sigma_neg=log1p_exp),
+    'nca': lambda: Row(                                                  # and ProxyNCA
+        rho_pos=lambda x: x, sigma_pos=lambda x: -x, rho_neg=lambda x: x),
+    # Table 1 scales similarities by 1/T = 9. Training has the function proxynca_pp below, which scales by 2/T = 18.
+    'proxynca_pp': lambda temperature=1 / 9: Row(
+        rho_pos=lambda x: x / temperature, sigma_pos=lambda x: -x, rho_neg=lambda x: x / temperature),
+}
+
+
+# ---- clean losses: the first term of Eq. (10)
 
 
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
-    """The clean part of Eq. (10): embeddings z (B, D), labels y (B,), proxies (C, D) or None -> scalar"""
-    z = raised(z)
+    """The clean loss of a batch, z (B, D) with class labels y (B,) -> scalar
+
+    kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
+    proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
+    """
+    z = common.at_least_float32(z)
     if kind == 'proxynca_pp':
-        return interpolated_proxynca_pp(z, y, y, 1, proxies, **hyper)
-    if kind == 'proxy_anchor':
-        s = F.normalize(raised(proxies), dim=1) @ z.T                                           # (C, B)
-        positive = torch.arange(len(proxies), device=y.device)[:, None] == y
+        return proxynca_pp(z, y, y, 1, proxies, **hyper)
+    if kind == 'proxy_anchor':      # the pull is divided by the classes in the batch, the push by C: two calls
+        z, proxies = common.at_least_float32(z, proxies)
+        s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
+        positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull = labelled_loss(s, positive, positive, kind, **hyper).sum() / positive.any(dim=1).sum()
         return pull + labelled_loss(s, positive, ~positive, kind, **hyper).mean()
-    s, positive = z @ z.T, y[:, None] == y                                                      # (B, B)
-    negative = ~positive                                            # Eq. (6): label 0
-    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)     # Eq. (5): label 1
-    if epsilon is not None:
-        # the miner keeps what is harder, up to epsilon, than the hardest of the other kind
+    s = z @ z.T                                                                                 # (B, B)
+    positive = y[:, None] == y                                      # Eq. (5): these have label 1,
+    negative = ~positive                                            # Eq. (6): and these label 0
+    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                 # no anchor is its own
+    if epsilon is not None:         # drops pairs that are easier than the hardest of the other kind: see train_ms.py
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-        positive = positive & (s - epsilon < hardest_negative)
-        negative = negative & (s + epsilon > hardest_positive)
+        positive = positive & ~(s - epsilon >= hardest_negative)
+        negative = negative & ~(s + epsilon <= hardest_positive)
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()
+
+
+def proxynca_pp(v, first, second, lam, proxies, temperature=1 / 9):
+    """ProxyNCA++ for queries v (M, D) whose class is `first` with share lam, `second` with share 1 - lam -> scalar
+
+    Cross-entropy over the C proxies of -|v - p|^2 / T. Its softmax cancels the lengths; 2 v.p / T is left.
+    """
+    v, proxies = common.at_least_float32(v, proxies)
+    logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
+    return (lam * F.cross_entropy(logits, first, reduction='none')
+            + (1 - lam) * F.cross_entropy(logits, second, reduction='none')).mean()
+
+
+# ---- Eq. (4): mixing
 
 
 def mix(x, i, j, lam):
     """lam x_i + (1 - lam) x_j for M pairs.  x (B, ...), i, j, lam (M,) -> (M, ...)"""
     lam = lam.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
-    return lam * x[i] + (1 - lam) * x[j]
+    # On a CPU, index_select adds up its gradient in a fixed order, so equal seeds give equal runs. x[i] does not.
+    return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)
 
 
 def mix_embeddings(z, i, j, lam):
-    """Eq. (4), embedding mixup: (B, D) -> (M, D), unit length"""
-    return F.normalize(mix(raised(z), i, j, lam), dim=1)
+    """Eq. (4), embedding mixup: (B, D) -> (M, D), scaled to unit length"""
+    return F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)
+
+
+def mix_features(f, i, j, lam, pool='avg+max'):
+    """Eq. (4), feature mixup and pooling, exact in value and gradient: pool(lam f_i + (1 - lam) f_j)
+
+    f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
+    Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear. It is computed
+    a few pairs at a time, since the mixed maps of 4,900 pairs would take 2 GB.
+    """
+    # With channels last, max_pool2d is many times faster on a CPU.
+    f = common.at_least_float32(f).contiguous(memory_format=torch.channels_last)
+    pooling = dict(avg=lambda: mix(f.mean(dim=(2, 3)), i, j, lam),
+                   max=lambda: MaxOfMixed.apply(f, i, j, lam.to(f.dtype)))
+    return sum(pooling[name]() for name in pool.split('+'))
 
 
 class MaxOfMixed(torch.autograd.Function):
-    """max_t of lam f_i(t) + (1 - lam) f_j(t), a few of the M pairs at a time.  f (B, c, h, w) -> (M, c)
+    """max over the T positions of lam f_i + (1 - lam) f_j.  f (B, c, h, w), i, j, lam (M,) -> (M, c)
 
-    All that is kept is where each maximum was. The two values that made it get all of the gradient.
+    The backward pass needs only where each maximum was: the gradient goes to f_i and f_j at that position.
     """
     @staticmethod
     def forward(ctx, f, i, j, lam):
-        chunk = max(1, 2 ** 22 // f[0].numel())                         # 2 x 16 MB of workspace
-        best = f.new_empty(len(i), f.shape[1])                                          # (M, c)
-        at = torch.empty_like(best, dtype=torch.uint8 if f[0, 0].numel() <= 256 else torch.int32)
-        for a, b, share, value, t in zip(*(x.split(chunk) for x in (i, j, lam, best, at))):
-            share = share[:, None, None, None]
-            mixed = f[a].mul_(share).add_(f[b].mul_(1 - share))                         # (chunk, c, h, w)
+        chunk = max(1, 2 ** 22 // f[0].numel())                         # pairs at a time: 2 x 16 MB of workspace
+        best = f.new_empty(len(i), f.shape[1])                                                  # (M, c)
+        position = torch.empty_like(best, dtype=torch.uint8 if f[0, 0].numel() <= 256 else torch.int32)
+        for rows in torch.arange(len(i), device=i.device).split(chunk):
+            mixed = f[j[rows]].lerp_(f[i[rows]], lam[rows, None, None, None])                   # (chunk, c, h, w)
             pooled, where = F.max_pool2d(mixed, mixed.shape[2:], return_indices=True)
-            value.copy_(pooled.flatten(1))
-            t.copy_(where.flatten(1))
-        ctx.save_for_backward(i, j, lam, at)
+            best[rows], position[rows] = pooled.flatten(1), where.flatten(1).to(position.dtype)
+        ctx.save_for_backward(i, j, lam, position)
         ctx.shape, ctx.chunk = f.shape, chunk
         return best
 
     @staticmethod
     def backward(ctx, grad):
         B, c, h, w = ctx.shape
-        f_grad, channel = grad.new_zeros(B * h * w * c), torch.arange(c, device=grad.device)
-        for a, b, share, t, g in zip(*(x.split(ctx.chunk) for x in (*ctx.saved_tensors, grad))):
-            for end, part in ((a, share), (b, 1 - share)):
-                where = (end[:, None] * (h * w) + t) * c + channel                      # (chunk, c)
-                f_grad.scatter_add_(0, where.flatten(), (part[:, None] * g).flatten())
+        f_grad, channel = grad.new_zeros(B * h * w * c), torch.arange(c, device=grad.device)    # in the order (B, T, c)
+        for i, j, lam, position, g in zip(*(x.split(ctx.chunk) for x in (*ctx.saved_tensors, grad))):
+            for end, share in ((i, lam), (j, 1 - lam)):
+                index = (end[:, None] * (h * w) + position) * c + channel                       # (chunk, c)
+                f_grad.scatter_add_(0, index.flatten(), (share[:, None] * g).flatten())
         return f_grad.view(B, h, w, c).permute(0, 3, 1, 2), None, None, None
 
 
-def mix_features(f, i, j, lam, pool='avg+max'):
-    """Eq. (4), feature mixup, as far as pooling: pool(lam f_i + (1 - lam) f_j), exact in value and gradient.
-
-    f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    Average pooling is linear: the pooled maps are mixed. The maximum is not, and no (M, c, h, w) is kept.
-    """
-    # channels last, where max_pool2d is many times faster on a CPU
-    f = raised(f).contiguous(memory_format=torch.channels_last)
-    pooled = dict(avg=lambda: mix(f.mean(dim=(2, 3)), i, j, lam),
-                  max=lambda: MaxOfMixed.apply(f, i, j, lam.to(f.dtype)))
-    return sum(pooled[name]() for name in pool.split('+'))
+# ---- Eq. (8): which mixtures an anchor has
 
 
 def cross_class_pairs(y):
@@ -235,108 +250,126 @@ def cross_class_pairs(y):
 
 
 def pair_labels(y, anchor_y, i, j, lam):
-    """Labels of the mixtures of pairs (i, j) for anchors of classes anchor_y (A,) -> weights, valid (A, M)
+    """Labels of M mixtures for A anchors of classes anchor_y -> weights (the labels), valid; both (A, M)
 
-    The share of the end with the anchor's class: lam for i, 1 - lam for j; valid where just one end has it.
+    A mixture is valid for an anchor if exactly one of its ends, of classes y[i] and y[j], has the anchor's class.
+    Its label is the share of that end: lam for i, 1 - lam for j.
     """
     first, second = anchor_y[:, None] == y[i], anchor_y[:, None] == y[j]
     return torch.where(first, lam, 1 - lam), first ^ second
 
 
-def mixtures(which, y, i, j, lam, anchor_y, anchor, hard):
-    """V(a) of every anchor, Eq. (8) -> weights, valid (A, M)
+def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
+    """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> weights, valid (A, M)
 
-    which   pos-neg, anc-neg, pos-pos, neg-neg or mochi;  y, anchor_y, i, j, lam  as in pair_labels
-    anchor  (A,) the anchor's own index in y, -1 if it is not there;  hard  (A, B) negatives that may be mixed
+    pairs      pos-neg, anc-neg, pos-pos or neg-neg
+    y          class labels of all possible ends;  i, j, lam, anchor_y  as in pair_labels
+    anchor     (A,) the anchor's own index in y, -1 if it is not in y
+    negatives  (A, len(y)) bool, the negatives of each anchor that may be mixed
     """
-    own = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
+    with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
     weights, valid = pair_labels(y, anchor_y, i, j, lam)
-    if which == 'pos-pos':                                              # label 1: no negative term
-        return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & ~valid & ~own
-    if which == 'neg-neg':                                              # label 0: no positive term
-        return torch.zeros_like(weights), hard[:, i] & hard[:, j]
-    valid = valid & (hard[:, i] | hard[:, j])       # of the two ends only the negative one can be hard
-    if which == 'mochi':                            # label 0 for anc-neg that is mostly the negative
-        return torch.zeros_like(weights), valid & own & (weights < 0.5)
-    return weights, valid & (own if which == 'anc-neg' else ~own)                       # Eq. (8)
+    if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
+        return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & ~valid & ~with_anchor
+    if pairs == 'neg-neg':          # both ends are negatives: the label is 0, and there is no positive term
+        return torch.zeros_like(weights), negatives[:, i] & negatives[:, j]
+    valid = valid & (negatives[:, i] | negatives[:, j])             # the negative end may be mixed
+    return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # Eq. (8)
 
 
-def mixed_loss(args, mixup, which, k, hyper, model, images, f, z, y, proxies=None):
-    """The mixed part of Eq. (10), by a type of mixing, a kind of pairs, k negatives (None: all) -> scalar"""
-    z = raised(z)
-    anchors, anchor_y, anchor, ends, ends_y = z, y, torch.arange(len(y), device=y.device), z, y
-    if args.loss == 'proxy_anchor':
-        anchor_y = y.unique()                                           # (A,) classes in the batch
-        anchors, anchor = F.normalize(raised(proxies), dim=1)[anchor_y], torch.full_like(anchor_y, -1)
-        if which in ('anc-neg', 'mochi'):                               # proxies are mixed: append them
+# ---- the mixed loss: the second term of Eq. (10)
+
+
+def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
+    """The mean over the anchors of Eq. (9), for proxynca_pp over the mixtures -> scalar
+
+    kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict
+    mixup   input, feature or embed;  pairs  as in mixtures
+    k       number of hardest negatives of each anchor that are mixed, None: all;  alpha  of Beta(alpha, alpha)
+    images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
+    """
+    z = common.at_least_float32(z)
+    anchor, anchor_z, anchor_y = torch.arange(len(y), device=y.device), z, y                    # (A,), (A, D), (A,)
+    end_z, end_y = z, y                             # what can be mixed
+    if kind == 'proxy_anchor':                      # the anchors are the proxies of the classes in the batch
+        anchor_y = y.unique()
+        anchor_z = F.normalize(common.at_least_float32(proxies), dim=1)[anchor_y]
+        anchor = torch.full_like(anchor_y, -1)
+        if pairs == 'anc-neg':                      # the anchor is mixed: so the proxies are appended to the ends
             anchor = len(y) + torch.arange(len(anchor_y), device=y.device)
-            ends, ends_y = torch.cat([z, anchors]), torch.cat([y, anchor_y])
-    hard = anchor_y[:, None] != y                                                       # (A, B)
-    if k is not None:
-        s = (anchors @ z.T).detach().masked_fill(~hard, float('-inf'))
-        hard = hard & torch.zeros_like(hard).scatter(1, s.topk(min(k, len(y)), dim=1).indices, True)
-    hard = F.pad(hard, (0, len(ends) - len(z)))                         # no proxy is a negative
-    i, j = cross_class_pairs(ends_y)
-    if which in ('pos-pos', 'neg-neg'):                                 # these may be within a class
+            end_z, end_y = torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
+    negatives = anchor_y[:, None] != y                                                          # (A, B)
+    if k is not None:                               # topk may exceed an anchor's negatives: hence the & at the end
+        s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
+        hardest = s.topk(min(k, len(y)), dim=1).indices
+        negatives = torch.zeros_like(negatives).scatter(1, hardest, True) & negatives
+    negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
+    if pairs in ('pos-pos', 'neg-neg'):                             # the ends may be of one class
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    # of a tensor on the device, so that the draw is made there
-    lam = Beta(*torch.full((2,), args.alpha, device=y.device)).sample(i.shape)
-    weights, valid = mixtures(which, ends_y, i, j, lam, anchor_y, anchor, hard)
+    else:
+        i, j = cross_class_pairs(end_y)
+    alpha = torch.tensor(alpha, device=y.device)
+    lam = Beta(alpha, alpha).sample(i.shape)        # (M,): a pair has one lambda and one mixture, for all anchors
+    weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0)
     i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
-    if not len(i):                                                      # every V(a) is empty
-        return 0
+    if not len(i):
+        return z.new_zeros(())
     if mixup == 'input':
-        v = model(mix(images, i, j, lam))                               # Eq. (4), input mixup
+        v = model(mix(images, i, j, lam))           # Eq. (4), input mixup; trained BatchNorm sees the mixtures, too
     elif mixup == 'feature':
         v = model.project(mix_features(f, i, j, lam, model.pool))
     else:
-        v = mix_embeddings(ends, i, j, lam)
-    if args.loss == 'proxynca_pp':
-        return interpolated_proxynca_pp(v, y[i], y[j], lam, proxies, **hyper)
-    return labelled_loss(anchors @ v.T, weights, valid, args.loss, **hyper).mean()
+        v = mix_embeddings(end_z, i, j, lam)
+    if kind == 'proxynca_pp':                       # the anchors only served to choose the pairs
+        return proxynca_pp(v, y[i], y[j], lam, proxies, **hyper)
+    return labelled_loss(anchor_z @ v.T, weights, valid, kind, **hyper).mean()
+
+
+# ---- analysis: Sections 3.6 and 4.3
 
 
 def positivity_threshold(lam, beta, gamma, m):
-    """The similarity up to which a mixture acts as a positive: right-hand side of Eq. (24)"""
+    """The similarity up to which a mixture acts as a positive in ms: the right-hand side of Eq. (24)"""
     lam = lam if torch.is_tensor(lam) else torch.tensor(lam, dtype=torch.float64)
     return lam.logit() / (beta + gamma) + m
 
 
-def positivity(z, y, batches, alpha=2.0, **hyper):
-    """P(Pos(a, v)), Fig. 2, by MS on mixed embeddings -> [(lambda, measured, predicted, mixtures)]"""
-    hyper, seen = TABLE_1['ms'][0] | hyper, []
+def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
+    """Fig. 2: P(Pos(a, v)) for ms with embedding mixing, over batches (lists of indices) of a set z (N, D), y (N,)
+
+    Returns a row for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)).
+    """
+    seen, hyper = [], dict(beta=beta, gamma=gamma, m=m)
     for index in batches:
-        zb, yb = z[index].double(), y[index]                            # in float32, derivatives vanish
+        zb, yb = z[index].double(), y[index]        # in float32, tiny derivatives would become 0 and count as positive
         i, j = cross_class_pairs(yb)
         lam = Beta(alpha, alpha).sample(i.shape).double()
-        weights, valid = mixtures('pos-neg', yb, i, j, lam, yb, torch.arange(len(yb)), yb[:, None] != yb)
-        s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                     # (B, M)
+        weights, valid = mixtures('pos-neg', yb, i, j, lam, torch.arange(len(yb)), yb, yb[:, None] != yb)
+        s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
         labelled_loss(s, weights, valid, 'ms', **hyper).sum().backward()
-        positive = s.grad <= 0                                          # Eq. (11)
-        # Eq. (25): the share of s below the threshold is F_lambda there
+        positive = s.grad <= 0                      # Pos(a, v), Section 3.6
+        # Eq. (11) and (25): F_lambda at the threshold is the share of the similarities up to it.
         below = s <= positivity_threshold(weights, **hyper)
-        seen.append(torch.stack([weights, positive, below])[:, valid])
-    share, *both = torch.cat(seen, dim=1)
-    bins = [(low / 10 + 0.05, (share * 10).long() == low) for low in range(10)]
-    return [(centre, *(t[b].mean().item() for t in both), int(b.sum())) for centre, b in bins if b.any()]
+        seen.append(torch.stack([weights, positive, below, s.detach()])[:, valid])
+    lam, *columns = torch.cat(seen, dim=1)
+    bins = [(low / 10 + 0.05, (lam * 10).long() == low) for low in range(10)]
+    return [(centre, *(t[b].mean().item() for t in columns), int(b.sum())) for centre, b in bins if b.any()]
 
 
 def analyse(args):
-    """Fig. 2 and utilization of a checkpoint on its dataset, printed; drawn too, where matplotlib is."""
-    model = common.load_checkpoint(args.analyse, args.device)
-    typed = {name: getattr(args, name) for name in args.explicit}
-    saved = SimpleNamespace(**model.args | typed, explicit=args.explicit)
-    data = common.load(saved)
+    """Prints Fig. 2 and the utilization of a saved network on the dataset of its run; draws Fig. 2 with matplotlib."""
+    model, data = common.load_checkpoint(args.analyse, args.device, args.precision), common.load(args)
     z, q, y = common.embed(model, data.train), common.embed(model, data.query), data.train.labels
-    batches = list(islice(common.make_sampler(saved, y), 20))
-    hyper = {name: vars(args)[name] for name in ('beta', 'gamma', 'm') if vars(args)[name] is not None}
-    rows = positivity(z, y, batches, args.alpha, **hyper)
-    print('lambda  P(Pos) measured  by Eq. (25)  mixtures')
-    for row in rows:
-        print('%6.2f %16.3f %12.3f %9d' % row)
+    batches = [index for _, index in zip(range(20), common.make_sampler(args, y))]
+    rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
+    print(f'P(Pos(a, v)) with beta {args.beta:g}, gamma {args.gamma:g}, m {args.m:g}: measured, and by Eq. (25)\n'
+          '  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs')
+    for lam, measured, predicted, s, number in rows:
+        threshold = positivity_threshold(lam, args.beta, args.gamma, args.m)
+        print(f'{lam:8.2f} {measured:9.3f} {predicted:9.3f} {s:13.3f} {threshold:10.3f} {number:9d}')
 
-    def nearest(x):                                                     # squared distance, (M, D) -> (N,)
+    def nearest(x):                                 # squared distance of each query to its nearest row of x
         return 2 - 2 * common.searcher(x)(q, 1)[0][:, 0]
 
     clean = mixed = nearest(z)
@@ -344,91 +377,134 @@ def analyse(args):
         i, j = cross_class_pairs(y[index])
         lam = Beta(args.alpha, args.alpha).sample(i.shape)
         mixed = mixed.minimum(nearest(mix_embeddings(z[index], i, j, lam)))
-    print(f'utilization, Eq. (12): {clean.mean():.3f}, with mixed examples {mixed.mean():.3f}')
-    if not rows:                                                        # no anchor had a mixture
-        return rows
+    print(f'utilization, Eq. (12): {clean.mean():.3f} by clean examples, {mixed.mean():.3f} by these and the mixed '
+          f'ones of {len(batches)} batches')
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print('for the figure: pip install matplotlib')
+        print('to draw the figure as well: pip install matplotlib')
         return rows
-    axes = Figure().subplots()
-    lam, *curves, _ = zip(*rows)
-    axes.plot(lam, curves[0], 'o-', lam, curves[1], 's--')
-    axes.set(xlabel='lambda', ylabel='P(Pos(a, v)): measured (circles), Eq. (25) (squares)')
-    at = Path(args.analyse)                                             # a checkpoint or a run folder
-    picture = (at if at.is_dir() else at.parent) / 'positivity.png'
-    axes.figure.savefig(picture)
-    print(f'the figure: {picture}')
+    if rows:                                        # there are none if no anchor has a mixture
+        axes, (lam, measured, predicted, *_) = Figure().subplots(), zip(*rows)
+        axes.plot(lam, measured, 'o-', lam, predicted, 's--')
+        axes.set(xlabel='lambda', ylabel='P(Pos(a, v)): measured (circles), Eq. (25) (squares)')
+        picture = (args.analyse if args.analyse.is_dir() else args.analyse.parent) / 'positivity.png'
+        axes.figure.savefig(picture)
+        print(f'the figure: {picture}')
     return rows
 
 
-# --flag: hyper-parameter of labelled_loss
+# ---- recipes and flags
+
+# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
+# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
+# folder start from common.DEMO. Table 4 and Section B.1 state epochs, batches, optimizer, learning rates,
+# weight decay and decay rates (for ProxyNCA++ none; it gets those of ms). From the released code come
+# warm-up, clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays
+# every 10 epochs, which is its default; some of its commands have 5 or 20.
+CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
+           optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
+           warmup=5, clip=10.0, proxy_lr_mult=100)
+SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, warmup=1)
+DEFAULTS = {
+    # From scratch, --lr is already 20 times that of CUB, so the proxies get 10 times --lr and not 100.
+    'shapes': dict(proxy_lr_mult=10),
+    'folder': dict(proxy_lr_mult=10),
+    'cub': CUB,
+    'cars': CUB,
+    'sop': SOP,
+    'inshop': SOP | dict(lr=1e-4),
+}
+DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
+DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)
+
+# {loss: {hyper-parameter: its flag}}, for the losses that can be trained
 HYPER = {'contrastive': dict(m='m', reduction='reduction'), 'ms': dict(beta='beta', gamma='gamma', m='m'),
-         'proxy_anchor': dict(beta='alpha', m='delta'), 'proxynca_pp': dict(temperature='temperature')}
+         'proxy_anchor': dict(alpha='proxy_alpha', delta='delta'), 'proxynca_pp': dict(temperature='temperature')}
 
 
 def plan(args):
-    """{type of mixing: (its kinds of pairs, k)}; refuses what the paper does not define."""
-    types, ks = args.mixup.split(','), args.hard_negatives.split(',')
-    if not 0 < args.alpha < float('inf'):
-        raise common.UsageError(f'--alpha {args.alpha}: Beta(alpha, alpha) is there for 0 < alpha < inf')
-    if types != ['none'] and len(set(types) & {'input', 'feature', 'embed'}) < len(types):
-        raise common.UsageError(f'--mixup {args.mixup}: it is none, or some of input,feature,embed')
-    numbers = [k for k in ks if k not in ('auto', 'all')]
-    if len(ks) not in (1, len(types)) or not all(k.isdecimal() and int(k) for k in numbers):
-        raise common.UsageError(f'--hard-negatives {args.hard_negatives}: all or a number >= 1, once or '
-                                'per --mixup')
+    """The choices (type of mixing, kinds of pairs, k), of which each iteration draws one; [] without mixing.
+
+    Raises common.UsageError for what the paper leaves undefined.
+    """
+    types, ks = args.mixup, args.hard_negatives
+    if types == ['none']:
+        return []
+    if 'none' in types:
+        raise common.UsageError('--mixup none cannot be combined with other types')
+    if len(ks) not in (1, len(types)):
+        raise common.UsageError(f'--hard-negatives: give one K, or one for each of the {len(types)} types of --mixup')
     if args.loss == 'proxynca_pp' and args.pairs != 'both':
-        raise common.UsageError(f'--pairs {args.pairs} with proxynca_pp: its positives and negatives are '
-                                'proxies (Table 1), so an example that is mixed can only be the query')
-    if args.loss == 'proxy_anchor' and args.pairs in ('anc-neg', 'mochi') and set(types) != {'embed'}:
-        raise common.UsageError(f'--pairs {args.pairs} with proxy_anchor: its anchors are proxies (Table 1), '
-                                f'learned embeddings; there is no {args.mixup} of them to mix; take --pairs '
-                                'pos-neg, or --mixup embed')
-    result = {}
-    for mixup, k in zip(types, ks * len(types)):
-        kinds = ['pos-neg'] if args.loss == 'proxy_anchor' and mixup != 'embed' else ['pos-neg', 'anc-neg']
-        kinds = ['anc-neg'] if args.loss == 'proxynca_pp' else kinds if args.pairs == 'both' else [args.pairs]
-        result[mixup] = kinds, int(k) if k.isdecimal() else 3 if (k, mixup) == ('auto', 'input') else None
-    return {} if args.mixup == 'none' else result
+        raise common.UsageError('--pairs has no effect with --loss proxynca_pp: its positives and negatives are '
+                                'proxies, which are not mixed; a mixture of any two images is a query')
+    if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and types != ['embed']:
+        raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
+                                'feature map: take --mixup embed, or --pairs pos-neg')
+    choices = []
+    for mixup, k in zip(types, ks * len(types)):    # one K serves all types
+        pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]        # Section 4.1
+        if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
+            pairs = ['pos-neg']
+        if args.loss == 'proxynca_pp':              # every image is an anchor, so these are all cross-class pairs
+            pairs = ['anc-neg']
+        if k == 'auto':                             # Section B.2
+            k = 3 if mixup == 'input' else 'all'
+        choices.append((mixup, pairs, None if k == 'all' else k))
+    return choices
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, NOTES)
     add = parser.add_argument_group('Metrix').add_argument
+    positive, cosine = common.at_least(1e-3, float), common.between(-1, 1)
     add('--loss', choices=list(HYPER), default='ms', help='base loss')
-    add('--mixup', default='feature',
-        help='none, or some of input,feature,embed: one drawn per iteration; input adds a pass of about 300 '
-             'mixed images, at 20 x 5 with pos-neg of up to 1,200')
-    add('--pairs', default='both', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos', 'neg-neg', 'mochi'],
-        help='both: pos-neg or anc-neg, drawn per iteration; mochi: anc-neg with less than half of the '
-             'anchor, all negative')
-    add('--hard-negatives', default='auto', help='k or all, once or per --mixup; auto: 3 for input, else all')
-    add('--alpha', type=float, default=2.0, help='of Beta(alpha, alpha)')
-    add('--strength', type=common.at_least(0, float), default=0.4, help='w, of the mixed loss')
-    add('--beta', type=common.at_least(1e-3, float), help='ms 18, proxy_anchor 32')
-    add('--gamma', type=common.at_least(1e-3, float), help='ms 75')
-    add('--m', type=float, help='contrastive 0.5, ms 0.77, proxy_anchor 0.1')
-    add('--reduction', choices=['mean', 'sum'], help='contrastive mean')
-    add('--temperature', type=common.at_least(1e-3, float), help='proxynca_pp 1/9')
-    add('--epsilon', type=float, default=0.39,
-        help="slack of the MS miner, which is the code's and serves the clean loss alone; below 0: no miner")
-    add('--proxy-lr-mult', type=float, default=100.0, help='lr of proxies, times --lr')
-    add('--analyse', metavar='CHECKPOINT',
-        help='positivity by MS with --beta, --gamma, --m, and utilization, of a model')
+    add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
+        help='what is mixed; if several are given, each iteration draws one')
+    add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos', 'neg-neg'], default='both',
+        help='which examples are mixed; both: each iteration draws pos-neg or anc-neg')
+    add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
+        metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
+                          'auto is 3 for input, else all')
+    add('--alpha', type=positive, default=2.0, help='lambda comes from Beta(alpha, alpha)')
+    add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
+    add('--beta', type=positive, default=18.0, help='ms: scale of the positives')
+    add('--gamma', type=positive, default=75.0, help='ms: scale of the negatives')
+    add('--m', type=cosine, default=0.77, help='ms and contrastive: margin')
+    add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.39,
+        help='ms: tolerance of the miner in the clean loss; off: no miner')
+    add('--reduction', choices=['mean', 'sum'], default='mean', help='contrastive: mean or sum over examples')
+    add('--proxy-alpha', type=positive, default=32.0, help='proxy_anchor: sharpness')
+    add('--delta', type=cosine, default=0.1, help='proxy_anchor: margin')
+    add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,
+        help='proxynca_pp: divides squared distances')
+    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0,
+        help='learning rate of the proxies, as a multiple of --lr')
+    add('--analyse', type=Path, metavar='RUN', help='print Fig. 2 and the utilization of a saved network, and stop')
     args = common.parse(parser, DEFAULTS, argv)
-    some = {'ms': 'epsilon', 'proxy_anchor': 'proxy_lr_mult', 'proxynca_pp': 'proxy_lr_mult'}
-    read = {*HYPER[args.loss], some.get(args.loss)}
-    idle = args.explicit & {*some.values()}.union(*HYPER.values()) - read
-    idle |= args.explicit & {'pairs', 'hard_negatives', 'strength'} if args.mixup == 'none' else set()
-    for flag in sorted(idle):
-        raise common.UsageError(f'--{flag.replace("_", "-")} has no effect with --loss {args.loss} '
-                                f'--mixup {args.mixup}')
-    if args.loss == 'contrastive' and args.dataset in ('cub', 'cars'):
-        args.decay_rate = args.decay_rate if args.resume or 'decay_rate' in args.explicit else 0.1
-    plan(args)
+    check(args)
     return args
+
+
+def check(args):
+    """Refuses flags that have no effect, and what the paper leaves undefined."""
+    if args.analyse:
+        read = {'analyse', 'alpha', 'beta', 'gamma', 'm', 'dataset', 'data', 'cache', 'seed', 'device', 'precision'}
+        common.refuse(args, sorted(args.changed - read), '--analyse')
+        if args.loss == 'contrastive' and 'm' not in args.changed:
+            raise common.UsageError(f'{args.analyse} was trained with contrastive, and its m {args.m} is no margin of '
+                                    'ms, which Fig. 2 is about: give one with --m, in the paper 0.77')
+        return
+    flags = {loss: set(HYPER[loss].values()) for loss in HYPER}
+    flags['ms'] |= {'epsilon'}
+    flags['proxy_anchor'] |= {'proxy_lr_mult'}
+    flags['proxynca_pp'] |= {'proxy_lr_mult'}
+    common.refuse(args, sorted(set().union(*flags.values()) - flags[args.loss]), f'--loss {args.loss}')
+    if args.mixup == ['none']:
+        common.refuse(args, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
+    if args.pairs == 'pos-pos':
+        common.refuse(args, ['hard_negatives'], '--pairs pos-pos')
+    plan(args)
 
 
 def main(argv=None):
@@ -436,38 +512,64 @@ def main(argv=None):
     common.set_seed(args.seed)
     if args.analyse:
         return analyse(args)
-    mixing = plan(args)
-    names = []
-    for mixup, (kinds, k) in mixing.items():
-        what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(kinds)
-        negatives = '' if kinds == ['pos-pos'] else f', {k or "all"} negatives'
-        names.append(f'{mixup} ({what}{negatives})')
-    print(f'Metrix: {args.loss}, mixing', '; '.join(names) or 'nothing')
+    choices = plan(args)
+    for mixup, pairs, k in choices:
+        what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(pairs)
+        print(f'{args.loss}, mixing {mixup}: {what}' + f', {k or "all"} negatives' * (pairs != ['pos-pos']))
     data = common.load(args)
     model = common.build(args)
     groups, learned = [dict(params=model.parameters())], {}
-    if 'proxy' in args.loss:
-        C = data.train.num_classes
-        learned['proxies'] = torch.nn.Parameter((torch.randn(C, args.dim) * (2 / C) ** 0.5).to(args.device))
+    if args.loss in ('proxy_anchor', 'proxynca_pp'):                    # with proxies as in train_proxy_anchor.py
+        proxies = torch.randn(data.train.num_classes, args.dim) * (2 / data.train.num_classes) ** 0.5
+        learned = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
         groups.append(dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
-    hyper = {name: vars(args)[flag] for flag, name in HYPER[args.loss].items()
-             if vars(args)[flag] is not None}
-    epsilon = args.epsilon if args.loss == 'ms' and args.epsilon >= 0 else None
+    hyper = {name: getattr(args, flag) for name, flag in HYPER[args.loss].items()}
+    epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
 
     def step(images, labels):
         f = model.features(images)                                      # (B, c, h, w), once per clean image
-        z = model.head(f)                                                               # (B, D)
+        z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **learned, **hyper)
-        if mixing:
-            mixup, (kinds, k) = random.choice(list(mixing.items()))
-            which = random.choice(kinds)                                # section B.2: drawn per iteration
-            mixed = mixed_loss(args, mixup, which, k, hyper, model, images, f, z, labels, **learned)
+        if choices:
+            mixup, pairs, k = random.choice(choices)                    # Section B.4: the type is drawn per iteration,
+            pairs = random.choice(pairs)                                # Section B.2: and so is the kind of pairs
+            mixed = mixed_loss(args.loss, hyper, mixup, pairs, k, args.alpha, model, images, f, z, labels, **learned)
             loss = loss + args.strength * mixed                         # Eq. (10)
         return loss
 
     return common.train(args, model, data, step, optimizer, learned)
 
 
+NOTES = """
+What differs from the paper
+    1. Eq. (8) reads as one lambda per pair and anchor. Here an unordered pair has one lambda and one
+       mixture, which all anchors share. Mixed embeddings are scaled to unit length, as in the code.
+    2. Contrastive divides its sums, positives by their number and negatives by the number above m.
+       --reduction sum is the equation as printed.
+    3. The clean loss of ms has the miner of the released code, which the paper does not mention.
+    4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be
+       divided by all C proxies. Only embedding mixing has its anc-neg pairs, since a proxy has neither
+       an image nor a feature map.
+    5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing
+       cannot mix, though the paper has results for both. Here a mixture is a query with an interpolated
+       target, lam CE(v, y_i) + (1 - lam) CE(v, y_j), for two images of different classes.
+    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing. In the paper, Fig. 2 is
+       about the whole dataset, and utilization about what Metrix mixed over a number of epochs.
+What differs from the released code, which has contrastive, and ms with embedding mixing
+    7. All positives, all anchors and each anchor's own hard negatives take part. In the code, feature
+       and embedding mixing have only the first positive of an anchor, anc-neg pairs only exist for
+       anchors without a positive, and hard negatives are looked up among those of the first anchor.
+    8. The code has Euclidean distances for similarities, one lambda per batch, k = 1, Adam, and 60
+       epochs for contrastive. Its ms with embedding mixing is not Eq. (15).
+    9. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
+       weights after the warm-up. Here both stay frozen. It reports its best epoch on the test set.
+Cost
+    Input mixing sends about 300 more images through the network per step, and up to 1,200 with pos-neg
+    pairs of 20 x 5 batches. The number of mixtures grows with the square of the batch: for batches of
+    several hundred images, --hard-negatives 40 saves memory and time.
+"""
+
+
 if __name__ == '__main__':
-    main()
+    common.cli(main)

@@ -80,7 +80,8 @@ def bench_loop(options):
     optimizer, step, _ = setup()
 
     def shared():
-        common.train_epoch(args, None, data, shared_step, shared_optimizer, schedule, sampler, len(ready), 1)
+        run = argparse.Namespace(epoch=0, start=-1, total=0)
+        common.train_epoch(args, run, data, sampler, len(ready), shared_step, shared_optimizer, schedule)
 
     def bare():
         for x, y in ready:

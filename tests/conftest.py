@@ -1,14 +1,21 @@
-"""What several test files share: points on a circle, a tiny image folder, a way to run a script."""
+"""What several test files share: points on a circle, small images, a small network, ways to run a script."""
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-SHARED = Path(__file__).parents[1] / '../shared'
+import common  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT / '../shared'
+SCRIPTS = ['train_contrastive', 'train_ms', 'train_proxy_anchor', 'train_proxynca_pp', 'train_ccl', 'train_metrix',
+           'train_hse']
 
 
 def on_circle(*degrees, dtype=torch.float64):
@@ -16,9 +23,15 @@ def on_circle(*degrees, dtype=torch.float64):
     return torch.tensor([[math.cos(math.radians(d)), math.sin(math.radians(d))] for d in degrees], dtype=dtype)
 
 
-def draw_folder(root, classes, per_class, size=24):
-    """Noise around one colour per class: enough to tell classes apart, nothing to download."""
-    generator = torch.Generator().manual_seed(0)
+def unit(n, dim=6, seed=0, dtype=torch.float64):
+    """n random unit vectors, (n, dim)"""
+    z = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.nn.functional.normalize(z, dim=1)
+
+
+def draw_folder(root, classes, per_class, size=24, seed=0):
+    """Noise around one colour per class, as JPEG files of slightly different widths."""
+    generator = torch.Generator().manual_seed(seed)
     for number, name in enumerate(classes):
         colour = torch.rand(3, 1, 1, generator=generator) * 255
         (root / name).mkdir(parents=True)
@@ -31,18 +44,59 @@ def draw_folder(root, classes, per_class, size=24):
 
 @pytest.fixture(scope='session')
 def folder(tmp_path_factory):
+    """6 training classes of 5 images, 4 test classes of 4"""
     root = tmp_path_factory.mktemp('folder')
     draw_folder(root / 'train', [f'bird{i}' for i in range(6)], per_class=5)
-    draw_folder(root / 'test', [f'car{i}' for i in range(4)], per_class=4)
+    draw_folder(root / 'test', [f'car{i}' for i in range(4)], per_class=4, seed=1)
     return root
+
+
+class SmallNet(nn.Module):
+    """Two convolutions with BatchNorm that look like a torchvision ResNet to Embedder: pooling and fc come last."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 5, stride=2, padding=2)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(16, 64, 5, stride=4, padding=2)
+        self.bn2 = nn.BatchNorm2d(64)
+        self.relu2 = nn.ReLU()
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(64, 10)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A small network for every ResNet, where what is tested does not depend on the trunk."""
+    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: SmallNet())
 
 
 @pytest.fixture
 def run(folder, tmp_path, monkeypatch):
-    """run(module, *flags): two steps of a script on the tiny folder, in a directory of its own."""
+    """run(module, *flags): two steps of a script on the small folder, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
 
     def run(module, *flags):
         return module.main(['--dataset', 'folder', '--data', str(folder), '--steps', '2', '--device', 'cpu',
                             '--batch-size', '8', '--per-class', '2', '--image-size', '32', '--dim', '16', *flags])
     return run
+
+
+@pytest.fixture
+def before_training(run, small, monkeypatch):
+    """before_training(module, *flags): what main hands to the shared loop, without running it.
+
+    A namespace with args, model, data, step, optimizer, learned and sampler.
+    """
+    def before_training(module, *flags):
+        held = SimpleNamespace()
+
+        def train(args, model, data, step, optimizer, learned=None, sampler=None):
+            held.__dict__.update(args=args, model=model, data=data, step=step, optimizer=optimizer,
+                                 learned=learned or {}, sampler=sampler)
+        with monkeypatch.context() as patch:
+            patch.setattr(common, 'train', train)
+            run(module, *flags)
+        return held
+    return before_training

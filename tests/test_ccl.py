@@ -37,7 +37,7 @@ def by_similarity(similarities, label, loss=center_contrastive_loss, **kw):
     return value.item(), gradients(value, x)[0][0].tolist()
 
 
-# ------------------------------------------------------------------- the loss and its two parts
+# ---- the loss and its two parts
 
 def test_ccl_eq1_is_what_eq2_reduces_to():
     """InfoNCE of Eq. (1) with samples k in the place of centres: the centre term is all that is new."""
@@ -57,6 +57,13 @@ def test_ccl_eq2_by_hand():
     assert center_contrastive_loss(x, y, centers, lam=0).item() == pytest.approx(sum(contrast) / 2)
     both = center_contrastive_loss(x, y, centers, lam=1).item()
     assert both == pytest.approx((sum(contrast) + sum(center)) / 2)
+
+
+def test_ccl_eq3_the_second_line_of_eq2_by_hand():
+    """x at 0 degrees, its centre at 60: they are 1 apart."""
+    x, y, centers = on_circle(0), torch.tensor([1]), 3 * on_circle(140, 60)
+    both, contrast = (center_contrastive_loss(x, y, centers, lam=lam).item() for lam in (5, 0))
+    assert both - contrast == pytest.approx(5 * 1)
 
 
 def test_ccl_eq4_squared_distance_in_value_and_gradient():
@@ -102,19 +109,6 @@ def test_ccl_eq5_is_contrast_plus_lambda_center_under_smoothing_too():
     assert torch.allclose(center_contrastive_loss(z, y, centers, S, 0.1, 2.0, 0.1), without + 2 * center)
 
 
-@pytest.mark.parametrize('margin, smoothing, stop_grad',
-                         [(0, 0, False), (0.2, 0.1, False), (0.2, 0.1, True)])
-def test_ccl_eq5_gradcheck(margin, smoothing, stop_grad):
-    z, y, centers = four_by_three()
-
-    def loss(z, centers):
-        return center_contrastive_loss(z, y, centers, 4.0, margin, 2.0, smoothing, stop_grad)
-    if stop_grad:                                      # by z only: the centres' gradient is cut on purpose
-        assert torch.autograd.gradcheck(lambda z: loss(z, centers.detach()), z)
-    else:
-        assert torch.autograd.gradcheck(loss, (z, centers))
-
-
 def test_loss_is_zero_at_best_on_unit_embeddings():
     y = torch.tensor([0, 1])
     perfect = center_contrastive_loss(on_circle(0, 180), y, on_circle(0, 180), s=100)
@@ -123,7 +117,7 @@ def test_loss_is_zero_at_best_on_unit_embeddings():
     assert worst.item() == pytest.approx(200 + 2 * 2 ** 2), 'logits 200 apart, and centres 2 away'
 
 
-# ------------------------------------------------------------------- what the paper compares with
+# ---- what the paper compares with
 
 def test_ccl_eq6_cross_entropy_in_value_and_gradient():
     x = torch.tensor([[2.0, -1.0]], dtype=torch.float64, requires_grad=True)         # length left as it is
@@ -148,7 +142,6 @@ def test_ccl_eq7_adds_the_distance_to_centres_of_any_length():
     by_center, = gradients(loss, centers)
     assert torch.allclose(by_center[0], 0.5 * 2 * (2 * centers[0] - z[0] - z[3]) / 4)
     assert torch.equal(by_center[1], torch.zeros_like(by_center[1])), 'an absent class, and no softmax'
-    assert torch.autograd.gradcheck(lambda z, c: center_loss(z, y, weight, bias, c, 0.5, 0.1), (z, centers))
 
 
 def test_ccl_eq8_nsoftmax_is_lambda_and_margin_zero():
@@ -164,8 +157,6 @@ def test_ccl_eq9_by_hand():
     x, centers = on_circle(0), 2 * on_circle(60, 90, 180)
     expected = -log(exp(S * cos(pi / 3)) / (exp(0) + exp(-S)))
     assert proxynca_loss(x, torch.tensor([0]), centers).item() == pytest.approx(expected)
-    z, y, centers = four_by_three()
-    assert torch.autograd.gradcheck(lambda z, c: proxynca_loss(z, y, c, s=4.0), (z, centers))
 
 
 def test_ccl_eq9_gradient_is_minus_one_at_the_own_class():
@@ -246,7 +237,7 @@ def test_ccl_eq14_is_a_gradient_step_on_the_centre_term():
     assert torch.allclose(descended, momentum_centers(centers, z, y, mu=1 - 2 * lr))
 
 
-# ------------------------------------------------------------------- who gets a gradient
+# ---- who gets a gradient
 
 def test_absent_classes_are_moved_by_the_softmax_only():
     z, y, centers = four_by_three()                                     # class 1 is absent
@@ -269,15 +260,7 @@ def test_stop_grad_cuts_the_contrast_off_the_centres_and_nothing_else():
     assert torch.allclose(no_contrast[2], full[2] - contrast[2]), 'what is left is the centre term'
 
 
-def test_the_length_of_a_centre_does_not_matter():
-    z, y, centers = four_by_three()
-    longer = centers * torch.tensor([[0.01], [1], [100]], dtype=torch.float64)
-    assert torch.allclose(center_contrastive_loss(z, y, centers), center_contrastive_loss(z, y, longer))
-    assert torch.allclose(proxynca_loss(z, y, centers), proxynca_loss(z, y, longer))
-    assert torch.allclose(train_ccl.new_centers(7, 5).norm(dim=1), torch.ones(7))
-
-
-# ------------------------------------------------------------------- label smoothing
+# ---- label smoothing
 
 def test_smoothed_labels_sum_to_one():
     q = smooth_labels(torch.tensor([2, 0]), 5, 0.1, torch.float64)
@@ -295,137 +278,87 @@ def test_smoothing_is_not_that_of_torch():
     assert not torch.allclose(ours, F.cross_entropy(logits, y, label_smoothing=0.2), atol=0.01)
 
 
-# ------------------------------------------------------------------- degenerate input
-
-def losses(z, y, centers, **kw):
-    weight = centers.to(z.dtype)
-    yield 'ccl', center_contrastive_loss(z, y, centers, smoothing=0.1, **kw)
-    yield 'stop_grad', center_contrastive_loss(z, y, centers, smoothing=0.1, stop_grad=True, **kw)
-    yield 'proxynca', proxynca_loss(z, y, centers)
-    yield 'center_loss', center_loss(z, y, weight, weight[:, 0], centers, smoothing=0.1, **kw)
+# ---- the script
 
 
-@pytest.mark.parametrize('num_classes', [1, 2])
-def test_one_class_and_two_classes_are_finite(num_classes):
-    z = on_circle(0, 0, 180, 90, dtype=torch.float32).requires_grad_()
-    y = torch.arange(4) % num_classes
-    centers = on_circle(0, 180, dtype=torch.float32)[:num_classes].requires_grad_()
-    for name, loss in losses(z, y, centers):
-        assert loss.isfinite(), name
-        assert all(g.isfinite().all() for g in gradients(loss, z, centers) if g is not None), name
-    if num_classes == 1:
-        nothing = center_contrastive_loss(z, y, centers, margin=0.3, lam=0, smoothing=0.1)
-        assert nothing.item() == 0, 'a softmax over one class is 1, smoothed or not'
+def test_new_centers_have_length_1():
+    assert torch.allclose(train_ccl.new_centers(7, 5).norm(dim=1), torch.ones(7))
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_half_precision_is_raised(dtype):
-    """exp(64 * 2) overflows half precision and float32 alike; the losses must not."""
-    z, centers = on_circle(170, 10, 75).to(dtype), on_circle(5, 190).to(dtype)
-    y = torch.tensor([0, 0, 1])
-    loss = center_contrastive_loss(z, y, centers, s=64, margin=0.5)
-    assert loss.dtype == torch.float32
-    exact = center_contrastive_loss(z.double(), y, centers, s=64, margin=0.5)
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
-    assert all(loss.dtype == torch.float32 and loss.isfinite() for _, loss in losses(z, y, centers))
+def test_symmetric_noise_moves_its_share_of_the_images_to_other_classes():
+    clean = torch.arange(20).repeat_interleave(30)
+    noisy = train_ccl.corrupt_labels(clean, 'symmetric:0.25', torch.Generator().manual_seed(1))
+    assert (noisy != clean).float().mean() == 0.25 and int(noisy.max()) == 19
+    assert len(noisy[noisy != clean].unique()) == 20, 'drawn from all other classes'
+    assert torch.equal(noisy, train_ccl.corrupt_labels(clean, 'symmetric:0.25', torch.Generator().manual_seed(1)))
 
 
-def test_order_of_the_batch_does_not_matter():
-    z, y, centers = four_by_three()
-    order = torch.tensor([2, 0, 3, 1])
-    for (name, one), (_, other) in zip(losses(z, y, centers), losses(z[order], y[order], centers)):
-        assert torch.allclose(one, other), name
-    assert torch.allclose(momentum_centers(centers, z, y, 0.9),
-                          momentum_centers(centers, z[order], y[order], 0.9))
+def test_longtail_noise_dissolves_classes_into_clusters_of_five():
+    clean = torch.arange(20).repeat_interleave(30)
+    noisy = train_ccl.corrupt_labels(clean, 'longtail:0.25', torch.Generator().manual_seed(1))
+    assert int(noisy.max()) + 1 == 15
+    gone = [c for c in range(20) if len(noisy[clean == c].unique()) > 1]
+    assert len(gone) == 5
+    for c in gone:
+        assert all(len(cluster.unique()) == 1 for cluster in noisy[clean == c].split(5))
+    kept = [noisy[clean == c][0].item() for c in range(20) if c not in gone]
+    assert sorted(kept) == list(range(15)), 'what remains keeps its class'
 
 
-# ------------------------------------------------------------------- the script
-
-def test_defaults_are_the_recipe():
-    """Section 4.2 of the paper; the epochs are those of the code that it adapts."""
-    stated = {'cub': (0.02, 0, 30), 'cars': (0.05, 0, 100),
-              'sop': (0.003, 0.99, 100), 'inshop': (0.006, 0.99, 100)}
-    for dataset, row in stated.items():
-        args = train_ccl.get_args(['--dataset', dataset])
-        assert (args.lr, args.momentum, args.epochs) == row
-        assert (args.optimizer, args.weight_decay, args.batch_size, args.per_class) == ('sgd', 5e-4, 128, 0)
-        assert (args.image_size, args.resize, args.dim, args.schedule) == (256, 288, 512, 'cosine')
-        small = dataset in ('cub', 'cars')
-        assert (args.freeze_bn, args.dropout, bool(args.jitter)) == (small, 0.2 * small, small)
-        assert (args.s, args.margin, args.lam, args.smoothing) == (16, 0, 2, 0.1)
+@pytest.mark.parametrize('noise', ['pink:0.3', 'symmetric', 'symmetric:1', 'longtail:-0.1', 'symmetric:nan', ''])
+def test_other_noise_is_refused(noise):
+    with pytest.raises(common.UsageError, match='argument --label-noise'):
+        train_ccl.get_args(['--label-noise', noise])
 
 
-def test_a_flag_that_the_variant_does_not_read_is_a_mistake():
-    train_ccl.get_args(['--variant', 'proxynca', '--s', '8'])
-    for flags in ('--variant proxynca --lam 1', '--variant center_loss --margin 0.1', '--mu 0.5',
-                  '--smoothing 1'):
-        with pytest.raises(common.UsageError):
-            train_ccl.get_args(flags.split())
+def test_label_noise_reaches_the_training_set_alone(before_training):
+    clean = before_training(train_ccl).data
+    noisy = before_training(train_ccl, '--label-noise', 'symmetric:0.5').data
+    assert (noisy.train.labels != clean.train.labels).float().mean() == 0.5
+    assert torch.equal(noisy.query.labels, clean.query.labels)
 
 
-@pytest.mark.parametrize('flags, reason', [
-    ('--s 0', 's.*>= 0.001'), ('--s -3', 's.*>= 0.001'), ('--s nan', '>= 0.001'), ('--lam -1', 'lam.*>= 0'),
-    ('--margin -0.1', 'margin.*>= 0'), ('--variant stop_grad --lam 0', 'gradient')])
-def test_what_the_loss_is_not_defined_for_is_refused(flags, reason):
-    with pytest.raises(common.UsageError, match=reason):
+@pytest.mark.parametrize('flags', [
+    '--variant proxynca --lam 1', '--variant center_loss --margin 0.1', '--mu 0.5', '--smoothing 1', '--s 0',
+    '--s nan', '--lam -1', '--margin -0.1', '--variant stop_grad --lam 0'])
+def test_what_a_variant_does_not_read_or_is_not_defined_for_is_refused(flags):
+    with pytest.raises(common.UsageError):
         train_ccl.get_args(flags.split())
 
 
-class Stop(Exception):
-    pass
-
-
-def before_training(run, monkeypatch, *flags):
-    """What main hands to the shared loop: model, step, optimizer and what is learned."""
-    held = {}
-
-    def train(args, model, data, step, optimizer, learned=None, sampler=None):
-        held.update(model=model, step=step, optimizer=optimizer, learned=learned)
-        raise Stop
-    monkeypatch.setattr(common, 'train', train)
-    with pytest.raises(Stop):
-        run(train_ccl, *flags)
-    return held
-
-
 @pytest.mark.parametrize('momentum', [0.0, 0.9])
-def test_nesterov_only_with_momentum(run, monkeypatch, momentum):
-    held = before_training(run, monkeypatch, '--optimizer', 'sgd', '--momentum', str(momentum))
-    group, = held['optimizer'].param_groups
+def test_nesterov_only_with_momentum(before_training, momentum):
+    held = before_training(train_ccl, '--optimizer', 'sgd', '--momentum', str(momentum))
+    group, = held.optimizer.param_groups
     assert group['nesterov'] == (momentum > 0)
-    assert any(p is held['learned']['centers'] for p in group['params']), 'centres learn as the network does'
 
 
-def test_dropout_is_in_the_step_and_not_in_the_model(run, monkeypatch):
+def test_dropout_is_in_the_step_and_not_in_the_model(before_training):
     images, labels = torch.rand(8, 3, 32, 32), torch.arange(8) % 4
     for dropout in '0', '0.5':
-        held = before_training(run, monkeypatch, '--dropout', dropout)
-        held['model'].eval()                           # BatchNorm fixed: only dropout is random
+        held = before_training(train_ccl, '--dropout', dropout)
+        held.model.eval()                              # BatchNorm fixed: only dropout is random
         with torch.no_grad():
-            assert torch.equal(held['model'](images), held['model'](images))
-            same = torch.equal(held['step'](images, labels), held['step'](images, labels))
-            assert same == (dropout == '0')
+            assert torch.equal(held.model(images), held.model(images))
+            assert torch.equal(held.step(images, labels), held.step(images, labels)) == (dropout == '0')
 
 
-def test_cluster_centres_are_running_means_without_a_gradient(run, monkeypatch):
-    held = before_training(run, monkeypatch, '--variant', 'cluster', '--mu', '0.5')
+def test_cluster_centres_are_running_means_without_a_gradient(before_training):
+    held = before_training(train_ccl, '--variant', 'cluster', '--mu', '0.5')
     images, labels = torch.rand(8, 3, 32, 32), torch.arange(8) % 2
-    centers = held['learned']['centers']
-    before = centers.clone()
-    held['step'](images, labels).backward()            # the update in place spoils no graph
-    assert not centers.requires_grad and not torch.equal(before[:2], centers[:2])
-    assert torch.equal(before[2:], centers[2:]), 'absent classes stay'
+    centers = held.learned['centers']
+    before, z = centers.clone(), held.model.eval()(images).detach()
+    held.step(images, labels).backward()               # the update in place spoils no graph
+    assert not centers.requires_grad and torch.equal(before[2:], centers[2:]), 'absent classes stay'
+    for c in (0, 1):
+        assert torch.allclose(centers[c], (before[c] + z[labels == c].mean(dim=0)) / 2, atol=1e-6)
 
 
-def test_center_loss_trains_raw_embeddings(run, monkeypatch):
-    held = before_training(run, monkeypatch, '--variant', 'center_loss')
-    z = held['model'].eval()(torch.rand(4, 3, 32, 32))
+def test_center_loss_trains_raw_embeddings_a_classifier_and_centres(before_training):
+    held = before_training(train_ccl, '--variant', 'center_loss')
+    z = held.model.eval()(torch.rand(4, 3, 32, 32))
     assert not torch.allclose(z.norm(dim=1), torch.ones(4), atol=1e-3)
-    assert set(held['learned']) == {'centers', 'classifier'}
-
-
-@pytest.mark.parametrize('flags', ['', '--lam 0 --margin 0.1', '--variant proxynca',
-                                   '--variant center_loss', '--variant stop_grad', '--variant cluster'])
-def test_two_steps(run, flags):
-    row = run(train_ccl, '--dropout', '0.2', *flags.split())
-    assert row['epoch'] >= 1 and 0 <= row['R@1'] <= 100
+    group, = held.optimizer.param_groups
+    learned = [held.learned['centers'], *held.learned['classifier'].parameters()]
+    assert len(learned) == 3 and all(any(p is q for q in group['params']) for p in learned)
+    assert held.args.lam == 0.03, 'raw embeddings are far from their centres'

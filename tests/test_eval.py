@@ -1,11 +1,13 @@
 """eval.py: the same numbers as the training run, and the measures of Metrix, section 4.3."""
 import json
 import math
+import shutil
 
 import pytest
 import torch
-from conftest import on_circle
+from conftest import draw_folder, on_circle
 
+import common
 import eval as evaluation
 import train_ms
 
@@ -36,16 +38,61 @@ def test_a_collapsed_space_is_the_least_uniform():
     assert evaluation.uniformity(torch.ones(9, 4)) == pytest.approx(0, abs=1e-6)
 
 
-def test_eval_repeats_the_last_row_and_ends_with_one_json_line(run, folder, capsys):
-    row = run(train_ms, '--name', 'mine', '--precision', 'fp32')
-    evaluation.main(['--checkpoint', 'runs/mine/last.pt', '--device', 'cpu', '--precision', 'fp32', '--analyse'])
-    result = json.loads(capsys.readouterr().out.strip().split('\n')[-1])
-    assert {key: result[key] for key in ('R@1', 'R@8', 'MAP@R')} == {key: row[key] for key in ('R@1', 'R@8', 'MAP@R')}
-    assert result['dataset'] == 'folder' and {'alignment', 'uniformity', 'utilization'} <= result.keys()
+def result_of(capsys):
+    return json.loads(capsys.readouterr().out.strip().split('\n')[-1])
 
 
-@pytest.mark.parametrize('flags', [['--checkpoint', 'absent.pt'], [], ['--checkpoint', 'x', '--nonsense']])
-def test_a_mistake_is_exit_code_2(flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(flags)
-    assert stop.value.code == 2 and len(capsys.readouterr().err.strip().split('\n')) == 1
+def test_eval_repeats_the_last_row_and_ends_with_one_json_line(run, small, capsys):
+    row = run(train_ms, '--name', 'mine', '--precision', 'fp32', '--resize', '40')
+    evaluation.main(['--checkpoint', 'runs/mine/last.pt', '--device', 'cpu', '--precision', 'fp32'])
+    result = result_of(capsys)
+    metrics = ('R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 's+', 's-')
+    assert {key: result[key] for key in metrics} == {key: row[key] for key in metrics}
+    assert result['dataset'] == 'folder' and 'alignment' not in result
+
+
+def test_a_folder_is_evaluated_without_the_training_classes(tmp_path, monkeypatch, small, capsys):
+    """Of the run's own flat folder that is the test half, so the row of training; of another one, all classes."""
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'birds', list('abcdef'), per_class=4)
+    draw_folder(tmp_path / 'cars', ['k', 'l', 'm', 'c'], per_class=4)
+    row = train_ms.main('--dataset folder --data birds --steps 2 --device cpu --image-size 32 --batch-size 6 '
+                        '--per-class 2 --name mine --precision fp32'.split())
+    common_flags = ['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32']
+    evaluation.main(common_flags)
+    out = capsys.readouterr().out
+    assert '12 queries of 3 classes' in out and '3 classes were in the training set' in out
+    assert json.loads(out.strip().split('\n')[-1])['MAP@R'] == row['MAP@R']
+    evaluation.main([*common_flags, '--dataset', 'folder', '--data', 'cars'])
+    assert '12 queries of 3 classes' in capsys.readouterr().out, 'c is the name of a training class'
+
+
+def test_analyse_measures_the_test_set_and_its_distance_to_the_training_set(run, small, folder, capsys):
+    run(train_ms, '--name', 'mine', '--precision', 'fp32')
+    capsys.readouterr()
+    evaluation.main(['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32', '--analyse'])
+    result = result_of(capsys)
+    model = common.load_checkpoint('runs/mine', precision='fp32')
+    data = common.load_dataset('folder', folder, 32, 32, 'cache')
+    z, training = common.embed(model, data.query), common.embed(model, data.train)
+    assert result['alignment'] == pytest.approx(evaluation.alignment(z, data.query.labels))
+    assert result['uniformity'] == pytest.approx(evaluation.uniformity(z))
+    nearest = torch.cdist(z.double(), training.double()).square().amin(dim=1).mean().item()
+    assert result['utilization'] == pytest.approx(nearest, abs=1e-5) and nearest > 1e-3
+
+
+def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, folder, tmp_path, capsys):
+    run(train_ms, '--name', 'mine', '--precision', 'fp32')
+    flags = ['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32', '--analyse']
+    before = evaluation.main(flags)
+    shutil.copytree(folder, tmp_path / 'moved')
+    parts = torch.load('runs/mine/last.pt', weights_only=True)
+    torch.save(parts | dict(args=parts['args'] | dict(data='/nowhere')), 'runs/mine/last.pt')
+    after = evaluation.main([*flags, '--data', str(tmp_path / 'moved')])
+    assert after == before
+
+
+def test_another_dataset_needs_its_folder(run, small):
+    run(train_ms, '--name', 'mine')
+    with pytest.raises(common.UsageError, match='--dataset cub.*--data'):
+        evaluation.main(['--checkpoint', 'runs/mine', '--dataset', 'cub'])

@@ -1,0 +1,174 @@
+"""common.Embedder and the samplers."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from conftest import SHARED, SmallNet
+
+import common
+import train_proxynca_pp
+from common import BalancedSampler, Embedder, UsageError
+
+
+def small_embedder(**options):
+    torch.manual_seed(0)
+    return Embedder('resnet18', dim=8, weights='none', **options)
+
+
+# ---- sampler
+
+
+def test_balanced_batches_are_p_by_k_class_by_class():
+    labels = torch.arange(12).repeat(9)[torch.randperm(108, generator=torch.Generator().manual_seed(0))]
+    sampler = BalancedSampler(labels, 12, 3, torch.Generator().manual_seed(0))
+    drawn = list(sampler)
+    assert len(drawn) == len(sampler) == 108 // 12
+    for batch in drawn:
+        classes = labels[batch].view(4, 3)
+        assert (classes == classes[:, :1]).all() and len(set(classes[:, 0].tolist())) == 4
+        assert len(set(batch)) == 12, 'an image must not come twice'
+    assert sorted(i for batch in drawn for i in batch) == list(range(108)), 'an epoch deals every image once'
+
+
+def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
+    labels = torch.tensor([0, 0, 0, 0, 1, 2, 2])
+    sampler = BalancedSampler(labels, 40, 4)
+    assert '1 of 3 training classes have one image' in capsys.readouterr().err
+    batch = next(iter(sampler))
+    assert len(batch) == 12 and sorted(labels[batch].tolist()) == [0] * 4 + [1] * 4 + [2] * 4
+    assert sorted(i for i in batch if labels[i] == 2) == [5, 5, 6, 6]
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(UsageError, match='--batch-size 10 is not a multiple of --per-class 4'):
+        BalancedSampler(torch.arange(8) // 2, 10, 4)
+
+
+def test_uniform_batches_drop_the_incomplete_last_one(before_training):
+    import train_ms
+    held = before_training(train_ms, '--per-class', '0', '--batch-size', '7')
+    lists = list(common.make_sampler(held.args, held.data.train.labels))
+    assert [len(indices) for indices in lists] == [7] * 4, '30 images'
+    assert len({i for indices in lists for i in indices}) == 28, 'no image twice'
+    held.args.batch_size = 99
+    assert [len(indices) for indices in common.make_sampler(held.args, held.data.train.labels)] == [30]
+
+
+# ---- network
+
+
+@pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
+def test_the_head_pools_projects_and_normalises(pool):
+    model, f = small_embedder(pool=pool), torch.randn(2, 512, 2, 3).relu()
+    pooled = dict(avg=f.mean((2, 3)), max=f.amax((2, 3)))
+    expected = F.normalize(model.linear(sum(pooled[part] for part in pool.split('+'))), dim=1)
+    assert torch.allclose(model.head(f), expected, atol=1e-6)
+    assert torch.allclose(model.head(f), model.project(model.pool_features(f)))
+
+
+def test_layer_norm_and_normalize():
+    model, p = small_embedder(layer_norm=True, normalize=False), torch.randn(3, 512)
+    normed = (p - p.mean(1, True)) / p.var(1, False, True).add(1e-5).sqrt()
+    assert torch.allclose(model.project(p), model.linear(normed), atol=1e-5)
+    assert torch.allclose(small_embedder().project(p).norm(dim=1), torch.ones(3))
+    assert not list(model.norm.parameters())
+
+
+def test_head_init():
+    """Kaiming, fan out: std sqrt(2 / D), for D = 256 of 512 features twice the variance of fan in; bias 0."""
+    head = Embedder('resnet18', 256, weights='none').linear
+    assert head.weight.std().item() == pytest.approx(math.sqrt(2 / 256), rel=0.02) and not head.bias.any()
+    default = Embedder('resnet18', 256, weights='none', head_init='default').linear
+    assert default.weight.std().item() == pytest.approx(1 / math.sqrt(3 * 512), rel=0.02) and default.bias.any()
+
+
+def test_proxynca_pp_has_layer_norm_and_torchs_head(before_training):
+    model = before_training(train_proxynca_pp).model
+    assert isinstance(model.norm, torch.nn.LayerNorm) and model.config['head_init'] == 'default'
+
+
+@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
+def test_precision_is_that_of_the_trunk_alone(precision):
+    """Pooling and head are float32: pooled in bfloat16, means of 49 values would have two decimal digits."""
+    model = small_embedder(precision=precision).eval()
+    x = torch.randn(2, 3, 64, 64)
+    f = model.features(x)
+    assert f.dtype == (torch.bfloat16 if precision == 'bf16' else torch.float32) and f.shape == (2, 512, 2, 2)
+    assert model.pool_features(f).dtype == model(x).dtype == torch.float32
+    assert torch.equal(model.pool_features(f), model.pool_features(f.float()))
+    exact = small_embedder().eval()(x)
+    assert torch.equal(model(x), exact) == (precision == 'fp32') and torch.allclose(model(x), exact, atol=0.05)
+
+
+def test_frozen_batchnorm_stays_frozen_before_during_and_after_warm_up():
+    model = small_embedder(freeze_bn=True)
+    norms = {name: value.clone() for name, value in model.state_dict().items()
+             if 'bn' in name or 'downsample.1' in name}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for on in (True, False, True):
+        model.train()
+        model.train_trunk(on)
+        before = model.trunk.conv1.weight.clone()
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 32, 32)).square().sum(1).add(model.linear.weight.sum()).mean().backward()
+        optimizer.step()
+        assert not norms.keys() - model.state_dict().keys()
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in norms.items())
+        assert on or torch.equal(before, model.trunk.conv1.weight), 'warm-up must leave the trunk alone'
+
+
+def test_trained_batchnorm_moves():
+    model = small_embedder(freeze_bn=False)
+    before = model.trunk.bn1.running_mean.clone()
+    model.train()(torch.randn(4, 3, 32, 32))
+    assert not torch.equal(before, model.trunk.bn1.running_mean)
+    assert model.trunk.bn1.weight.requires_grad
+
+
+def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
+    resnet = torchvision.models.resnet18()
+    torch.save(resnet.state_dict(), tmp_path / 'r18.pth')
+    model = Embedder('resnet18', 8, weights=str(tmp_path / 'r18.pth'))
+    assert torch.equal(model.trunk.conv1.weight, resnet.conv1.weight)
+    assert torch.equal(model.trunk.layer4[1].bn2.running_var, resnet.layer4[1].bn2.running_var)
+    without_fc = {key: value.half() for key, value in resnet.state_dict().items() if not key.startswith('fc.')}
+    torch.save(without_fc, tmp_path / 'half.pth')
+    assert Embedder('resnet18', 8, weights=str(tmp_path / 'half.pth')).trunk.conv1.weight.dtype == torch.float32
+    without_fc.pop('layer1.0.conv1.weight')
+    torch.save(without_fc, tmp_path / 'cut.pth')
+    for arch, file in (('resnet34', 'r18.pth'), ('resnet18', 'cut.pth')):
+        with pytest.raises(UsageError, match=f'{file} cannot be used; is it damaged, or of another') as raised:
+            Embedder(arch, 8, weights=str(tmp_path / file))
+        assert '\n' not in str(raised.value)
+
+
+@pytest.mark.skipif(not (SHARED / 'data').exists(), reason='../shared/data is not there')
+def test_the_imagenet_weights_at_hand_fit():
+    model = Embedder('resnet18', 8, weights=str(SHARED / 'data/resnet18_imagenet_fp16.pth'))
+    assert model.trunk.conv1.weight.std() > 0.1
+
+
+def test_imagenet_weights_offline_say_what_to_do(tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError('no route')
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path))
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', unreachable)
+    with pytest.raises(UsageError, match='resnet50-0676ba61.pth.*--weights'):
+        Embedder('resnet50')
+
+
+def test_at_least_float32():
+    half, single, double = (torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
+    assert common.at_least_float32(half).dtype == torch.float32
+    assert common.at_least_float32(double).dtype == torch.float64
+    assert [t.dtype for t in common.at_least_float32(half, double)] == [torch.float64] * 2
+    assert [t.dtype for t in common.at_least_float32(half, single)] == [torch.float32] * 2
+
+
+def test_the_small_network_of_these_tests_behaves_like_a_resnet(monkeypatch):
+    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: SmallNet())
+    model = Embedder(dim=8)
+    assert model.features(torch.randn(2, 3, 32, 32)).shape == (2, 64, 4, 4) and len(model.frozen) == 2
+    assert torch.allclose(F.normalize(model(torch.randn(2, 3, 32, 32)), dim=1).norm(dim=1), torch.ones(2))

@@ -1,0 +1,127 @@
+"""The recipe of each benchmark, stated a second time, as papers and released code have it; and those of the demo.
+
+A row that changes in a script must be changed here too, on purpose.
+"""
+import pytest
+
+KEYS = ('optimizer lr weight_decay momentum epochs batch_size per_class schedule decay_epochs decay_rate warmup clip '
+        'dim pool freeze_bn image_size resize min_crop jitter').split()
+#                 optim  lr     wd   mom  ep  batch K  schedule st rate wu clip dim pool    frozen crop from area jit
+RECIPES = {
+    'train_contrastive': '''
+        cub       adam   1e-4   1e-4 0    60  100   0  step     10 0.1  5  10   512 avg+max True   224  256  0.08 0
+        cars      adam   1e-4   1e-4 0    60  100   0  step     10 0.1  5  10   512 avg+max True   224  256  0.08 0
+        sop       adam   3e-5   1e-4 0    60  100   5  step     10 0.25 5  10   512 avg+max False  224  256  0.08 0
+        inshop    adam   1e-4   1e-4 0    60  100   5  step     5  0.25 1  10   512 avg+max False  224  256  0.08 0''',
+    'train_ms': '''
+        cub       adam   3e-5   5e-4 0    41  80    5  step     16 0.1  0  0    512 avg     True   227  256  0.16 0
+        cars      adam   3e-5   5e-4 0    30  80    5  step     12 0.1  0  0    512 avg     True   227  256  0.16 0
+        sop       adam   6e-4   1e-4 0    60  100   5  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adam   6e-4   1e-4 0    60  100   5  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+    'train_proxy_anchor': '''
+        cub       adamw  1e-4   1e-4 0    60  120   0  step     5  0.5  5  10   512 avg+max True   224  256  0.08 0
+        cars      adamw  1e-4   1e-4 0    60  120   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        sop       adamw  6e-4   1e-4 0    60  180   0  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adamw  6e-4   1e-4 0    60  180   0  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+    'train_proxynca_pp': '''
+        cub       adam   4e-3   0    0    40  32    4  step     20 0.1  5  10   512 max     False  256  288  0.08 0
+        cars      adam   4e-3   0    0    40  32    4  step     20 0.1  5  10   512 max     False  256  288  0.08 0
+        sop       adam   2.4e-2 0    0    80  192   3  step     40 0.1  5  10   512 max     False  256  288  0.08 0
+        inshop    adam   2.4e-2 0    0    80  192   3  constant 40 0.1  5  10   512 max     False  256  288  0.08 0''',
+    'train_ccl': '''
+        cub       sgd    0.02   5e-4 0    30  128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
+        cars      sgd    0.05   5e-4 0    100 128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
+        sop       sgd    0.003  5e-4 0.99 100 128   0  cosine   10 0.5  0  0    512 avg     False  256  288  0.16 0
+        inshop    sgd    0.006  5e-4 0.99 100 128   0  cosine   10 0.5  0  0    512 avg     False  256  288  0.16 0''',
+    'train_metrix': '''
+        cub       adamw  1e-4   1e-4 0    100 100   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        cars      adamw  1e-4   1e-4 0    100 100   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        sop       adamw  3e-5   1e-4 0    100 100   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adamw  1e-4   1e-4 0    100 100   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+    'train_hse': '''
+        cub       adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        cars      adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        sop       adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0'''}
+
+# What the rows of single losses change, and the flags of the methods: command line -> values
+OTHERS = {
+    'train_contrastive': {
+        '': dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean')},
+    'train_ms': {'': dict(alpha=2, beta=50, lam=0.5, epsilon=0.1),
+                 '--dataset cub': dict(alpha=2, beta=50, lam=0.5, epsilon=0.1),
+                 '--dataset cars': dict(alpha=2, beta=50, lam=0.5, epsilon=0.1),
+                 '--dataset sop': dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39),
+                 '--dataset inshop': dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)},
+    'train_proxy_anchor': {'': dict(alpha=32, delta=0.1, proxy_lr_mult=10), '--dataset folder': dict(proxy_lr_mult=10)}
+    | {f'--dataset {name}': dict(alpha=32, delta=0.1, proxy_lr_mult=100) for name in ('cub', 'cars', 'sop', 'inshop')},
+    'train_proxynca_pp': {
+        '': dict(loss='proxynca_pp', temperature=1 / 9, proxy_lr_mult=10, eps=1e-8, optimizer='adamw', pool='max'),
+        '--dataset folder': dict(proxy_lr_mult=10, eps=1e-8, optimizer='adamw', pool='max'),
+        '--dataset cub': dict(proxy_lr_mult=1e5, eps=1), '--dataset cars': dict(proxy_lr_mult=1e5, eps=1),
+        '--dataset sop': dict(proxy_lr_mult=1e4, eps=1), '--dataset inshop': dict(proxy_lr_mult=1e5, eps=1)},
+    'train_ccl': {
+        '': dict(s=16, margin=0, lam=2, smoothing=0.1, mu=0.9, dropout=0, pool='avg', per_class=0, variant='ccl'),
+        '--variant center_loss': dict(lam=0.03), '--dataset cub --variant center_loss': dict(lam=0.03, lr=0.02),
+        '--dataset cub': dict(dropout=0.2, smoothing=0.1, s=16, margin=0, lam=2), '--dataset cars': dict(dropout=0.2),
+        '--dataset sop': dict(dropout=0), '--dataset inshop': dict(dropout=0)},
+    'train_metrix': {
+        '': dict(loss='ms', mixup=['feature'], pairs='both', hard_negatives=['auto'], alpha=2, strength=0.4, beta=18,
+                 gamma=75, m=0.77, epsilon=0.39, reduction='mean', proxy_alpha=32, delta=0.1, temperature=1 / 9),
+        '--loss proxy_anchor': dict(proxy_lr_mult=10), '--dataset cub --loss proxy_anchor': dict(proxy_lr_mult=100),
+        '--loss contrastive': dict(m=0.5), '--dataset folder --loss contrastive': dict(m=0.5),
+        '--dataset cub --loss contrastive': dict(m=0.5, decay_rate=0.1),
+        '--dataset cars --loss contrastive': dict(m=0.5, decay_rate=0.1),
+        '--dataset sop --loss contrastive': dict(m=0.5, decay_rate=0.25),
+        '--dataset inshop --loss contrastive': dict(m=0.5, decay_rate=0.25),
+        '--dataset cub --mixup feature': dict(epochs=100, mixup=['feature'], m=0.77)},
+    'train_hse': {
+        '': dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1, axis='top-bottom',
+                 mask_size=16, hybrids='replace'),
+        '--dataset folder': dict(alpha=0.05, mask_size=16), '--dataset cub': dict(alpha=0.05, mask_size=50),
+        '--loss proxy_anchor': dict(alpha=2, proxy_lr_mult=10), '--loss epshn': dict(alpha=0.1),
+        '--dataset folder --loss proxy_anchor': dict(alpha=2, proxy_lr_mult=10),
+        '--dataset cub --loss proxy_anchor': dict(alpha=2, batch_size=128, per_class=8, proxy_lr_mult=100),
+        '--dataset cars --loss proxy_anchor': dict(alpha=2, batch_size=128, per_class=8),
+        '--dataset sop --loss proxy_anchor': dict(alpha=2, batch_size=120, per_class=5, hybrids='append'),
+        '--dataset cub --loss epshn': dict(alpha=0.1, batch_size=128, per_class=8, hybrids='replace', combinations=1),
+        '--dataset cars --loss epshn': dict(alpha=0.1, batch_size=128, per_class=16),
+        '--dataset sop --loss epshn': dict(alpha=1), '--dataset inshop --loss epshn': dict(alpha=1),
+        '--dataset sop': dict(alpha=0.3, hybrids='append', combinations=12),
+        '--dataset cub --loss npair': dict(alpha=0.1, dim=64, batch_size=128, per_class=8),
+        '--dataset sop --loss npair': dict(dim=64), '--dataset cub --loss contrastive': dict(alpha=0.1, per_class=8)}}
+DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, lr=2e-3, clip=0,
+            schedule='cosine', warmup=0, weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
+
+
+def value(text):
+    if text in ('True', 'False'):
+        return text == 'True'
+    return float(text) if text[0].isdigit() else text
+
+
+@pytest.mark.parametrize('script', RECIPES)
+def test_the_recipe_of_all_four_benchmarks(script):
+    get_args = __import__(script).get_args
+    for line in RECIPES[script].strip().splitlines():
+        dataset, *values = line.split()
+        args = get_args(['--dataset', dataset])
+        for key, expected in zip(KEYS, map(value, values), strict=True):
+            assert getattr(args, key) == expected, f'{script} {dataset}: {key}'
+        assert (args.arch, args.weights, args.flip, args.eval_every) == \
+            ('resnet50', 'imagenet', True, 5 if dataset in ('sop', 'inshop') else 1)
+    for flags, expected in OTHERS[script].items():
+        args = get_args(flags.split())
+        for key, wanted in expected.items():
+            assert getattr(args, key) == wanted, f'{script} {flags}: {key}'
+
+
+@pytest.mark.parametrize('script', RECIPES)
+def test_the_recipe_of_the_demo(script):
+    get_args = __import__(script).get_args
+    shapes, folder = get_args([]), get_args(['--dataset', 'folder'])
+    for key, expected in DEMO.items():
+        assert getattr(shapes, key) == getattr(folder, key) == expected, key
+    assert (shapes.epochs, shapes.batch_size, shapes.min_crop, shapes.eval_every) == (8, 32, 1.0, 4)
+    assert (folder.epochs, folder.batch_size, folder.min_crop, folder.eval_every) == (10, 64, 0.5, 1)
+    assert shapes.per_class == folder.per_class == (0 if script == 'train_ccl' else 4)

@@ -1,0 +1,541 @@
+"""Runs, checkpoints, the command line, and mistakes in use."""
+import argparse
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, draw_folder
+from PIL import Image
+
+import common
+import eval as evaluation
+import train_ms
+from common import Embedder, UsageError, retrieval_metrics
+
+
+def rows_of(name):
+    return [json.loads(line) for line in open(f'runs/{name}/log.jsonl')]
+
+
+def saved(path):
+    return torch.load(path, weights_only=True)
+
+
+# ---- logs and folders
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_two_steps_of_every_script_with_a_real_resnet(run, script):
+    row = run(__import__(script), '--image-size', '32')
+    assert row['epoch'] == 1 and 0 <= row['R@1'] <= 100 and math.isfinite(row['loss'])
+
+
+def test_a_run_logs_one_flat_object_per_evaluated_epoch(run, small):
+    run(train_ms, '--epochs', '5', '--steps', '0', '--eval-every', '2', '--name', 'mine')
+    rows = rows_of('mine')
+    assert [row['epoch'] for row in rows] == [0, 2, 4, 5], 'the last epoch is always evaluated'
+    assert rows[0]['loss'] is None and [row['minutes'] for row in rows] == sorted(row['minutes'] for row in rows)
+    wanted = {'epoch', 'loss', 'R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 'images_per_second', 'minutes'}
+    assert wanted <= rows[2].keys() and not any(isinstance(value, (dict, list)) for value in rows[2].values())
+
+
+def test_the_table_has_a_header_a_row_per_epoch_and_what_it_means(run, small, capsys):
+    run(train_ms, '--epochs', '2', '--steps', '0', '--eval-every', '2', '--name', 'mine')
+    out = capsys.readouterr().out
+    assert re.search(r'epoch +loss +R@1 +R@2 +R@4 +R@8 +MAP@R +s\+ +s- +no-pos +img/s +min', out)
+    assert re.search(r'\n +0 +- +\d', out) and re.search(r'\n +1 +\d\.\d{4}( +-){7} +\d+% ', out)
+    row = rows_of('mine')[-1]
+    assert f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the test images' in out
+    assert 'none of these classes is in the training set.' in out
+    assert out.endswith('Next: python eval.py --checkpoint runs/mine/last.pt\n')
+
+
+def test_the_last_sentence_claims_no_more_than_is_known(tmp_path, monkeypatch, small, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'photos/train', ['a', 'b'], per_class=4)
+    draw_folder(tmp_path / 'photos/test', ['b', 'c'], per_class=4)
+    flags = '--dataset folder --data photos --epochs 0 --device cpu --image-size 32'.split()
+    train_ms.main(flags)
+    assert '1 of its classes are in the training set as well' in capsys.readouterr().out
+    (tmp_path / 'photos/test/b').rename(tmp_path / 'photos/test/d')
+    train_ms.main([*flags, '--weights', 'some.pth'])
+    assert 'the pretrained weights may have seen some' in capsys.readouterr().out
+
+
+def test_the_minutes_to_come_are_estimated_after_the_first_steps(run, small, capsys):
+    run(train_ms, '--epochs', '12', '--steps', '0', '--batch-size', '4', '--eval-every', '12', '--per-class', '0')
+    assert capsys.readouterr().out.count('steps to come') == 0, 'seven steps an epoch: too few to tell'
+    run(train_ms, '--epochs', '2', '--steps', '0', '--batch-size', '2', '--per-class', '1')
+    assert capsys.readouterr().out.count('steps to come') == 0
+    draw_folder(common.Path('many'), [f'{c}' for c in range(4)], per_class=40, size=8)
+    run(train_ms, '--data', 'many', '--epochs', '4', '--steps', '0', '--batch-size', '2', '--warmup', '2')
+    assert re.findall(r'(\d+) steps to come, about \d+\.\d min', capsys.readouterr().out) == ['140', '60']
+
+
+def test_default_names_count_up_and_an_explicit_one_is_refused(run, small):
+    run(train_ms)
+    run(train_ms)
+    assert sorted(os.listdir('runs')) == ['ms-folder-1', 'ms-folder-2']
+    with pytest.raises(UsageError, match='exists already'):
+        run(train_ms, '--name', 'ms-folder-1')
+
+
+@pytest.mark.parametrize('name', ['../up', 'a/b', '..', '.', '/tmp/x'])
+def test_a_name_is_one_folder(run, name):
+    with pytest.raises(UsageError, match='--name'):
+        run(train_ms, '--name', name)
+
+
+def test_the_row_explains_a_stuck_loss_and_names_a_collapse(run, small, capsys, monkeypatch):
+    row = run(train_ms, '--per-class', '0', '--batch-size', '4')
+    assert 0 < row['no_positive'] <= 1 and -1 <= row['s-'] <= 1 and -1 <= row['s+'] <= 1
+    monkeypatch.setattr(Embedder, 'forward', lambda self, x: self.head(self.features(x)) * 1e-9 + 1)
+    run(train_ms)
+    assert 'collapse' in capsys.readouterr().out
+
+
+# ---- resuming
+
+
+def stop_at(monkeypatch, epoch):
+    """Ctrl-C when this epoch begins"""
+    real = common.train_epoch
+
+    def interrupted(args, run, *rest):
+        if run.epoch + 1 == epoch:
+            raise KeyboardInterrupt
+        return real(args, run, *rest)
+    monkeypatch.setattr(common, 'train_epoch', interrupted)
+
+
+@pytest.mark.parametrize('script, flags', [
+    ('train_ms', ''), ('train_proxy_anchor', '--optimizer rmsprop --momentum 0.5'), ('train_ccl', '--variant cluster'),
+    ('train_ccl', '--variant center_loss --optimizer sgd --momentum 0.9'), ('train_metrix', '--mixup input embed'),
+    ('train_hse', '--loss proxy_anchor')])
+def test_a_resumed_run_repeats_the_uninterrupted_one(run, small, monkeypatch, capsys, script, flags):
+    module, flags = __import__(script), [*flags.split(), '--epochs', '3', '--steps', '0', '--lr', '0.01']
+    run(module, *flags, '--name', 'whole')
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            run(module, *flags, '--name', 'halved')
+    assert f'runs/halved/last.pt holds epoch 2; go on with: python {script}.py --resume runs/halved' \
+        in capsys.readouterr().out
+    assert len(rows_of('halved')) == 3
+    module.main(['--resume', os.path.abspath('runs/halved'), '--device', 'cpu'])
+    timing = ('images_per_second', 'minutes')
+    for one, other in zip(rows_of('whole'), rows_of('halved'), strict=True):
+        assert all(one[key] == other[key] for key in one if key not in timing), (one, other)
+    one, other = (saved(f'runs/{name}/last.pt') for name in ('whole', 'halved'))
+    assert all(torch.equal(value, other['model'][key]) for key, value in one['model'].items())
+    assert all(torch.equal(value, other['learned'][key]) for key, value in one['learned'].items())
+    assert {**one['args'], 'data': ''} == {**other['args'], 'data': ''} and one['classes'] == other['classes']
+
+
+def test_resume_takes_more_epochs_a_file_and_odd_folder_names(run, small, capsys):
+    run(train_ms, '--epochs', '1', '--steps', '0', '--name', 'my [best] run', '--schedule', 'constant')
+    row = train_ms.main(['--resume', 'runs/my [best] run', '--epochs', '2', '--device', 'cpu'])
+    assert row['epoch'] == 2 and os.listdir('runs') == ['my [best] run']
+    assert 'note:' not in capsys.readouterr().out
+    assert train_ms.main(['--resume', 'runs/my [best] run/last.pt', '--epochs', '3', '--device', 'cpu'])['epoch'] == 3
+
+
+def test_resume_with_another_number_of_steps_says_that_it_is_another_run(run, small, capsys):
+    run(train_ms, '--epochs', '1', '--steps', '0', '--name', 'mine')
+    train_ms.main(['--resume', 'runs/mine', '--epochs', '2', '--device', 'cpu'])
+    assert 'the learning rate takes another course' in capsys.readouterr().out
+
+
+def test_a_resumed_run_needs_no_file_of_weights(run, small, monkeypatch):
+    asked = []
+    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: asked.append(weights) or small_resnet())
+    run(train_ms, '--epochs', '1', '--steps', '0', '--name', 'mine', '--weights', 'gone.pth', '--arch', 'resnet18',
+        '--resize', '32', '--warmup', '0', '--schedule', 'constant')
+    train_ms.main(['--resume', 'runs/mine', '--epochs', '2', '--device', 'cpu'])
+    assert asked == ['gone.pth', 'none'] and saved('runs/mine/last.pt')['args']['weights'] == 'gone.pth'
+
+
+def small_resnet():
+    from conftest import SmallNet
+    return SmallNet()
+
+
+def test_what_is_typed_with_resume_must_not_change_the_run(run, small):
+    run(train_ms, '--name', 'mine')
+    for flags, message in (('--dim 24', 'made with another --dim'), ('--seed 4', 'made with another --seed'),
+                           ('--name other', '--name has no effect with --resume')):
+        with pytest.raises(UsageError, match=message):
+            train_ms.main(['--resume', 'runs/mine', *flags.split()])
+    with pytest.raises(UsageError, match='there is no file'):
+        train_ms.main(['--resume', 'nowhere'])
+
+
+def test_arguments_in_a_checkpoint_are_read_like_typed_ones(run, small):
+    """Their types and choices are checked, and no path comes from them."""
+    run(train_ms, '--name', 'mine', '--no-flip', '--epsilon', 'off')
+    parts = saved('runs/mine/last.pt')
+    args = train_ms.get_args(['--resume', 'runs/mine'])
+    assert args.flip is False and args.epsilon == 'off' and args.dim == 16 and args.dataset == 'folder'
+    assert not {'cache', 'resume', 'name', 'device', 'changed', 'script'} & parts['args'].keys()
+    for key, value in (('lr', 'fast'), ('pool', 'median'), ('batch_size', 1), ('dim', -3)):
+        torch.save(parts | dict(args=parts['args'] | {key: value}), 'odd.pt')
+        with pytest.raises(UsageError, match=f'arguments in odd.pt are damaged.*--{key.replace("_", "-")}'):
+            train_ms.get_args(['--resume', 'odd.pt'])
+    torch.save(parts | dict(args=parts['args'] | dict(cache='/elsewhere', name='x', resume='y', help=True)), 'odd.pt')
+    args = train_ms.get_args(['--resume', 'odd.pt'])
+    assert args.cache == common.Path('cache') and args.name is None and args.resume == common.Path('odd.pt')
+
+
+# ---- checkpoints
+
+
+def test_a_checkpoint_embeds_a_picture_as_the_run_did(run, folder):
+    run(train_ms, '--name', 'mine', '--precision', 'fp32')
+    model = common.load_checkpoint('runs/mine/last.pt', precision='fp32')
+    data = common.load_dataset('folder', folder, 32, 32, 'cache')
+    z = common.embed(model, data.query)
+    with torch.no_grad():
+        alone = model(model.transform(Image.open(folder / 'test/car0/0.jpg'))[None])
+    assert z.dtype == torch.float32 and torch.allclose(alone[0], z[0], atol=1e-4)
+    assert model.args['dataset'] == 'folder' and model.classes == [f'bird{i}' for i in range(6)]
+    torch.nn.Linear(16, 2)(z).sum().backward()              # embeddings are tensors that can be learned from
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ('touch hacked',)
+
+
+def test_a_malicious_pickle_is_not_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for save in (lambda file: pickle.dump(Malicious(), open(file, 'wb'), protocol=2),
+                 lambda file: torch.save(Malicious(), file)):
+        save('evil.pt')
+        with pytest.raises(UsageError, match='evil.pt'):
+            common.load_checkpoint('evil.pt')
+        assert not os.path.exists('hacked')
+
+
+def test_checkpoints_that_do_not_belong(run, small):
+    run(train_ms, '--name', 'mine')
+    parts = saved('runs/mine/last.pt')
+    torch.save(parts | dict(args=parts['args'] | dict(dim=24)), 'foreign.pt')
+    with pytest.raises(UsageError, match='foreign.pt cannot be used.*its network is not the one that its arguments'):
+        train_ms.main(['--resume', 'foreign.pt', '--device', 'cpu'])
+    torch.save(parts | dict(script='train_other'), 'other.pt')
+    with pytest.raises(UsageError, match='made by train_other.py'):
+        train_ms.main(['--resume', 'other.pt'])
+    torch.save(dict(something=1), 'strange.pt')
+    with pytest.raises(UsageError, match='no checkpoint of these scripts'):
+        common.load_checkpoint('strange.pt')
+    with pytest.raises(UsageError, match='there is no file'):
+        common.load_checkpoint('absent.pt')
+
+
+def test_a_full_disk_does_not_cost_the_old_checkpoint(run, small, monkeypatch):
+    run(train_ms, '--name', 'mine')
+
+    def full(*args, **kwargs):
+        raise RuntimeError('PytorchStreamWriter failed writing file')
+    monkeypatch.setattr(torch, 'save', full)
+    with pytest.raises(UsageError, match='PytorchStreamWriter.*unharmed'):
+        train_ms.main(['--resume', 'runs/mine', '--epochs', '3', '--steps', '0', '--device', 'cpu'])
+    assert common.read_checkpoint('runs/mine')['epoch'] == 1
+
+
+def test_an_epoch_is_saved_before_it_is_printed(run, small, monkeypatch):
+    def broken_screen(self, row):
+        raise BrokenPipeError
+    monkeypatch.setattr(common.Run, 'show', broken_screen)
+    with pytest.raises(BrokenPipeError):
+        run(train_ms, '--name', 'mine')
+    assert common.read_checkpoint('runs/mine')['epoch'] == 0 and len(rows_of('mine')) == 1
+
+
+def test_a_checkpoint_is_read_as_input(run, small, capsys):
+    """Whatever is missing, of another type or damaged ends in one line, on --resume and in eval.py alike."""
+    run(train_ms, '--name', 'mine')
+    whole = saved('runs/mine/last.pt')
+    weights, first = whole['model'], next(iter(whole['model']))
+    cases = [{key: value for key, value in whole.items() if key != gone} for gone in whole if gone not in (
+        'seed', 'versions', 'classes')]
+    cases += [whole | {key: value} for key in ('rows', 'epoch', 'minutes', 'args', 'embedder', 'model', 'optimizer',
+                                               'schedule', 'learned') for value in (None, 'x', [1])]
+    cases += [whole | dict(model=weights | {first: changed}) for changed in (
+        weights[first].long(), weights[first].to(torch.complex64), weights[first][:1], 'x')]
+    cases += [whole | dict(model=weights | dict(extra=torch.ones(1))), whole | dict(embedder=dict(depth=3)),
+              whole | dict(args=whole['args'] | dict(image_size='big')), whole | dict(rows=[dict(epoch=1)])]
+    for case in cases:
+        torch.save(case, 'odd.pt')
+        with pytest.raises(UsageError) as raised:
+            train_ms.main(['--resume', 'odd.pt', '--device', 'cpu', '--data', 'nowhere' if 'args' not in case else
+                           whole['args']['data']])
+        assert 'odd.pt' in str(raised.value) and '\n' not in str(raised.value), raised.value
+        if 'model' not in case or case['model'] is not weights:
+            with pytest.raises(UsageError, match='odd.pt'):
+                common.load_checkpoint('odd.pt')
+
+
+def test_one_flipped_byte_is_noticed(run, small):
+    run(train_ms, '--name', 'mine')
+    content = bytearray(common.Path('runs/mine/last.pt').read_bytes())
+    weight = saved('runs/mine/last.pt')['model']['linear.weight'].numpy().tobytes()
+    content[content.index(weight) + 100] ^= 1
+    common.Path('odd.pt').write_bytes(content)
+    with pytest.raises(UsageError, match='checksum'):
+        common.load_checkpoint('odd.pt')
+
+
+def test_going_on_from_an_older_checkpoint_says_that_a_newer_one_is_overwritten(run, small, capsys):
+    run(train_ms, '--name', 'mine', '--epochs', '1', '--steps', '0', '--schedule', 'constant')
+    shutil.copy('runs/mine/last.pt', 'runs/mine/first.pt')
+    train_ms.main(['--resume', 'runs/mine', '--epochs', '3', '--device', 'cpu'])
+    assert 'later epoch' not in capsys.readouterr().out
+    train_ms.main(['--resume', 'runs/mine/first.pt', '--epochs', '2', '--device', 'cpu'])
+    assert 'runs/mine/last.pt holds a later epoch than runs/mine/first.pt' in capsys.readouterr().out
+    assert [row['epoch'] for row in rows_of('mine')] == [0, 1, 2]
+
+
+# ---- what may happen to a run folder
+
+
+def test_a_run_folder_has_one_owner(run, small):
+    """A second process with the same --name, or that resumes the run, is refused while the first one works."""
+    with common.locked(common.Path('runs/mine')), pytest.raises(UsageError, match='runs/mine is in use by another run'):
+        run(train_ms, '--name', 'mine')
+    run(train_ms, '--name', 'mine')
+    with common.locked(common.Path('runs/mine')), pytest.raises(UsageError, match='in use'):
+        train_ms.main(['--resume', 'runs/mine', '--epochs', '3', '--steps', '0', '--device', 'cpu'])
+
+
+def test_what_a_killed_process_left_is_put_in_order(run, small):
+    """A row that the log lost, a row that no checkpoint knows, and a temporary file."""
+    run(train_ms, '--name', 'mine', '--epochs', '2', '--steps', '0')
+    log = common.Path('runs/mine/log.jsonl')
+    whole = log.read_text()
+    for left in (whole.split('\n')[0] + '\n', whole + whole.split('\n')[2].replace('"epoch": 2', '"epoch": 3'), '{"ep'):
+        log.write_text(left)
+        common.Path('runs/mine/last.pt.99999.tmp').write_text('half')
+        train_ms.main(['--resume', 'runs/mine', '--device', 'cpu'])
+        assert log.read_text() == whole and not list(log.parent.glob('*.tmp'))
+
+
+def test_ctrl_c_before_the_first_checkpoint_promises_none(run, small, monkeypatch, capsys):
+    def interrupted(model, data):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(common, 'evaluate', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(train_ms, '--name', 'mine')
+    assert '--resume' not in capsys.readouterr().out and not os.path.exists('runs/mine/last.pt')
+
+
+# ---- NaN
+
+
+@pytest.mark.parametrize('bad_step', [1, 3])
+def test_a_loss_that_is_no_number_stops_with_epoch_and_step(run, small, monkeypatch, bad_step):
+    """At whichever step it comes, not only at the last one."""
+    steps, real = [], train_ms.multi_similarity_loss
+
+    def loss(z, *rest):
+        steps.append(1)
+        return real(z, *rest) * (float('nan') if len(steps) == bad_step else 1)
+    monkeypatch.setattr(train_ms, 'multi_similarity_loss', loss)
+    with pytest.raises(UsageError, match=f'the loss is nan at epoch 1, step {bad_step} of 7'):
+        run(train_ms, '--name', 'broken', '--epochs', '1', '--steps', '0', '--batch-size', '4', '--per-class', '0')
+    assert saved('runs/broken/last.pt')['epoch'] == 0
+
+
+@pytest.mark.parametrize('evaluated', [True, False])
+def test_weights_that_are_no_numbers_do_not_overwrite_a_checkpoint(run, small, monkeypatch, evaluated):
+    """In epochs without an evaluation too."""
+    real = common.train_epoch
+
+    def poisoned(args, run, *rest):
+        row = real(args, run, *rest)
+        if row['epoch'] == 2:
+            with torch.no_grad():
+                run.parts['model'].linear.weight[0, 0] = float('nan')
+        return row
+    monkeypatch.setattr(common, 'train_epoch', poisoned)
+    with pytest.raises(UsageError, match='NaN|not finite'):
+        run(train_ms, '--epochs', '4', '--steps', '0', '--name', 'broken', '--eval-every', '1' if evaluated else '4')
+    assert saved('runs/broken/last.pt')['epoch'] == 1
+
+
+# ---- the command line
+
+
+def test_defaults_follow_the_dataset_and_the_choice_and_help_shows_them(capsys):
+    assert train_ms.get_args(['--dataset', 'cub']).lr == 3e-5
+    assert train_ms.get_args(['--dataset', 'cub', '--image-size', '112']).resize == round(112 * 256 / 227)
+    assert train_ms.get_args(['--dataset', 'cub', '--image-size', '112', '--resize', '200']).resize == 200
+    with pytest.raises(SystemExit) as stop:
+        train_ms.main(['--help', '--dataset', 'sop'])
+    shown = ' '.join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and 'learning rate (default: 0.0006)' in shown and '(default: 17.97)' in shown
+    assert 'What differs from the paper' in shown
+    parser = common.parser('train_x.py -- x')
+    with pytest.raises(UsageError, match='no flag for learning_rate'):
+        common.parse(parser, {'shapes': dict(learning_rate=1)}, [])
+
+
+def test_rows_of_a_choice_come_over_those_of_the_dataset():
+    def parsed(*argv):
+        parser = common.parser('train_x.py -- x')
+        parser.add_argument('--loss', default='a')
+        parser.add_argument('--extra', type=int, default=1)
+        rows = {'shapes': dict(extra=2), ('shapes', 'b'): dict(extra=3, lr=9.0)}
+        return common.parse(parser, rows, list(argv))
+    assert parsed().extra == 2 and parsed('--loss', 'b').extra == 3 and parsed('--loss=b').lr == 9
+    assert parsed('--loss', 'b', '--extra', '4').extra == 4
+    assert parsed('--loss', 'b', '--extra', '3').changed == {'loss'}, 'changed is what differs from its default'
+
+
+def test_a_folder_has_two_recipes():
+    """From scratch the small one; with pretrained weights that of CUB, whose rate does not ruin them."""
+    small, fine_tuned = (train_ms.get_args(['--dataset', 'folder', *flags]) for flags in
+                         ([], ['--weights', 'imagenet', '--arch', 'resnet18', '--image-size', '128']))
+    assert (small.lr, small.freeze_bn, small.image_size, small.arch) == (2e-3, False, 64, 'resnet18')
+    assert (fine_tuned.lr, fine_tuned.freeze_bn, fine_tuned.epochs, fine_tuned.pool) == (3e-5, True, 41, 'avg')
+    assert (fine_tuned.image_size, fine_tuned.resize, fine_tuned.arch) == (128, round(128 * 256 / 227), 'resnet18')
+    assert train_ms.get_args(['--dataset', 'folder', '--weights', 'none']).lr == 2e-3
+    assert train_ms.get_args(['--dataset', 'folder', '--weights', 'absent.pth']).lr == 3e-5, 'no file is opened here'
+
+
+def test_random_weights_on_a_benchmark_train_batchnorm():
+    assert train_ms.get_args(['--dataset', 'cub']).freeze_bn is True
+    assert train_ms.get_args(['--dataset', 'cub', '--weights', 'none']).freeze_bn is False
+    assert train_ms.get_args(['--dataset', 'cub', '--weights', 'none', '--freeze-bn']).freeze_bn is True
+
+
+@pytest.mark.parametrize('flags, message', [
+    ('--dataset', 'expected one argument'), ('--dataset flowers', 'invalid choice'), ('--batch-sise 3', 'unrecognized'),
+    ('--lr x', 'lr'), ('--lr nan', 'lr'), ('--lr inf', 'lr'), ('--lr -1', 'lr'), ('--momentum 2', 'momentum'),
+    ('--min-crop 0', 'min-crop'), ('--min-crop 1.5', 'min-crop'), ('--jitter -0.1', 'jitter'), ('--seed -1', 'seed'),
+    ('--seed 9223372036854775808', 'seed'), ('--batch-size 1', 'batch-size'), ('--decay-rate 2', 'decay-rate'),
+    ('--batch-size 10 --per-class 4', 'not a multiple'), ('--device cuda:99', 'cuda:99'),
+    ('--image-size 64 --resize 32', '--resize 32'), ('--epsilon none', 'epsilon'), ('--alpha 0', 'alpha'),
+    ('--batch-size 400 --per-class 2', '200 classes per batch'), ('--loss x', 'unrecognized'),
+    ('--momentum 0.5', '--momentum has no effect with --optimizer adamw'),
+    ('--decay-rate 0.3', '--decay-rate has no effect with --schedule cosine'),
+    ('--decay-epochs 3', '--decay-epochs has no effect with --schedule cosine')])
+def test_a_mistake_in_use_is_one_line(flags, message, tmp_path, monkeypatch):
+    """main raises it like any other exception, so that a notebook can go on; the shell gets exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as raised:
+        train_ms.main(flags.split())
+    assert message in str(raised.value) and '\n' not in str(raised.value)
+
+
+def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys):
+    def fails(error):
+        def main():
+            raise error
+        return main
+    for error, code, text in ((UsageError('no such thing'), 2, 'error: no such thing\n'),
+                              (KeyboardInterrupt(), 130, 'stopped\n')):
+        with pytest.raises(SystemExit) as stop:
+            common.cli(fails(error))
+        assert stop.value.code == code and capsys.readouterr().err == text
+    for error in (OSError(28, 'No space left on device'), MemoryError(), torch.OutOfMemoryError('out of memory')):
+        with pytest.raises(SystemExit) as stop:
+            common.cli(fails(error))
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.startswith(f'error: {type(error).__name__}: ') and err.count('\n') == 1
+    with pytest.raises(KeyError):
+        common.cli(fails(KeyError('a bug keeps its traceback')))
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_no_flag_takes_what_is_no_finite_number(script, capsys):
+    """Every flag that takes a number, found in the help, refuses nan and infinities; and text."""
+    module = __import__(script)
+    with pytest.raises(SystemExit):
+        module.main(['--help'])
+    flags = re.findall(r'^  (--[a-z-]+) [A-Z][A-Z_]*', capsys.readouterr().out, re.MULTILINE)
+    words = {'--data', '--cache', '--weights', '--name', '--device', '--resume', '--analyse', '--show-hybrids'}
+    assert words & set(flags) and len(set(flags) - words) > 15
+    for flag in sorted(set(flags) - words):
+        for value in ('nan', 'inf', '-inf', '1e999', 'x', ''):
+            with pytest.raises(UsageError, match=f'argument {flag}'):
+                module.get_args([f'{flag}={value}'])
+
+
+@pytest.mark.parametrize('name, content, message', [
+    ('runs/last.pt', b'PK checkpoint', 'must end in .png'), ('x.jpg', None, 'must end in .png'),
+    ('x.png', b'my thesis', 'is there already, and is not a picture')])
+def test_a_picture_replaces_nothing_but_a_picture(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        common.new_picture(str(path))
+    Image.new('RGB', (4, 4)).save(tmp_path / 'old.png')
+    assert common.new_picture(str(tmp_path / 'old.png')) and common.new_picture('new.png')
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='pipes of POSIX')
+def test_a_reader_that_leaves_costs_no_epoch(folder, tmp_path):
+    """It reads up to the first row and leaves. And a terminal without the letters of a folder's name."""
+    (tmp_path / 'Vögel').symlink_to(folder)
+    flags = ('--dataset folder --data Vögel --epochs 2 --image-size 32 --dim 8 --batch-size 8 --per-class 2 '
+             '--device cpu --name mine')
+    process = subprocess.Popen([sys.executable, ROOT / 'train_ms.py', *flags.split()], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | dict(PYTHONIOENCODING='ascii'))
+    while not process.stdout.readline().split()[:2] == ['0', '-']:
+        assert process.poll() is None
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait() == 2 and error.startswith('error: BrokenPipeError') and 'Traceback' not in error
+    checkpoint = common.read_checkpoint(tmp_path / 'runs/mine')
+    assert len((tmp_path / 'runs/mine/log.jsonl').read_text().splitlines()) == len(checkpoint['rows']) > 0
+
+
+def test_a_mistake_at_the_shell(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / 'train_ms.py', '--nonsense'], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and done.stdout == '' and done.stderr.startswith('error: train_ms.py: ')
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize('flags', ['--checkpoint absent.pt', '', '--checkpoint x --nonsense'])
+def test_a_mistake_with_eval(flags):
+    with pytest.raises(UsageError):
+        evaluation.main(flags.split())
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='POSIX signals')
+def test_ctrl_c_in_a_real_process_keeps_the_checkpoint(folder, tmp_path):
+    flags = ['--dataset', 'folder', '--data', str(folder), '--epochs', '500', '--image-size', '32', '--batch-size', '8',
+             '--per-class', '2', '--dim', '8', '--device', 'cpu', '--name', 'mine']
+    # a shell starts background jobs deaf to Ctrl-C, and children inherit that: restore it
+    process = subprocess.Popen([sys.executable, ROOT / 'train_ms.py', *flags], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    log, deadline = tmp_path / 'runs/mine/log.jsonl', time.time() + 60
+    while not (log.exists() and len(log.read_text().splitlines()) > 1) and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=30)[0]
+    assert process.returncode == 130 and '--resume runs/mine' in output and 'Traceback' not in output, output
+    assert common.read_checkpoint(tmp_path / 'runs/mine')['epoch'] >= 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_a_gpu_trains_and_finds_what_the_cpu_finds(run):
+    row = run(train_ms, '--device', 'cuda')
+    assert math.isfinite(row['loss'])
+    z, y = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 20
+    assert retrieval_metrics(z.cuda(), y) == pytest.approx(retrieval_metrics(z, y), abs=1e-3)

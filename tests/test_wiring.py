@@ -1,0 +1,169 @@
+"""From flag to loss: what `step` computes is the public loss function, called by hand with the values of the flags.
+
+Metrix's step, which has many parts, is compared with loops in test_metrix.py.
+"""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_ccl
+import train_contrastive
+import train_hse
+import train_metrix
+import train_ms
+import train_proxy_anchor
+import train_proxynca_pp
+
+LABELS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+
+
+def embed(x):
+    """Stands for the network: unit vectors that are far apart, and through which gradients pass"""
+    return F.normalize(x.flatten(1)[:, ::199][:, :16], dim=1)
+
+
+def normalised(proxies):
+    return F.normalize(proxies, dim=1)
+
+
+def hybrids_by_hand(base_loss, alpha, temperature, stay, **options):
+    """HSE's step: the last images leave, hybrids come behind the others."""
+    def expected(images, labels, learned):
+        images, labels = images[:stay], labels[:stay]
+        h, sources = train_hse.make_hybrids(images, labels, **options)
+        z = embed(images)
+        weak = (labels[None, :, None] == labels[sources][:, None, :]).any(dim=2)
+        extra = [learned['proxies']] if learned else []
+        return base_loss(z, labels, *extra) + train_hse.hybrid_loss(embed(h), z, weak, ~weak, alpha, temperature)
+    return expected
+
+
+def ccl(z, y, learned, **options):
+    return train_ccl.center_contrastive_loss(z, y, learned['centers'], **options)
+
+
+# (script, flags, loss(images, labels, learned)): between them, every flag of a loss at a value that is not its default
+CASES = [
+    (train_contrastive, '', lambda x, y, _: train_contrastive.contrastive_loss(embed(x), y, 0.0, 0.5, 1)),
+    (train_contrastive, '--pos-margin 0.3 --neg-margin 1.4 --power 2',
+     lambda x, y, _: train_contrastive.contrastive_loss(embed(x), y, 0.3, 1.4, 2)),
+    (train_contrastive, '--form similarity --margin -0.1 --reduction sum',
+     lambda x, y, _: train_contrastive.contrastive_similarity_loss(embed(x), y, -0.1, 'sum')),
+    (train_contrastive, '--form similarity',
+     lambda x, y, _: train_contrastive.contrastive_similarity_loss(embed(x), y, 0.5, 'mean')),
+    (train_ms, '', lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 2, 50, 0.5, 0.1)),
+    (train_ms, '--alpha 3 --beta 7 --lam 0.2 --epsilon 0.02',
+     lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 7, 0.2, 0.02)),
+    (train_ms, '--alpha 3 --epsilon off',
+     lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 50, 0.5, None)),
+    (train_proxy_anchor, '--alpha 5 --delta 0.3',
+     lambda x, y, t: train_proxy_anchor.proxy_anchor_loss(embed(x), y, t['proxies'], 5, 0.3)),
+    (train_proxynca_pp, '--temperature 0.4',
+     lambda x, y, t: train_proxynca_pp.proxynca_pp_loss(embed(x), y, t['proxies'], 0.4)),
+    (train_proxynca_pp, '--loss proxynca',
+     lambda x, y, t: train_proxynca_pp.proxynca_loss(embed(x), y, t['proxies']) / len(y)),
+    (train_ccl, '', lambda x, y, t: ccl(embed(x), y, t, s=16, margin=0, lam=2, smoothing=0.1)),
+    (train_ccl, '--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
+     lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
+    (train_ccl, '--variant stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
+     lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
+    (train_ccl, '--variant cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
+     lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
+    (train_ccl, '--variant proxynca --s 5', lambda x, y, t: train_ccl.proxynca_loss(embed(x), y, t['centers'], 5)),
+    (train_ccl, '--variant center_loss --lam 0.7 --smoothing 0.3', lambda x, y, t: train_ccl.center_loss(
+        embed(x), y, t['classifier'].weight, t['classifier'].bias, t['centers'], 0.7, 0.3)),
+    (train_ccl, '--dropout 0.5', lambda x, y, t: ccl(F.dropout(embed(x), 0.5), y, t, s=16, lam=2, smoothing=0.1)),
+    (train_hse, '', hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=6, num=2, per_class=2)),
+    (train_hse, '--loss contrastive --alpha 3 --temperature 0.5 --kind mixup',
+     hybrids_by_hand(train_hse.contrastive_loss, 3, 0.5, stay=6, kind='mixup', num=2, per_class=2)),
+    (train_hse, '--loss epshn --alpha 3 --kind gridmask --mask-size 5 --hybrids append --num 3',
+     hybrids_by_hand(train_hse.epshn_loss, 3, 0.1, stay=8, kind='gridmask', mask_size=5, num=3, per_class=2)),
+    (train_hse, '--loss npair --alpha 3 --axis left-right --hybrids append --combinations 2',
+     hybrids_by_hand(train_hse.npair_loss, 3, 0.1, stay=8, axis='left-right', num=2, per_class=2, combinations=2)),
+    (train_hse, '--loss proxy_anchor',
+     hybrids_by_hand(train_hse.proxy_anchor_loss, 2, 0.1, stay=6, num=2, per_class=2)),
+    (train_hse, '--loss epshn --alpha 0', lambda x, y, _: train_hse.epshn_loss(embed(x), y)),
+]
+
+
+@pytest.mark.parametrize('script, flags, by_hand', CASES, ids=[f'{c[0].__name__} {c[1]}' for c in CASES])
+def test_step_is_the_loss_with_the_values_of_the_flags(before_training, monkeypatch, script, flags, by_hand):
+    """In value, in the gradient by the images, and in that by what is learned beside the network."""
+    held = before_training(script, *flags.split())
+    held.model.forward = embed
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    learned = [p for value in held.learned.values() for p in
+               (value.parameters() if isinstance(value, torch.nn.Module) else [value]) if p.requires_grad]
+    results = []
+    for loss in (held.step, lambda x, y: by_hand(x, y, held.learned)):
+        torch.manual_seed(0)
+        value = loss(images, LABELS)
+        results.append((value.item(), *torch.autograd.grad(value, [images, *learned])))
+    (ours, *our_grads), (theirs, *their_grads) = results
+    assert ours == pytest.approx(theirs, rel=1e-6) and ours != 0
+    assert our_grads[0].abs().max() > 0
+    for one, other in zip(our_grads, their_grads, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def groups(held):
+    """[(lr, number of tensors)] of the optimizer, and whether each tensor that needs a gradient is in one group"""
+    tensors = [p for group in held.optimizer.param_groups for p in group['params']]
+    learned = [p for value in held.learned.values() for p in
+               (value.parameters() if isinstance(value, torch.nn.Module) else [value])]
+    needed = [p for p in [*held.model.parameters(), *learned] if p.requires_grad]
+    once = all(sum(p is q for q in tensors) == 1 for p in needed)
+    return [(group['lr'], len(group['params'])) for group in held.optimizer.param_groups], once
+
+
+@pytest.mark.parametrize('script, flags, rates', [
+    (train_contrastive, '', [0.01]), (train_ms, '', [0.01]), (train_proxy_anchor, '', [0.01, 0.1]),
+    (train_proxy_anchor, '--proxy-lr-mult 7', [0.01, 0.07]), (train_proxynca_pp, '--proxy-lr-mult 7', [0.01, 0.07]),
+    (train_ccl, '', [0.01]), (train_ccl, '--variant center_loss', [0.01]), (train_metrix, '', [0.01]),
+    (train_metrix, '--loss proxy_anchor', [0.01, 0.1]),
+    (train_metrix, '--loss proxynca_pp --proxy-lr-mult 7', [0.01, 0.07]),
+    (train_hse, '', [0.01]), (train_hse, '--loss proxy_anchor --proxy-lr-mult 7', [0.01, 0.07])])
+def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training, script, flags, rates):
+    held = before_training(script, '--lr', '0.01', *flags.split())
+    found, once = groups(held)
+    assert [lr for lr, _ in found] == pytest.approx(rates) and once
+    assert len(rates) == 1 or found[1][1] == 1, 'the proxies have a group of their own'
+
+
+@pytest.mark.parametrize('flags, kind, options', [
+    ('--optimizer adamw --weight-decay 0.3', torch.optim.AdamW, dict(weight_decay=0.3)),
+    ('--optimizer adam', torch.optim.Adam, dict(weight_decay=1e-4)),
+    ('--optimizer sgd --momentum 0.7', torch.optim.SGD, dict(momentum=0.7)),
+    ('--optimizer rmsprop --momentum 0.7', torch.optim.RMSprop, dict(momentum=0.7))])
+def test_the_optimizer_is_the_one_of_the_flags(before_training, flags, kind, options):
+    optimizer = before_training(train_ms, *flags.split()).optimizer
+    assert type(optimizer) is kind
+    assert all(group[key] == value for group in optimizer.param_groups for key, value in options.items())
+
+
+@pytest.mark.parametrize('optimizer', ['adam', 'adamw', 'rmsprop'])
+def test_eps_reaches_the_optimizer_of_proxynca_pp(before_training, optimizer):
+    held = before_training(train_proxynca_pp, '--optimizer', optimizer, '--eps', '0.5')
+    assert all(group['eps'] == 0.5 for group in held.optimizer.param_groups)
+
+
+@pytest.mark.parametrize('flags, expected', [
+    ('--pool max --dim 24', dict(pool='max', dim=24, freeze_bn=False)), ('--freeze-bn', dict(freeze_bn=True)),
+    ('--pool avg', dict(pool='avg', dim=16))])
+def test_network_flags_reach_the_network(before_training, flags, expected):
+    held = before_training(train_ms, *flags.split())
+    assert {key: held.model.config[key] for key in expected} == expected
+    assert held.model(torch.randn(2, 3, 32, 32)).shape == (2, expected.get('dim', 16))
+
+
+def test_mixed_features_are_pooled_as_the_network_pools(before_training, monkeypatch):
+    pools = []
+    real = train_metrix.mix_features
+
+    def watched(f, i, j, lam, pool):
+        pools.append(pool)
+        return real(f, i, j, lam, pool)
+    monkeypatch.setattr(train_metrix, 'mix_features', watched)
+    for pool in ('avg', 'max', 'avg+max'):
+        before_training(train_metrix, '--pool', pool).step(torch.randn(8, 3, 32, 32), LABELS)
+    assert pools == ['avg', 'max', 'avg+max']
