@@ -14,7 +14,8 @@ results out, and can be skipped.
     8. command line   the flags that all scripts share
     9. errors
 
-Letters that mean the same in all files:
+Letters in the shapes of all files. In a paper's formula a letter may mean something else: the table of symbols
+in its script says what.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
@@ -102,7 +103,9 @@ class Embedder(nn.Module):
         return self
 
     def train_trunk(self, on):
-        """Off in the first --warmup epochs. Frozen BatchNorm is not among trunk_weights: it never trains."""
+        """Turns the trunk's gradients on or off: they are off in the first --warmup epochs.
+
+        Frozen BatchNorm is not among trunk_weights: it never trains."""
         for weight in self.trunk_weights:
             weight.requires_grad_(on)
 
@@ -123,7 +126,7 @@ class Embedder(nn.Module):
         return F.normalize(z, dim=1) if self.normalize else z
 
     def head(self, f):
-        """Feature map (B, c, h, w) -> embeddings (B, D)"""
+        """Feature map (B, c, h, w) -> embeddings (B, D): pooling, LayerNorm if there is one, linear head"""
         return self.project(self.pool_features(f))
 
     def forward(self, x):
@@ -144,17 +147,19 @@ def load_resnet(arch, weights):
         saved = read_file(weights)
         with distrusting(weights):
             state = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()}
-            # Loading is strict, so a key that does not fit is an error. Only the classifier may be anything: no
-            # Embedder has it.
+            # Loading is strict, so a key that does not fit is an error. The classifier will not be used: what the file
+            # holds for it is ignored.
             trunk = {key: value for key, value in state.items() if not key.startswith(('fc.', 'linear.'))}
-            load_state(resnet, trunk | {f'fc.{key}': value for key, value in resnet.fc.state_dict().items()})
+            classifier = {key: value for key, value in resnet.state_dict().items() if key.startswith('fc.')}
+            load_state(resnet, trunk | classifier)
     return resnet
 
 
 def at_least_float32(*tensors):
     """Raises half precision to float32, and all tensors to the widest type among them.
 
-    Losses need it: exp() overflows float16 above 11, and bfloat16 has two to three decimal digits.
+    Losses do so with what they are given: exp() overflows float16 above 11, and bfloat16 has two to three decimal
+    digits.
     One tensor gives a tensor, several give a list.
     """
     dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
@@ -173,8 +178,9 @@ class BalancedSampler(Sampler):
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // (P K) batches. No batch has a class twice, and all classes come up about equally often. The
-    same holds for the images of a class, but a class of fewer than K images repeats them.
+    An epoch has N // (P K) batches. No batch has a class twice, and all classes come up about equally often. Nor
+    has a batch an image twice, and the images of a class come up about equally often; only in a class of fewer
+    than K images some repeat.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -204,7 +210,8 @@ class BalancedSampler(Sampler):
                 deck += shuffled([item for item in items if item not in deck])
             while len(deck) < number:
                 deck += shuffled(items)
-            dealt, deck[:] = deck[:number], deck[number:]
+            dealt = deck[:number]
+            del deck[:number]
             return dealt
 
         class_deck, image_decks = [], [[] for _ in self.members]
@@ -214,11 +221,12 @@ class BalancedSampler(Sampler):
 
 
 def make_sampler(args, labels):
-    """Batches of P x K images. With --per-class 0: images drawn uniformly, without an incomplete last batch."""
+    """Batches of P x K images. With --per-class 0: all images in random order, cut into batches; an incomplete last
+    batch is dropped."""
     if not args.per_class:
         return BatchSampler(RandomSampler(labels), min(args.batch_size, len(labels)), drop_last=True)
     wanted, present = args.batch_size // args.per_class, len(labels.unique())
-    # A small dataset may have fewer classes than the defaults ask for. That is an error only where they were typed.
+    # A small dataset may have fewer classes than the defaults ask for. That is an error only if they were typed.
     if wanted > present and args.changed & {'batch_size', 'per_class'}:
         raise UsageError(f'--batch-size {args.batch_size} --per-class {args.per_class} asks for {wanted} classes per '
                          f'batch, the training set has {present}; lower --batch-size or raise --per-class')
@@ -237,13 +245,16 @@ def make_optimizer(args, groups, **options):
 
 
 def learning_rate_factor(iteration, args, per_epoch, total):
-    """The factor of all learning rates at an iteration, which is counted from 0, of `total`.
+    """What all learning rates are multiplied with at `iteration`, which runs from 0 to total - 1.
 
-    step: times --decay-rate every --decay-epochs.  cosine: half a cosine down to 0, but no more than a linear
-    ramp over the first tenth, at most 100 iterations.  constant: 1.
+    step      --decay-rate to the power of the number of decays, one every --decay-epochs
+    cosine    half a cosine, from 1 to 0; but in the first tenth of the run, or the first 100 iterations if that is
+              less, not more than a ramp from 0 to 1
+    constant  1
     """
     if args.schedule == 'step':
-        return args.decay_rate ** (iteration // per_epoch // args.decay_epochs)
+        epoch = iteration // per_epoch
+        return args.decay_rate ** (epoch // args.decay_epochs)
     if args.schedule == 'cosine':
         ramp = max(1, min(100, total // 10))
         return min((iteration + 1) / ramp, 0.5 * (1 + math.cos(math.pi * iteration / max(1, total))))
@@ -266,14 +277,17 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(learning_rate_factor, args=args, per_epoch=per_epoch, total=total))
     parts = dict(model=model, optimizer=optimizer, schedule=schedule,
-                 learned=nn.ParameterDict(learned or {}))   # which holds modules as well
+                 learned=nn.ParameterDict(learned or {}))   # a ParameterDict accepts modules, too
     folder = run_folder(args)
+    # A Run (section 7) keeps the log and the checkpoint: it knows the evaluated rows, the epochs that are done, the
+    # number of steps in all, and the epoch at which this process started.
     with locked(folder), Run(args, folder, data, total, parts) as run:
         print_recipe(args, model, data, sampler, epochs, folder)
         if not run.rows:                                    # the network before training is epoch 0
             run.record(dict(epoch=0, loss=None) | evaluate(model, data))
         while run.epoch < epochs:                           # run.record counts run.epoch up
-            # Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn.
+            # Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The
+            # factor keeps the epochs of different --seed apart.
             set_seed(args.seed * 100_003 + run.epoch + 1)
             model.train()
             model.train_trunk(run.epoch >= args.warmup)
@@ -286,7 +300,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
 
 
 def train_epoch(args, run, data, sampler, step, optimizer, schedule):
-    """The next epoch of a run -> the row's epoch, loss, no_positive and images_per_second.
+    """Trains the next epoch of a run. Returns its row: epoch, loss, no_positive and images_per_second.
 
     no_positive is the share of anchors that have no positive in their batch.
     """
@@ -306,14 +320,14 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
         seen += len(y)
-        if number % 20 == 0 or number == steps:             # not every step: a GPU must stop for a look at the loss
+        if number % 20 == 0 or number == steps:             # rarely, because the GPU must wait for it
             finite = torch.stack(losses).isfinite()
             if not finite.all():
                 first = int(finite.logical_not().nonzero()[0])
                 raise UsageError(f'the loss is {losses[first].item()} at epoch {epoch}, step {first + 1} of {steps}; '
                                  f'the last checkpoint is unharmed; try a lower --lr, or --precision fp32')
             live(f'{epoch:7d} {torch.stack(losses).mean():7.4f}   step {number} of {steps}')
-        left = run.total - schedule.last_epoch
+        left = run.total - schedule.last_epoch              # once more after the warm-up, when steps take longer
         if left and number == 20 and epoch in (run.start + 1, args.warmup + 1):
             minutes = (time.time() - start) / number * left / 60
             live(f'{left:,} steps to come, about {minutes:.1f} min, not counting evaluations', done=True)
@@ -349,9 +363,11 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     MAP@R  mean of P(i) over the R nearest, averaged over the queries. P(i) is the precision among the first i
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4) (Musgrave et al., ECCV 2020)
 
-    1. A query is excluded from its own results by its index: the first hit may be its duplicate.
-    2. Among equal similarities non-matches come first, as far as they are among those retrieved. So a network
-       that maps all images to one point scores about chance or less, not 100.
+    1. A query is excluded from its own results by its index. It is not always the first hit: that may be a
+       duplicate.
+    2. Among equal similarities, non-matches come first. Only retrieved images are put into this order; where more
+       tie than are retrieved, a fixed random order decides which are. So a network that maps all images to one
+       point scores about chance or less, not 100.
     3. A query without a match is a miss in R@K, is left out of RP and MAP@R, and is counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves
@@ -362,15 +378,15 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     if not (query.isfinite().all() and gallery.isfinite().all()):
         raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
     query_labels, gallery_labels = query_labels.to(query.device), gallery_labels.to(query.device)
-    present = torch.bincount(gallery_labels, minlength=int(query_labels.max()) + 1)
+    present = torch.bincount(gallery_labels, minlength=int(query_labels.max()) + 1)     # (C,) gallery images of a class
     matches = present[query_labels] - int(within)                        # (N,) R of each query
-    depth = min(max(*ks, int(matches.max())), len(gallery) - within)
+    depth = min(max(*ks, int(matches.max())), len(gallery) - within)    # enough for the largest K and R
     found, precision, average = {k: 0 for k in ks}, [], []
     for rows, hit in ranked_hits(query, query_labels, gallery, gallery_labels, depth, within):
         for k in ks:
             found[k] += int(hit[:, :k].any(dim=1).sum())
-        r = matches[rows, None]                                          # (b, 1)
-        hit, r = hit[r[:, 0] > 0], r[r[:, 0] > 0]
+        r = matches[rows]                                                # (b,)
+        hit, r = hit[r > 0], r[r > 0, None]                              # rule 3; r is now (b', 1)
         rank = torch.arange(1, depth + 1, device=hit.device)
         hit = hit & (rank <= r)                                          # among the R nearest
         p = hit.cumsum(dim=1) / rank * hit                               # Reality Check Eq. (4)
@@ -398,7 +414,8 @@ def ranked_hits(query, query_labels, gallery, gallery_labels, depth, within):
             itself[:, -1] |= ~itself.any(dim=1)
             s, index = s[~itself].view(-1, depth), index[~itself].view(-1, depth)
         hit = gallery_labels[index] == query_labels[rows, None]
-        # Sorted once more: by similarity, where differences of rounding do not count, then non-matches first.
+        # Sorted once more. A level is a similarity in steps of 2^-20, so that rounding errors rarely matter. A match
+        # counts half a step less: so among equal levels, non-matches come first.
         level = (s * 2 ** 20).round().long()
         yield rows, hit.gather(1, (2 * level - hit.long()).argsort(dim=1, descending=True))
 
@@ -420,14 +437,15 @@ def searcher(gallery):
 def mean_similarities(z, y):
     """Mean cosine of all positive pairs, and of all negative pairs; z (N, D), y (N,) -> two numbers.
 
-    The cosines of all pairs in a set, each with itself included, add up to the squared length of its sum:
-    so no (N, N) matrix is needed.
+    The cosines of all pairs of vectors, each with itself included, add up to the squared length of the sum of the
+    vectors. So no (N, N) matrix is needed.
     """
     z, n = F.normalize(z.double(), dim=1), torch.bincount(y).double()    # n (C,) images of each class
     sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)           # (C, D)
-    positive, number = sums.square().sum().item() - len(z), n.square().sum().item() - len(z)
+    # - len(z): the N pairs of a vector with itself are left out
+    positive, pairs = sums.square().sum().item() - len(z), n.square().sum().item() - len(z)
     negative = z.sum(dim=0).square().sum().item() - len(z) - positive
-    return positive / max(number, 1), negative / max(len(z) * (len(z) - 1) - number, 1)
+    return positive / max(pairs, 1), negative / max(len(z) * (len(z) - 1) - pairs, 1)
 
 
 def evaluate(model, data):
@@ -957,7 +975,7 @@ class Run:
 def print_recipe(args, model, data, sampler, epochs, folder):
     """What is going to run, before it runs."""
     searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
-    batch = f'{args.per_class} images per class' if args.per_class else 'drawn uniformly'
+    batch = f'{args.per_class} images per class' if args.per_class else 'in random order'
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
           f'{len(data.query):,}{searched} test images of {len(data.query.labels.unique()):,} classes\n'
           f'{args.arch}, weights {args.weights}, BatchNorm {"frozen" if args.freeze_bn else "trained"}, {args.pool} '
@@ -1174,7 +1192,7 @@ def parser(doc, notes=''):
     g.add_argument('--epochs', type=at_least(0), help='passes over the training set')
     g.add_argument('--steps', type=at_least(0), default=0, help='stop after so many steps; 0: after --epochs')
     g.add_argument('--batch-size', type=at_least(2), help='images in a batch, B')
-    g.add_argument('--per-class', type=at_least(0), help='images per class in a batch, K; 0: draw images uniformly')
+    g.add_argument('--per-class', type=at_least(0), help='images per class in a batch, K; 0: images in random order')
     g.add_argument('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer')
     g.add_argument('--lr', type=at_least(0, float), help='learning rate')
     g.add_argument('--weight-decay', type=at_least(0, float), default=1e-4, help='weight decay')

@@ -5,12 +5,13 @@ but none was found. They say that it is adapted from the code of Boudiaf et al.,
 information view of metric learning (ECCV 2020), which is called the base code here.
 
 Idea
-    A memory bank offers many samples to contrast with, but they go stale while the network moves.
+    A memory bank, embeddings kept from earlier batches, offers many samples to contrast with, but
+    they go stale while the network moves.
     CCL keeps one vector per class instead, its centre, as a parameter that every step updates. A
     softmax over all centres separates the classes, but it pulls an image to its own centre ever more
-    weakly as this centre wins: with s = 16 and one rival, the gradient by the own cosine is 8.0 where
-    both centres are equally near, and 0.6 where the own cosine is larger by 0.2. So a second term
-    goes on pulling: the squared distance to the own centre.
+    weakly as this centre wins: with s = 16 and one rival, the derivative by the own cosine has size
+    8.0 where both centres are equally near, and 0.6 where the own cosine is larger by 0.2. So a
+    second term goes on pulling: the squared distance to the own centre.
 
 Equation, averaged over the batch
     CCL Eq. (5), first line    L = L_contrast + lambda L_center
@@ -68,11 +69,11 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     # L_contrast (B,) is Eq. (11). Without margin it is Eq. (8), the same as Eq. (10) and the first line of Eq. (2).
     # Eq. (11) subtracts m from s c_y.x, Eq. (5) from c_y.x, so the m of Eq. (11) is s times the margin here.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center (B,) is the second line of Eq. (2), which the text calls Eq. (3), in the form of Eq. (4). In this form
-    # its mean over the dropout is its value without dropout.
+    # L_center (B,) is the second line of Eq. (2), which the text calls Eq. (3), in the form of Eq. (4). This form is
+    # linear in z, so its expected value under dropout is its value without dropout.
     center = 2 - 2 * (z * c[y]).sum(dim=1)
-    # Eq. (5) + 2 lam. Trap: in its second line, a fraction, the centre term is a factor exp(2 lam c_y.x) of the
-    # numerator alone. Adding 2 lam c_y.x to the own logit would change the denominator too, and give another loss.
+    # Eq. (5) plus the constant 2 lam. Trap: in its second line, a fraction, exp(2 lam c_y.x) multiplies the numerator
+    # alone. Added to the own logit, 2 lam c_y.x would be in the denominator too, which is another loss.
     return (contrast + lam * center).mean()
 
 
@@ -127,7 +128,7 @@ def momentum_centers(centers, z, y, mu):
 def new_centers(num_classes, dim):
     """Centres (C, D) of length 1, uniform on the sphere.
 
-    But for center_loss, the losses see only directions, so with SGD a centre of length r turns r^2 times more
+    Except for center_loss, the losses see only directions, so with SGD a centre of length r turns r^2 times more
     slowly. Drawn from N(0, 1), r^2 would be about D = 512, and the centres would hardly move. (The base code
     starts its classifier at zero. A zero vector has no direction, and its gradient here would be about 1e12.)
     """
@@ -139,15 +140,16 @@ def corrupt_labels(labels, noise, generator=None):
 
     labels     (N,) 0..C-1
     noise      symmetric:RATE  this share of the images gets a label drawn uniformly from the other classes
-               longtail:RATE   random classes that hold at most this share of the images are dissolved: their
+               longtail:RATE   random classes, together at most this share of the images, are dissolved: their
                                images, in groups of 5 in dataset order, get the labels of random other classes
-    generator  None is torch's global one
+    generator  None: torch's global generator
     returns    (N,) labels 0..C'-1, where longtail leaves C' < C
     """
     kind, rate = noise.split(':')
     labels, rate, total, classes = labels.clone(), float(rate), len(labels), int(labels.max()) + 1
     if kind == 'symmetric':
         chosen = torch.randperm(total, generator=generator)[:round(rate * total)]
+        # Plus 1 to C - 1, modulo C: never the own class
         labels[chosen] = (labels[chosen] + torch.randint(1, classes, (len(chosen),), generator=generator)) % classes
         return labels
     order = torch.randperm(classes, generator=generator)
@@ -164,12 +166,13 @@ def corrupt_labels(labels, noise, generator=None):
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
-# folder start from common.DEMO. Section 4.2 states optimizer, learning rates, momentum, weight decay,
-# batches, crops of 256 px, dropout, smoothing, and that CUB and Cars have colour jitter. From the base
-# code come schedule (with the ramp that momentum 0.99 needs), smallest crop, pooling, epochs, and the
-# jitter of CUB; on Cars it has 0.3 and a change of hue. The size from which the crops are cut is stated
-# nowhere: 288 px is that of ProxyNCA++.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
+# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px,
+# dropout, smoothing, and that CUB and Cars have colour jitter. From the base code come schedule
+# (with the ramp that momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB;
+# on Cars the base code has 0.3 and a change of hue, here it is the same as on CUB. The size from
+# which the crops are cut is stated nowhere: 288 px is that of ProxyNCA++.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -193,10 +196,12 @@ READS = {'ccl': {'s', 'margin', 'lam', 'smoothing'}, 'stop_grad': {'s', 'margin'
 
 def label_noise(text):
     """An argparse type: none, symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999"""
+    if text == 'none':
+        return text
     kind, _, rate = text.partition(':')
-    if text != 'none' and kind not in ('symmetric', 'longtail'):
+    if kind not in ('symmetric', 'longtail'):
         raise ValueError
-    return text if text == 'none' else f'{kind}:{common.between(0, 0.999)(rate)}'
+    return f'{kind}:{common.between(0, 0.999)(rate)}'
 
 
 def get_args(argv=None):
@@ -262,21 +267,22 @@ Variants: CCL, and losses with which the paper compares it
     ccl           Eq. (5)
     proxynca      Eq. (9): the own class is not in the denominator
     center_loss   Eq. (7), on embeddings that are not normalised: classifier and centres are separate
-    stop_grad     Table 1 (where it has a margin): L_contrast takes the centres as constants
+    stop_grad     L_contrast takes the centres as constants, as in Table 1, whose results have a margin
     cluster       Eq. (14): the centres are running means of their images, not parameters
 What differs from the paper, or is not stated in it
     1. In the second case of the gradient that is printed below Eq. (10), the numerator should be
        exp(S(x, c) - S(x, c_y)). The loss here has that gradient.
     2. Label smoothing changes target probabilities, so only the softmax is smoothed. The centre term
        and Eq. (9) are no probabilities and stay as they are.
-    3. Not stated: the m and lambda of Table 2 (Section 4.4, Fig. 4 and, for SOP, Fig. 5 point to
-       lambda 2), how the centres start, and the mu of Eq. (14).
+    3. Not stated: the lambda of Table 2 (Section 4.4, Fig. 4 and, for SOP, Fig. 5 point to 2), the m of
+       its CCL*, how the centres start, and the mu of Eq. (14).
     4. --variant cluster averages the images that a class has in the batch, and then applies Eq. (14).
     5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
 What differs from the base code
-    6. The base code has no weight decay on biases and on the weights of BatchNorm, freezes BatchNorm on
-       all datasets, and has a BatchNorm without affine weights behind the pooling on Cars, SOP and
-       In-Shop. Here all weights decay alike.
+    6. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights.
+       Here both stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. It also has a
+       BatchNorm without affine weights behind the pooling on Cars, SOP and In-Shop, and no weight decay
+       on biases and on the affine weights of BatchNorm. Here all weights decay alike.
 """
 
 

@@ -7,10 +7,11 @@ Metric Learning Reality Check (Musgrave et al., ECCV 2020), HSE (Yang et al., IC
 
 Idea
     Two images of one class should lie on one point, and two images of different classes at least a
-    margin apart. A pair that has reached this goal costs nothing and gets no gradient. All pairs of
-    a batch take part. A random batch of 100 CUB images has about 9,800 negative pairs and 97 positive
-    ones, both counted in both directions, so each kind is averaged by itself. The mean is over the
-    pairs that miss their goal; over all pairs, it would include thousands of zeros and be almost 0.
+    margin apart. A pair that has reached this goal costs nothing and gets no gradient (but with
+    cosines, --form similarity, positives are always pulled). All pairs of a batch take part. A random
+    batch of 100 CUB images has about 9,800 negative pairs and 97 positive ones, both counted in both
+    directions, so each kind is averaged separately. The mean is over the pairs that miss their goal;
+    over all pairs, it would include thousands of zeros and be almost 0.
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -45,7 +46,7 @@ import common
 def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     """Contrastive loss on distances, Reality Check Eq. (1); with power=2 and pos_margin=0 it is HSE Eq. (2).
 
-    Positive and negative pairs are averaged by themselves, each over the pairs that miss their goal.
+    Positive and negative pairs are averaged separately, each over the pairs that miss their goal.
 
     z           (B, D) embeddings of unit length; half precision is raised to float32
     y           (B,)   class labels
@@ -73,7 +74,8 @@ def pairs(y):
 def distances(z):
     """Euclidean distances of all pairs of unit vectors, (B, D) -> (B, B)
 
-    Two points that coincide have distance 0 and gradient 0: there is no direction to push them in.
+    Two points that coincide, or that differ by rounding only, have distance 0 and gradient 0: there is no direction
+    to push them in, and they do not count among the pairs that miss their goal.
     """
     s = z @ z.T                                                          # (B, B)
     length2 = s.diagonal()                           # squared lengths: 1 up to rounding, coarse in half precision
@@ -81,7 +83,7 @@ def distances(z):
     # Squared distances up to this floor are rounding noise. In float32 it is a distance of 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
     # Trap: the slope of sqrt at 0 is infinite. The clamp keeps it finite, and where() makes both value and
-    # gradient 0. The test is <= floor and not > floor: NaN fails it, stays NaN, and shows in the loss.
+    # gradient 0. The condition is d2 <= floor, because NaN does not fulfil it: so NaN is kept, and shows in the loss.
     return torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())
 
 
@@ -115,9 +117,9 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
-# folder start from common.DEMO. The benchmark rows are the contrastive baseline in the released code
-# of Metrix.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
+# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# The benchmark rows are the contrastive baseline in the released code of Metrix.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=0,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,
            warmup=5, clip=10.0)
@@ -173,7 +175,7 @@ What differs from the papers
        Metrix prints the cosine form and HSE the squared form. The code that both released uses
        distances, not squared, with margin 0.5, averaged over the pairs that miss their goal. The
        results of Metrix come from it, and it is the default here.
-    2. The Metrix paper has 100 epochs and AdamW.
+    2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
        CUB; a negative margin on positives acts like 0. It reports P@1, which is R@1, of 59.7 on CUB,

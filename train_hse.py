@@ -33,10 +33,12 @@ Run
     python train_hse.py --dataset cub --data data --loss epshn   # the benchmark, on a GPU
 
 Expect
-    shapes, seed 0: R@1 54.8 (6.8 before training). In runs this short hybrids cost accuracy: see README.
-    The paper (Tables 2 and 3) reports, with EPSHN, ResNet-50 and 512 dimensions, R@1 66.9 on CUB and 85.4
-    on Cars (64.9 and 83.1 without hybrids); with Multi-Similarity 78.7 on SOP (78.2 without).
+    shapes, seed 0: R@1 63.8 (6.8 before training); README has results without hybrids (--alpha 0).
+    The paper (Tables 2 and 3) reports, with EPSHN, ResNet-50 and 512 dimensions, R@1 67.4 on CUB (8 images
+    per class) and 85.4 on Cars (16); without hybrids 64.9 and 83.1 (both 16). With Multi-Similarity it has
+    78.7 on SOP, and 78.2 without hybrids.
 """
+import math
 from functools import partial
 from itertools import chain, repeat
 
@@ -101,7 +103,7 @@ KINDS, AXES = ['cutmix', 'mixup', 'gridmask'], ['top-bottom', 'left-right']
 
 def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations=1, axis='top-bottom',
                  mask_size=50, groups=None, generator=None):
-    """Hybrids of a batch: `per_class` of them for each of so many combinations (sets) of `num` classes.
+    """Hybrids of a batch: `per_class` of them for each of `combinations` sets of `num` classes.
 
     Hybrid r of a combination joins image r of each of its classes; a class with fewer images uses its first
     ones again. If there are fewer than `num` classes, no hybrid is made: H = 0.
@@ -124,13 +126,14 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
 
 
 def choose_classes(y, num, combinations, groups=None, generator=None):
-    """Draws so many sets of `num` different classes, with groups each from one group.  -> list of (num,)
+    """Draws `combinations` sets of `num` different classes; with groups, those of a set are from one group.
 
-    Sets are dealt from a shuffled deck of classes for each group, and new decks follow when all are used up. So
-    12 combinations on SOP are one for each super-class.
+    Sets are dealt from a shuffled deck of classes for each group, and new decks follow when all are used up. So on
+    SOP, with two classes of each super-class in a batch, 12 combinations are one for each.  -> list of (num,)
     """
     groups = torch.zeros_like(y) if groups is None else groups
-    pools = [pool for group in groups.unique() if len(pool := y[groups == group].unique()) >= num]
+    pools = [y[groups == group].unique() for group in groups.unique()]
+    pools = [pool for pool in pools if len(pool) >= num]
     chosen = []
     while pools and len(chosen) < combinations:
         dealt = []
@@ -159,8 +162,8 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
     return parts.gather(1, owner).squeeze(1)        # (H, 3, h, w), each pixel from the image that owns it
 
 
-# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar. Where scripts of their own have an alpha, they
-# ---- have other names here, since alpha is the weight of L_Hy.
+# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar. What is alpha in a loss's own script has another
+# ---- name here, since alpha is the weight of L_Hy.
 
 
 def pairs(y):
@@ -190,7 +193,7 @@ def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=
 
 def contrastive_loss(z, y, margin=0.5):
     """HSE Eq. (2), squared as printed (the released code does not square). Positive and negative pairs are
-    averaged by themselves, each over the pairs that miss their goal; train_contrastive.py explains it."""
+    averaged separately, each over the pairs that miss their goal; train_contrastive.py explains it."""
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal()[None, :] - 2 * s
@@ -228,7 +231,7 @@ def epshn_loss(z, y, temperature=0.1):
 
 
 def npair_loss(z, y):
-    """N-pair (Sohn, NIPS 2016): for the first image of each class, find its second among all second images.
+    """N-pair (Sohn, NIPS 2016): the first image of a class must find its second one among those of all classes.
 
     Cross-entropy over cosines without a temperature, averaged over the P classes with two images or more.
     """
@@ -263,9 +266,10 @@ class SuperClassSampler:
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
-# folder start from common.DEMO. The released code trains all base losses with the loop of Proxy-Anchor.
-# Batch sizes are those of Tables 2 and 3.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
+# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# The released code trains all base losses with the loop of Proxy-Anchor. Batch sizes are those of
+# Tables 2 and 3.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=128, per_class=8,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5,
            clip=10.0, hybrids='replace', combinations=1)
@@ -279,10 +283,10 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
 }
-# What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and Proxy-Anchor (2, where the
-# released command for Cars has 0.5 and 120 = 30 x 4); shapes and folder take these values. On SOP alpha is that of
-# the released commands. Where neither says anything it is 0.1, the default of the released flag. EPSHN has 16
-# images per class on Cars and 8 on CUB, each the better of Table 2; N-pair has 64 dimensions there.
+# What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and Proxy-Anchor (2; the released
+# command for Cars has 0.5, and batches of 30 classes x 4); shapes and folder take these values. On SOP alpha is that
+# of the released commands. Where neither says anything it is 0.1, the default of the released flag. EPSHN has 16
+# images per class on Cars and 8 on CUB, each the better of Table 2. N-pair has 64 dimensions in Table 2.
 DEFAULTS |= {(dataset, loss): row for loss, datasets, row in (
     ('ms', ('shapes', 'folder'), dict(alpha=0.05)),
     ('ms', ('cub', 'cars'), dict(alpha=0.05, batch_size=80, per_class=5)),
@@ -304,7 +308,7 @@ def get_args(argv=None):
     add('--kind', choices=KINDS, default='cutmix', help='how images are joined')
     add('--num', type=int, choices=[2, 3, 4], default=2, help='number of classes in a hybrid')
     add('--combinations', type=common.at_least(1), default=1, help='Cnum, number of sets of classes per batch')
-    add('--axis', choices=AXES, default='top-bottom', help='cutmix: how the strips lie')
+    add('--axis', choices=AXES, default='top-bottom', help='cutmix: strips above each other, or side by side')
     add('--mask-size', type=common.at_least(1), default=50, help='gridmask: side of the blocks, pixels')
     add('--hybrids', choices=['replace', 'append'], default='replace',
         help='hybrids replace the last images of the batch, or are appended')
@@ -314,7 +318,8 @@ def get_args(argv=None):
     args = common.parse(parser, DEFAULTS, argv)
     if args.loss != 'proxy_anchor':
         common.refuse(args, ['proxy_lr_mult'], f'--loss {args.loss}')
-    blocks = -(-args.image_size // args.mask_size)  # along a side; the last may be cut
+    # A block in row r and column c shows image (r + c) % num, and r + c has 2 blocks - 1 values.
+    blocks = math.ceil(args.image_size / args.mask_size)            # along a side; the last may be cut
     if 2 * blocks - 1 < args.num and (args.kind == 'gridmask' or args.show_hybrids):
         raise common.UsageError(f'--mask-size {args.mask_size} --num {args.num}: crops of {args.image_size} px have '
                                 f'{blocks} x {blocks} such blocks, so a hybrid would not show all its parents')
@@ -356,10 +361,10 @@ def main(argv=None):
     num_classes, y, groups = data.train.num_classes, data.train.labels, data.train.groups
     if args.alpha > 0 or args.show_hybrids:
         check_batch(args, num_classes, groups)
-    super_class = torch.zeros(num_classes, dtype=torch.long)             # (C,) all classes are in one super-class,
+    super_class = torch.zeros(num_classes, dtype=torch.long)    # (C,) of each class; 0 where a dataset has none
     if groups is None:
         sampler = common.make_sampler(args, y)
-    else:                                                                # except on SOP
+    else:
         sampler = SuperClassSampler(y, groups, args.batch_size, args.per_class)
         super_class[y] = groups
 
@@ -414,14 +419,15 @@ What differs from the paper
     1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and its values of
        alpha only have their meaning with it. --temperature 1 is Eq. (9) as printed.
     2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars. Here the
-       classes are drawn, so no order of the batch is assumed.
+       classes are drawn from the whole batch. Only --hybrids replace relies on its order, class by
+       class, because it replaces the last ones.
     3. The network is always ResNet-50, although the paper has BN-Inception for ms on CUB and Cars, and
        the learning rates of the base losses are not their own, but those of the released code.
     4. GridMask with blocks of 250 px (Table 4) needs crops of more than 250 px.
     5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch.
 What differs from the released code
-    6. It has CutMix of two images only, and cuts CUB and Cars from left to right (--axis left-right).
-       Here CutMix goes from top to bottom by default, as the text says.
+    6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis
+       left-right). Here CutMix joins a top and a bottom half by default, as the text says.
     7. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With
        Proxy-Anchor it takes ten random images of each super-class, and negatives from the same ten.
        Here a batch has two classes of each super-class for every loss, so the negatives of a hybrid

@@ -24,8 +24,8 @@ Symbols
     paper          here          flag               meaning
     y              y, weights    -                  (A, V), (A, M) labels from 0 to 1, of V clean or M mixed
                                                     examples for A anchors; elsewhere y are class labels (B,)
-    lambda         i, j, lam     --alpha            (M,) the two ends of a mixture, and the share of end i,
-                                                    from Beta(alpha, alpha)
+    x, x'          i, j          -                  (M,) the two ends of each mixture, as indices
+    lambda         lam           --alpha            (M,) share of end i, from Beta(alpha, alpha)
     w              strength      --strength         weight of the mixed loss
     k              k             --hard-negatives   how many of an anchor's hardest negatives are mixed
     beta gamma m   beta gamma m  --beta --gamma --m of ms; contrastive has an m, too
@@ -33,17 +33,19 @@ Symbols
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
+    python train_metrix.py --epochs 0 --name start           # saves an untrained network
+    python train_metrix.py --analyse runs/start              # prints Fig. 2 for that network
+    The last row of Table 6, with one hard negative per anchor in input mixing:
     python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
-    python train_metrix.py --epochs 0 --name start           # the third is a row of Table 6; this one saves
-    python train_metrix.py --analyse runs/start              # an untrained network, and here is its Fig. 2
 
 Expect
-    shapes, seed 0: R@1 62.1 (6.8 before training); README has the same without mixing (--mixup none).
+    shapes, seed 0: R@1 57.9 (6.8 before training); README has results without mixing (--mixup none).
     The paper (Table 2) reports for ms with feature mixing, ResNet-50 and 512 dimensions, R@1 71.4 on
     CUB, 89.6 on Cars, 81.0 on SOP, 92.2 on In-Shop; without mixing 67.8, 87.8, 76.9 and 90.1.
 """
 import random
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -109,21 +111,22 @@ def contrastive(m=0.5, reduction='mean'):
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
 
-    def total(t, weight, counted):
-        number = (counted & (weight > 0)).sum(dim=1).clamp_min(1) if reduction == 'mean' else 1
+    def total(t, weight, counted):                                       # counted (A, V) bool
+        number = counted.sum(dim=1).clamp_min(1) if reduction == 'mean' else 1
         return (t * weight).sum(dim=1) / number
 
-    return Row(rho_pos=lambda x: -x, sum_pos=lambda t, weight: total(t, weight, True),
-               rho_neg=lambda x: (x - m).clamp_min(0), sum_neg=lambda t, weight: total(t, weight, t > 0))
+    return Row(
+        rho_pos=lambda x: -x, sum_pos=lambda t, weight: total(t, weight, weight > 0),
+        rho_neg=lambda x: (x - m).clamp_min(0), sum_neg=lambda t, weight: total(t, weight, (weight > 0) & (t > 0)))
 
 
-log1p_exp = partial(F.softplus, threshold=50)        # log(1 + exp(x)); torch's own returns x from 20 on: too coarse
+log1p_exp = partial(F.softplus, threshold=50)        # log(1 + exp(x)); by default it is x from 20 on, coarse in float64
 TABLE_1 = {
     'contrastive': contrastive,
     'ms': lambda beta=18.0, gamma=75.0, m=0.77: Row(                     # Eq. (2), for mixed examples Eq. (15)
         rho_pos=lambda x: -beta * (x - m), sigma_pos=lambda x: log1p_exp(x) / beta,
         rho_neg=lambda x: gamma * (x - m), sigma_neg=lambda x: log1p_exp(x) / gamma),
-    # As in the Proxy-Anchor paper: Table 1 has s - delta on negatives, too, and factors 1 / alpha.
+    # As in the Proxy-Anchor paper. Table 1 of Metrix differs: s - delta on negatives, too, and factors 1 / alpha.
     'proxy_anchor': lambda alpha=32.0, delta=0.1: Row(
         rho_pos=lambda x: -alpha * (x - delta), sigma_pos=log1p_exp,
         rho_neg=lambda x: alpha * (x + delta), sigma_neg=log1p_exp),
@@ -135,7 +138,8 @@ TABLE_1 = {
         rho_neg=lambda x: gamma * (x - m), sigma_neg=log1p_exp),
     'nca': lambda: Row(                                                  # and ProxyNCA
         rho_pos=lambda x: x, sigma_pos=lambda x: -x, rho_neg=lambda x: x),
-    # Table 1 scales similarities by 1/T = 9. Training has the function proxynca_pp below, which scales by 2/T = 18.
+    # Table 1 scales similarities by 1/T = 9, and its sum has negatives only. Training has the function proxynca_pp
+    # below, which scales by 2/T = 18 and sums over all proxies.
     'proxynca_pp': lambda temperature=1 / 9: Row(
         rho_pos=lambda x: x / temperature, sigma_pos=lambda x: -x, rho_neg=lambda x: x / temperature),
 }
@@ -153,7 +157,9 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     z = common.at_least_float32(z)
     if kind == 'proxynca_pp':
         return proxynca_pp(z, y, y, 1, proxies, **hyper)
-    if kind == 'proxy_anchor':      # the pull is divided by the classes in the batch, the push by C: two calls
+    if kind == 'proxy_anchor':
+        # The pull is divided by the classes in the batch, and the push by C. So there are two calls: if only positives
+        # are valid, the loss is the pull alone, and if only negatives are, the push.
         z, proxies = common.at_least_float32(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
@@ -162,8 +168,10 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     s = z @ z.T                                                                                 # (B, B)
     positive = y[:, None] == y                                      # Eq. (5): these have label 1,
     negative = ~positive                                            # Eq. (6): and these label 0
-    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                 # no anchor is its own
-    if epsilon is not None:         # drops pairs that are easier than the hardest of the other kind: see train_ms.py
+    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                 # but itself
+    if epsilon is not None:
+        # The miner of train_ms.py. Up to epsilon, it drops positives that are more similar than all negatives, and
+        # negatives that are less similar than all positives. "not >=" instead of "<" keeps pairs with NaN.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -222,7 +230,8 @@ class MaxOfMixed(torch.autograd.Function):
         best = f.new_empty(len(i), f.shape[1])                                                  # (M, c)
         position = torch.empty_like(best, dtype=torch.uint8 if f[0, 0].numel() <= 256 else torch.int32)
         for rows in torch.arange(len(i), device=i.device).split(chunk):
-            mixed = f[j[rows]].lerp_(f[i[rows]], lam[rows, None, None, None])                   # (chunk, c, h, w)
+            # f_j + lam (f_i - f_j), (chunk, c, h, w)
+            mixed = f[j[rows]].lerp_(f[i[rows]], lam[rows, None, None, None])
             pooled, where = F.max_pool2d(mixed, mixed.shape[2:], return_indices=True)
             best[rows], position[rows] = pooled.flatten(1), where.flatten(1).to(position.dtype)
         ctx.save_for_backward(i, j, lam, position)
@@ -233,10 +242,11 @@ class MaxOfMixed(torch.autograd.Function):
     def backward(ctx, grad):
         B, c, h, w = ctx.shape
         f_grad, channel = grad.new_zeros(B * h * w * c), torch.arange(c, device=grad.device)    # in the order (B, T, c)
-        for i, j, lam, position, g in zip(*(x.split(ctx.chunk) for x in (*ctx.saved_tensors, grad))):
-            for end, share in ((i, lam), (j, 1 - lam)):
-                index = (end[:, None] * (h * w) + position) * c + channel                       # (chunk, c)
-                f_grad.scatter_add_(0, index.flatten(), (share[:, None] * g).flatten())
+        i, j, lam, position = ctx.saved_tensors
+        for rows in torch.arange(len(i), device=i.device).split(ctx.chunk):
+            for end, share in ((i[rows], lam[rows]), (j[rows], 1 - lam[rows])):
+                index = (end[:, None] * (h * w) + position[rows]) * c + channel                 # (chunk, c)
+                f_grad.scatter_add_(0, index.flatten(), (share[:, None] * grad[rows]).flatten())
         return f_grad.view(B, h, w, c).permute(0, 3, 1, 2), None, None, None
 
 
@@ -270,10 +280,10 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
     weights, valid = pair_labels(y, anchor_y, i, j, lam)
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
-        return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & ~valid & ~with_anchor
+        return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j]) & ~with_anchor
     if pairs == 'neg-neg':          # both ends are negatives: the label is 0, and there is no positive term
         return torch.zeros_like(weights), negatives[:, i] & negatives[:, j]
-    valid = valid & (negatives[:, i] | negatives[:, j])             # the negative end may be mixed
+    valid = valid & (negatives[:, i] | negatives[:, j])             # the end that is a negative may be mixed
     return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # Eq. (8)
 
 
@@ -283,7 +293,7 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
 def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
     """The mean over the anchors of Eq. (9), for proxynca_pp over the mixtures -> scalar
 
-    kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict
+    kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict, because proxy_anchor has an alpha of its own
     mixup   input, feature or embed;  pairs  as in mixtures
     k       number of hardest negatives of each anchor that are mixed, None: all;  alpha  of Beta(alpha, alpha)
     images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
@@ -361,7 +371,7 @@ def analyse(args):
     """Prints Fig. 2 and the utilization of a saved network on the dataset of its run; draws Fig. 2 with matplotlib."""
     model, data = common.load_checkpoint(args.analyse, args.device, args.precision), common.load(args)
     z, q, y = common.embed(model, data.train), common.embed(model, data.query), data.train.labels
-    batches = [index for _, index in zip(range(20), common.make_sampler(args, y))]
+    batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
     print(f'P(Pos(a, v)) with beta {args.beta:g}, gamma {args.gamma:g}, m {args.m:g}: measured, and by Eq. (25)\n'
           '  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs')
@@ -385,7 +395,8 @@ def analyse(args):
         print('to draw the figure as well: pip install matplotlib')
         return rows
     if rows:                                        # there are none if no anchor has a mixture
-        axes, (lam, measured, predicted, *_) = Figure().subplots(), zip(*rows)
+        lam, measured, predicted, *_ = zip(*rows)
+        axes = Figure().subplots()
         axes.plot(lam, measured, 'o-', lam, predicted, 's--')
         axes.set(xlabel='lambda', ylabel='P(Pos(a, v)): measured (circles), Eq. (25) (squares)')
         picture = (args.analyse if args.analyse.is_dir() else args.analyse.parent) / 'positivity.png'
@@ -397,11 +408,12 @@ def analyse(args):
 # ---- recipes and flags
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
-# folder start from common.DEMO. Table 4 and Section B.1 state epochs, batches, optimizer, learning rates,
-# weight decay and decay rates (for ProxyNCA++ none; it gets those of ms). From the released code come
-# warm-up, clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays
-# every 10 epochs, which is its default; some of its commands have 5 or 20.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
+# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay
+# rates (none for ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come
+# warm-up, clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and
+# decays every 10 epochs, which is its default; some of its commands have 5 or 20.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -437,7 +449,7 @@ def plan(args):
         raise common.UsageError(f'--hard-negatives: give one K, or one for each of the {len(types)} types of --mixup')
     if args.loss == 'proxynca_pp' and args.pairs != 'both':
         raise common.UsageError('--pairs has no effect with --loss proxynca_pp: its positives and negatives are '
-                                'proxies, which are not mixed; a mixture of any two images is a query')
+                                'proxies, which are not mixed; a mixture of two images of different classes is a query')
     if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and types != ['embed']:
         raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
                                 'feature map: take --mixup embed, or --pairs pos-neg')
@@ -457,7 +469,7 @@ def plan(args):
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES)
     add = parser.add_argument_group('Metrix').add_argument
-    positive, cosine = common.at_least(1e-3, float), common.between(-1, 1)
+    above_0, cosine = common.at_least(1e-3, float), common.between(-1, 1)
     add('--loss', choices=list(HYPER), default='ms', help='base loss')
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
         help='what is mixed; if several are given, each iteration draws one')
@@ -466,15 +478,15 @@ def get_args(argv=None):
     add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
         metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
                           'auto is 3 for input, else all')
-    add('--alpha', type=positive, default=2.0, help='lambda comes from Beta(alpha, alpha)')
+    add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
-    add('--beta', type=positive, default=18.0, help='ms: scale of the positives')
-    add('--gamma', type=positive, default=75.0, help='ms: scale of the negatives')
+    add('--beta', type=above_0, default=18.0, help='ms: scale of the positives')
+    add('--gamma', type=above_0, default=75.0, help='ms: scale of the negatives')
     add('--m', type=cosine, default=0.77, help='ms and contrastive: margin')
     add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.39,
         help='ms: tolerance of the miner in the clean loss; off: no miner')
     add('--reduction', choices=['mean', 'sum'], default='mean', help='contrastive: mean or sum over examples')
-    add('--proxy-alpha', type=positive, default=32.0, help='proxy_anchor: sharpness')
+    add('--proxy-alpha', type=above_0, default=32.0, help='proxy_anchor: sharpness')
     add('--delta', type=cosine, default=0.1, help='proxy_anchor: margin')
     add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,
         help='proxynca_pp: divides squared distances')
@@ -489,7 +501,8 @@ def get_args(argv=None):
 def check(args):
     """Refuses flags that have no effect, and what the paper leaves undefined."""
     if args.analyse:
-        read = {'analyse', 'alpha', 'beta', 'gamma', 'm', 'dataset', 'data', 'cache', 'seed', 'device', 'precision'}
+        read = {'analyse', 'alpha', 'beta', 'gamma', 'm', 'dataset', 'data', 'cache', 'batch_size', 'per_class', 'seed',
+                'device', 'precision'}
         common.refuse(args, sorted(args.changed - read), '--analyse')
         if args.loss == 'contrastive' and 'm' not in args.changed:
             raise common.UsageError(f'{args.analyse} was trained with contrastive, and its m {args.m} is no margin of '
@@ -513,9 +526,10 @@ def main(argv=None):
     if args.analyse:
         return analyse(args)
     choices = plan(args)
-    for mixup, pairs, k in choices:
-        what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(pairs)
-        print(f'{args.loss}, mixing {mixup}: {what}' + f', {k or "all"} negatives' * (pairs != ['pos-pos']))
+    for mixup, kinds, k in choices:
+        what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(kinds)
+        negatives = '' if kinds == ['pos-pos'] else f', {k or "all"} negatives'
+        print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
     data = common.load(args)
     model = common.build(args)
     groups, learned = [dict(params=model.parameters())], {}
@@ -532,8 +546,8 @@ def main(argv=None):
         z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **learned, **hyper)
         if choices:
-            mixup, pairs, k = random.choice(choices)                    # Section B.4: the type is drawn per iteration,
-            pairs = random.choice(pairs)                                # Section B.2: and so is the kind of pairs
+            mixup, kinds, k = random.choice(choices)                    # Section B.4: the type is drawn per iteration,
+            pairs = random.choice(kinds)                                # Section B.2: and so is the kind of pairs
             mixed = mixed_loss(args.loss, hyper, mixup, pairs, k, args.alpha, model, images, f, z, labels, **learned)
             loss = loss + args.strength * mixed                         # Eq. (10)
         return loss
@@ -544,7 +558,8 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Eq. (8) reads as one lambda per pair and anchor. Here an unordered pair has one lambda and one
-       mixture, which all anchors share. Mixed embeddings are scaled to unit length, as in the code.
+       mixture, which all anchors share. Mixed embeddings are scaled to unit length, as in the released
+       code.
     2. Contrastive divides its sums, positives by their number and negatives by the number above m.
        --reduction sum is the equation as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
@@ -563,7 +578,8 @@ What differs from the released code, which has contrastive, and ms with embeddin
     8. The code has Euclidean distances for similarities, one lambda per batch, k = 1, Adam, and 60
        epochs for contrastive. Its ms with embedding mixing is not Eq. (15).
     9. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
-       weights after the warm-up. Here both stay frozen. It reports its best epoch on the test set.
+       weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
+       the test set.
 Cost
     Input mixing sends about 300 more images through the network per step, and up to 1,200 with pos-neg
     pairs of 20 x 5 batches. The number of mixtures grows with the square of the batch: for batches of

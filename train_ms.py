@@ -2,26 +2,28 @@
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric
 Learning. CVPR 2019. The equation below is Eq. (2) of Metrix (Venkataramanan et al., ICLR 2022,
-arXiv:2106.04990), which prints this loss, in the letters of the MS paper.
+arXiv:2106.04990), written with the letters of the MS paper.
 
 Idea
     In a batch, an image (the anchor) has many positives, images of its class, and many negatives,
     images of other classes. Most of these pairs teach nothing, because the positive is already
     similar or the negative already dissimilar. The log of a sum of exponentials is a smooth maximum.
-    One is taken over the positives, of how dissimilar they are, and one over the negatives, of how
-    similar they are. So a pair counts more if its similarity is on the wrong side of lambda, and if
-    it is worse than the anchor's other pairs. Before that, a miner selects the pairs that matter.
+    The loss has two of them: one over the positives, of how dissimilar they are, and one over the
+    negatives, of how similar they are. So a pair counts more if its similarity is on the wrong side
+    of lambda, and if it is worse than the anchor's other pairs. Before that, a miner drops pairs that
+    are easy already.
 
 Equation, for an anchor a; the loss is the mean of l(a) over the B images of the batch
     Metrix Eq. (2)    l(a) = 1/alpha log(1 + sum_{p in P(a)} exp(-alpha (s(a,p) - lambda)))    pull
                            + 1/beta  log(1 + sum_{n in N(a)} exp( beta  (s(a,n) - lambda)))    push
-    P(a) are the other images of a's class in the batch, N(a) those of other classes.
+    P(a) are the other images of a's class in the batch, N(a) those of other classes. With the miner,
+    which is on by default, the sums have only the pairs that it keeps: see mine below.
 
 Symbols
     paper     Metrix   here      flag        meaning
     S         s        s         -           (B, B) cosine similarities
-    alpha     beta     alpha     --alpha     the larger, the more the least similar positives count
-    beta      gamma    beta      --beta      the larger, the more the most similar negatives count
+    alpha     beta     alpha     --alpha     the larger, the more weight the least similar positives get
+    beta      gamma    beta      --beta      the larger, the more weight the most similar negatives get
     lambda    m        lam       --lam       positives should be above this similarity, negatives below
     epsilon   -        epsilon   --epsilon   tolerance of the miner: the larger, the more pairs stay
 
@@ -44,8 +46,8 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
 
     z        (B, D) embeddings of unit length; half precision is raised to float32
     y        (B,)   class labels
-    alpha    > 0; the larger, the more the least similar positives count
-    beta     > 0; the larger, the more the most similar negatives count
+    alpha    > 0; the larger, the more weight the least similar positives get
+    beta     > 0; the larger, the more weight the most similar negatives get
     lam      in [-1, 1]; positives should be above this similarity, negatives below
     epsilon  tolerance of the miner, a similarity; None: no miner, all pairs count (the flag's default is 0.1)
     returns  scalar >= 0; an anchor without any pair adds 0
@@ -89,15 +91,16 @@ def mine(s, y, epsilon):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-    # ~(a >= b) and not a < b: a comparison with NaN is false, so a NaN stays and shows in the loss.
+    # "not >=" and not "<": each comparison with NaN is false, so a pair with NaN is kept, and shows in the loss.
     return (positive & ~(s - epsilon >= hardest_negative),
             negative & ~(s + epsilon <= hardest_positive))
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
-# folder start from common.DEMO. The authors released their settings for CUB only: 3,000 iterations,
-# learning rate x0.1 after 1,200 and 2,400. An epoch of CUB has 73 of them: 41 epochs, x0.1 every 16.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
+# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# The authors released their settings for CUB only: 3,000 iterations, learning rate x0.1 after 1,200
+# and 2,400. An epoch of CUB has 73 of them: 41 epochs, x0.1 every 16.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=41, batch_size=80,
            per_class=5, optimizer='adam', lr=3e-5, weight_decay=5e-4, schedule='step', decay_epochs=16,
            decay_rate=0.1, warmup=0, clip=0.0)
@@ -122,9 +125,9 @@ def get_args(argv=None):
     parser = common.parser(__doc__, NOTES)
     add = parser.add_argument_group('Multi-Similarity').add_argument
     add('--alpha', type=common.at_least(1e-3, float), default=2.0,
-        help='the larger, the more the least similar positives count')
+        help='the larger, the more weight the least similar positives get')
     add('--beta', type=common.at_least(1e-3, float), default=50.0,
-        help='the larger, the more the most similar negatives count')
+        help='the larger, the more weight the most similar negatives get')
     add('--lam', type=common.between(-1, 1), default=0.5,
         help='lambda: positives should be above this similarity, negatives below')
     add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.1,
@@ -151,18 +154,18 @@ NOTES = """
 What differs from the paper
     1. The network is a ResNet-50, with average pooling on CUB and Cars, which is the authors' setting
        for it. Their published results are those of BN-Inception with max pooling.
-    2. lambda is 0.5, as in the released code. According to two public re-implementations, the paper
-       has 1.
+    2. On CUB and Cars, lambda is 0.5, as in the released code. According to two public
+       re-implementations, the paper has 1.
     3. SOP and In-Shop, for which nothing was released, have the recipe of Metrix's MS baseline.
        train_metrix.py --mixup none is that baseline with the settings of the Metrix paper.
 What differs from the released code
-    4. beta is 50, as in the two re-implementations. The released code has 40.
+    4. On CUB and Cars, beta is 50, as in the two re-implementations. The released code has 40.
     5. The released code does not recognise the pair of an image with itself by its index, but drops
        all positives above a similarity of 1 - 1e-5, and so exact duplicates too. It stops with an
        error at an anchor without positives. Here such an anchor has only its push, or nothing if
        there is a miner, and still counts in the mean.
-    6. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
-       weights. Here both stay frozen. The released code reports its best epoch on the test set.
+    6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
+       stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
 """
 
 

@@ -6,9 +6,10 @@ Idea
     A proxy is a learned vector that stands for one class. Losses on pairs of images use the relations
     between images, but there are very many pairs. Losses on pairs of an image and a proxy need few
     pairs, but there the gradient of an image does not depend on the other images. In Proxy-Anchor
-    the proxy is the anchor: it pulls all images of its class through one smooth maximum, and pushes
-    all other images through another. The image that misses its goal most gets the largest part of
-    the gradient, and how large that part is depends on the other images of the batch.
+    the proxy is the anchor: it pulls all images of its class, and pushes all other images, each
+    through one smooth maximum, the log of a sum of exponentials. The image that misses its goal most
+    gets the largest part of the gradient, and how large that part is depends on the other images of
+    the batch.
 
 Equation
     Proxy-Anchor Eq. (4)
@@ -81,9 +82,10 @@ def new_proxies(num_classes, dim):
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
-# folder start from common.DEMO. CUB and Cars are the authors' commands for ResNet-50. The paper trains
-# 40 epochs there, and varies the batch from 30 to 180 (Table 5).
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
+# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# CUB and Cars are the authors' commands for ResNet-50. The paper trains 40 epochs there, and varies
+# the batch from 30 to 180 (Table 5).
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=120, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)

@@ -90,11 +90,12 @@ def new_proxies(num_classes, dim):
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless they stand here. shapes and
-# folder start from common.DEMO. The benchmark rows are the released configurations, but for dim and
-# schedule (notes 1 and 2 at the end). With eps = 1, far larger than the root of its second moments, Adam
-# no longer scales its steps, and acts like SGD with momentum. This is why the proxies can have learning
-# rates of 240 to 2,400.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
+# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# The benchmark rows are the released configurations, except for dim and schedule (notes 1 and 2 at
+# the end). With eps = 1, far larger than the root of its second moments, Adam no longer scales its
+# steps, and acts like SGD with momentum. This is why the proxies can have learning rates of 240 to
+# 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
            decay_epochs=20, decay_rate=0.1, warmup=5, clip=10.0)
@@ -155,15 +156,16 @@ What differs from the paper
        epochs and stopping at the best one. Here the schedule is fixed: as many epochs as theirs have
        at most, and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
-       (--dim 2048), and the paper reports both. The author says that learning rates in the paper's
-       first version are misprints.
+       (--dim 2048), and the paper reports both.
+    3. The learning rates are those of the released configurations. The author says that those in the
+       paper's first version are misprints.
 What differs from the released code
-    3. As there, only head and proxies learn in the first 5 epochs. The released code has a separate
+    4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has a separate
        optimizer for them; here there is one, which keeps its moments. Clipping by value includes the
        proxies here. At the start their gradients are about 2 / (T |p|) = 6.4 at most, so clipping at
        10 does not change them.
-    4. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
-    5. Evaluation by cosine. The released code compares embeddings that are not normalised, although
+    5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
+    6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
        training normalises them.
 """
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT / '../shared'
+REAL_DATA = ROOT.parent / 'shared' / 'data'       # annotation files and weights; some tests skip without them
 SCRIPTS = ['train_contrastive', 'train_ms', 'train_proxy_anchor', 'train_proxynca_pp', 'train_ccl', 'train_metrix',
            'train_hse']
 

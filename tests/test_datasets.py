@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHARED, draw_folder
+from conftest import REAL_DATA, ROOT, draw_folder
 from PIL import Image
 from torchvision import transforms
 
@@ -30,9 +30,9 @@ def write_stand_ins(paths):
             os.link(source, path)
 
 
-@pytest.mark.skipif(not (SHARED / 'data/cub').exists(), reason='../shared/data/cub is not there')
+@pytest.mark.skipif(not (REAL_DATA / 'cub').exists(), reason=f'{REAL_DATA}/cub is not there')
 def test_cub_counts_on_the_real_annotation(tmp_path, capsys):
-    shutil.copytree(SHARED / 'data/cub', tmp_path, dirs_exist_ok=True)
+    shutil.copytree(REAL_DATA / 'cub', tmp_path, dirs_exist_ok=True)
     base = tmp_path / 'CUB_200_2011'
     names = [line.split()[1] for line in open(base / 'images.txt')]
     write_stand_ins([base / 'images' / name for name in names])
@@ -49,9 +49,9 @@ def test_cub_counts_on_the_real_annotation(tmp_path, capsys):
         common.load_dataset('cub', tmp_path)
 
 
-@pytest.mark.skipif(not (SHARED / 'data/cars').exists(), reason='../shared/data/cars is not there')
+@pytest.mark.skipif(not (REAL_DATA / 'cars').exists(), reason=f'{REAL_DATA}/cars is not there')
 def test_cars_counts_on_the_real_annotation(tmp_path):
-    shutil.copy(SHARED / 'data/cars/cars_annos.mat', tmp_path)
+    shutil.copy(REAL_DATA / 'cars/cars_annos.mat', tmp_path)
     write_stand_ins([tmp_path / f'car_ims/{i:06d}.jpg' for i in range(1, 16186)])
     splits = common.list_images('cars', tmp_path)           # the pictures themselves: see CUB
     assert [(len(rows), len({row[1] for row in rows})) for rows in splits.values()] == [(8054, 98), (8131, 98)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import SHARED, SmallNet
+from conftest import REAL_DATA, SmallNet
 
 import common
 import train_proxynca_pp
@@ -30,6 +30,23 @@ def test_balanced_batches_are_p_by_k_class_by_class():
         assert (classes == classes[:, :1]).all() and len(set(classes[:, 0].tolist())) == 4
         assert len(set(batch)) == 12, 'an image must not come twice'
     assert sorted(i for batch in drawn for i in batch) == list(range(108)), 'an epoch deals every image once'
+
+
+def test_what_is_left_of_a_deck_is_dealt_first():
+    """5 classes in batches of 2, 5 images of a class in threes: after 15 batches all have come up equally often."""
+    labels = torch.arange(25) // 5
+    drawn = [i for batch in list(BalancedSampler(labels.repeat(4), 6, 3))[:15] for i in batch]
+    assert torch.bincount(labels.repeat(4)[drawn]).tolist() == [18] * 5
+    sampler = BalancedSampler(labels, 10, 2, torch.Generator().manual_seed(0))     # all five classes in a batch
+    sampler.batches = 5
+    assert torch.bincount(torch.tensor([i for batch in sampler for i in batch])).tolist() == [2] * 25
+
+
+def test_the_generator_of_a_sampler_decides_and_the_global_one_is_left_alone():
+    labels = torch.arange(40) // 4
+    before = torch.get_rng_state()
+    drawn = [list(BalancedSampler(labels, 8, 2, torch.Generator().manual_seed(seed))) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and torch.equal(torch.get_rng_state(), before)
 
 
 def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
@@ -144,9 +161,9 @@ def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
         assert '\n' not in str(raised.value)
 
 
-@pytest.mark.skipif(not (SHARED / 'data').exists(), reason='../shared/data is not there')
+@pytest.mark.skipif(not REAL_DATA.exists(), reason=f'{REAL_DATA} is not there')
 def test_the_imagenet_weights_at_hand_fit():
-    model = Embedder('resnet18', 8, weights=str(SHARED / 'data/resnet18_imagenet_fp16.pth'))
+    model = Embedder('resnet18', 8, weights=str(REAL_DATA / 'resnet18_imagenet_fp16.pth'))
     assert model.trunk.conv1.weight.std() > 0.1
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT, SCRIPTS
+from mutants import MUTANTS
 
 
 def test_importing_has_no_effect(tmp_path):
@@ -92,3 +93,12 @@ def test_a_script_begins_with_its_loss_and_ends_in_cli(name):
     assert min(f.lineno for f in functions if 'loss' in f.name) <= 60
     assert text.endswith("if __name__ == '__main__':\n    common.cli(main)\n")
     assert text.startswith(f'"""{name}.py -- ')
+
+
+@pytest.mark.parametrize('file', MUTANTS)
+def test_mutants_still_fit_their_files(file):
+    """Each line that tests/mutants.py changes stands once in its file, and the changed file is Python still."""
+    text = (ROOT / file).read_text()
+    for old, new, why in MUTANTS[file]:
+        assert text.count(old) == 1 and old != new and why, f'{old!r} stands {text.count(old)} times in {file}'
+        ast.parse(text.replace(old, new))

@@ -26,12 +26,14 @@ def noise_set(classes=4, per_class=6, side=16):
 def one_parameter(flags, slope=1.0, start=2.0):
     """Trains a parameter w with the loss slope * w, through common.train_epoch -> w before each step and at the end
 
-    Its gradient is `slope` always, so what optimizer, schedule, decay and clipping do can be worked out.
+    Its gradient is `slope` always, so what optimizer, schedule, decay and clipping do can be worked out. With several
+    slopes there are as many parameters, of which the mean is returned.
     """
     args = train_ms.get_args(['--device', 'cpu', '--schedule', 'constant', '--batch-size', '8', '--per-class', '2',
                               '--weight-decay', '0', *flags.split()])
     data = SimpleNamespace(train=noise_set())
-    w = torch.nn.Parameter(torch.tensor([start]))
+    slope = torch.tensor(slope)
+    w = torch.nn.Parameter(torch.full_like(slope, start))
     optimizer = common.make_optimizer(args, [dict(params=[w])])
     sampler = common.make_sampler(args, data.train.labels)
     per_epoch, total = len(sampler), args.epochs * len(sampler)
@@ -40,12 +42,12 @@ def one_parameter(flags, slope=1.0, start=2.0):
     path, run = [], SimpleNamespace(epoch=0, start=0, total=total)
 
     def step(x, y):
-        path.append(w.item())
+        path.append(w.mean().item())
         return (slope * w).sum()
     for run.epoch in range(args.epochs):
         row = common.train_epoch(args, run, data, sampler, step, optimizer, schedule)
     assert row['epoch'] == args.epochs
-    return [*path, w.item()], row
+    return [*path, w.mean().item()], row
 
 
 # ---- amounts, three steps an epoch
@@ -77,6 +79,8 @@ def test_gradients_are_clipped_by_value_at_plus_minus_clip(slope, moved):
     assert path[1] == pytest.approx(2 - 0.1 * moved, abs=1e-6)
     path, _ = one_parameter('--optimizer sgd --lr 0.1 --epochs 1 --clip 0', slope)
     assert path[1] == pytest.approx(2 - 0.1 * slope, abs=1e-5), '0 switches it off'
+    path, _ = one_parameter('--optimizer sgd --lr 0.1 --epochs 1 --clip 2', [slope, 1.0])
+    assert path[1] == pytest.approx(2 - 0.1 * (moved + 1) / 2, abs=1e-6), 'each gradient is clipped by itself'
 
 
 def test_the_step_schedule_decays_every_so_many_epochs():

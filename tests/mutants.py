@@ -1,0 +1,410 @@
+"""One-line changes that are wrong, and that a test must notice. By hand, not by pytest.
+
+    python tests/mutants.py                  # all of them, in half an hour or more; prints the survivors
+    python tests/mutants.py warm-up hybrid   # those whose reason or file has one of these words
+
+Each change is made in a copy of the project, and the tests run there until one fails. Where none does, the
+mutant survives: then a line of the project could be wrong without anybody noticing.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# {file: [(old, new, why it is wrong)]}. `old` stands exactly once in the file: test_project.py checks it.
+MUTANTS = {
+    'common.py': [
+        # network
+        ("mode='fan_out'", "mode='fan_in'", 'the head starts at another size'),
+        ('nn.init.zeros_(self.linear.bias)', 'nn.init.ones_(self.linear.bias)', 'the head starts with a bias'),
+        ("enabled=self.precision == 'bf16'", 'enabled=False', '--precision bf16 has no effect'),
+        ('        f = at_least_float32(f)\n        pooling', '        pooling', 'pooling in bfloat16'),
+        ('self.linear(self.norm(p))', 'self.linear(p)', 'LayerNorm is left out'),
+        ('elementwise_affine=False', 'elementwise_affine=True', 'LayerNorm has weights'),
+        ('if self.normalize else z', 'if True else z', 'normalize=False has no effect'),
+        ('avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d', 'max=F.adaptive_avg_pool2d, avg=F.adaptive_max_pool2d',
+         'the poolings are swapped'),
+        ('            module.eval()', '            pass', 'statistics of frozen BatchNorm move'),
+        ('module.requires_grad_(False)', 'pass', 'affine weights of frozen BatchNorm learn'),
+        ('weight.requires_grad_(on)', 'weight.requires_grad_(True)', 'the trunk learns in the warm-up'),
+        ('(t.dtype for t in tensors), torch.float32)', '(t.dtype for t in tensors))', 'half precision is not raised'),
+        # batches
+        ('deck += shuffled([item for item in items if item not in deck])', 'deck[:] = shuffled(items)',
+         'the rest of a deck is thrown away'),
+        ('items[i] for i in torch.randperm(len(items), generator=self.generator).tolist()', 'i for i in items',
+         'batches are not shuffled'),
+        ('torch.randperm(len(items), generator=self.generator)', 'torch.randperm(len(items))',
+         "the sampler's generator has no effect"),
+        ('max(1, len(labels) // (self.classes * per_class))', '1', 'an epoch has one batch'),
+        ('drop_last=True', 'drop_last=False', 'the incomplete last batch is used'),
+        ('if not args.per_class:', 'if True:', '--per-class has no effect'),
+        ('self.classes = min(batch_size // per_class, len(self.members))', 'self.classes = batch_size // per_class',
+         'with few classes, a class is twice in a batch'),
+        # training
+        ('dict(momentum=args.momentum)', 'dict(momentum=0.0)', '--momentum has no effect'),
+        ('weight_decay=args.weight_decay', 'weight_decay=0.0', '--weight-decay has no effect'),
+        ('adam=torch.optim.Adam,', 'adam=torch.optim.AdamW,', '--optimizer adam is adamw'),
+        ('(epoch // args.decay_epochs)', 'epoch', '--decay-epochs has no effect'),
+        ('args.decay_rate **', '0.5 **', '--decay-rate has no effect'),
+        ('(iteration + 1) / ramp', 'iteration / ramp', 'the first step of the cosine schedule is zero'),
+        ('max(1, min(100, total // 10))', '1', 'the cosine schedule has no ramp'),
+        ('math.cos(math.pi * iteration / max(1, total))', 'math.cos(math.pi * iteration / max(1, 2 * total))',
+         'the cosine schedule ends at one half'),
+        ('set_seed(args.seed * 100_003 + run.epoch + 1)', 'set_seed(run.epoch + 1)', "an epoch's seed ignores --seed"),
+        ('set_seed(args.seed * 100_003 + run.epoch + 1)', 'set_seed(args.seed)', 'all epochs are the same'),
+        ('run.epoch >= args.warmup', 'run.epoch > args.warmup', 'the warm-up is an epoch too long'),
+        ('run.epoch >= args.warmup', 'True', '--warmup has no effect'),
+        (" or row['epoch'] == epochs:", ':', 'the last epoch is not evaluated'),
+        ("row['epoch'] % args.eval_every == 0 or ", '', '--eval-every has no effect'),
+        ('        loss.backward()', '        (loss * 0).backward()', 'gradients are zero'),
+        ('        optimizer.step()', '        pass', 'the weights never move'),
+        ('        schedule.step()', '        schedule.last_epoch += 1', 'the learning rate never changes'),
+        ('        optimizer.zero_grad()\n', '', 'gradients add up over the steps'),
+        ('        if args.clip:', '        if False:', '--clip has no effect'),
+        ('clip_grad_value_', 'clip_grad_norm_', 'clipping by norm'),
+        ('losses.append(loss.detach())', 'losses = [loss.detach()]', 'the loss of a row is that of its last step'),
+        ('torch.stack(losses).isfinite()', 'torch.stack(losses[-1:]).isfinite()', 'only the last loss must be finite'),
+        ('(same == 1).sum()', '(same == 0).sum()', 'anchors without a positive are not counted'),
+        ('min(len(sampler), run.total - schedule.last_epoch)', 'len(sampler)', '--steps ends with an epoch only'),
+        ('args.steps or math.inf', 'math.inf', '--steps has no effect'),
+        ('sampler = sampler or make_sampler', 'sampler = make_sampler', "a script's own sampler is not used"),
+        ('args.device, augment=args)', 'args.device)', 'training on centre crops'),
+        # evaluation
+        ('    model.eval()\n', '', 'BatchNorm and dropout train in the evaluation'),
+        ('present[query_labels] - int(within)', 'present[query_labels]', 'a query is its own match'),
+        ('max(*ks, int(matches.max()))', 'max(ks)', 'RP and MAP@R see only the first 8'),
+        ('itself = index == place[rows, None]', 'itself = index == rows[:, None]', 'another image is excluded'),
+        ('hit & (rank <= r)', 'hit & (rank < r)', 'RP leaves out rank R'),
+        ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank', 'MAP@R counts precision at non-matches'),
+        ('hit[:, :k].any', 'hit[:, :k + 1].any', 'R@K looks at K + 1'),
+        ('(2 * level - hit.long())', '(2 * level + hit.long())', 'ties count for the network'),
+        ('order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0))',
+         'order = torch.arange(len(gallery))', 'the gallery is not shuffled'),
+        ('if data.gallery is not data.query:', 'if False:', "In-Shop's queries are searched in themselves"),
+        ('embed(model, data.gallery).to(where)', 'embed(model, data.query).to(where)',
+         "In-Shop's gallery is its queries"),
+        ("DATASETS[data.name]['ks']", '(1, 2, 4, 8)', 'SOP without K = 1000'),
+        ('len(average) == len(query)', 'True', 'queries without a match are not counted'),
+        ('- len(z) - positive', '- positive', 's- counts an image with itself'),
+        ('query.isfinite().all() and gallery.isfinite().all()', 'query.isfinite().all()', 'a NaN in the gallery'),
+        # images
+        ('(0.485, 0.456, 0.406), (0.229', '(0.406, 0.456, 0.485), (0.229', 'the mean of BGR'),
+        ('(0.229, 0.224, 0.225)', '(0.225, 0.224, 0.229)', 'the std of BGR'),
+        ('return (x - mean) / std, y', 'return x - mean, y', 'images are not divided by the std'),
+        ('(3 / 4, 4 / 3)', '(1, 1)', 'all crops are squares of the image'),
+        ('(augment.min_crop, 1.0)', '(0.08, 1.0)', '--min-crop has no effect'),
+        ('0.5 if augment.flip', '0.05 if augment.flip', 'flips are rare'),
+        ('(0.5 if augment.flip else 0)', '0.5', '--no-flip has no effect'),
+        ('x.flip(3)', 'x.flip(2)', 'flips are upside down'),
+        ('if augment and augment.jitter:', 'if False:', '--jitter has no effect'),
+        ('torch.rand(len(x), 1, 1, 1)', 'torch.rand(1, 1, 1, 1)', 'one jitter for the whole batch'),
+        ('torch.randperm(3).tolist()', '[0]', 'jitter of brightness alone'),
+        ('torch.randperm(3).tolist()', 'range(3)', 'jitter always in one order'),
+        ('antialias=True', 'antialias=False', 'crops are made smaller without antialiasing'),
+        ('round((n - side) / 2)', '0', 'evaluation crops the corner'),
+        ('    image = ImageOps.exif_transpose(image)\n', '', 'photographs lie on their side'),
+        ("image.mode[0] in 'IF'", 'False', '16 bits of grey are cut off'),
+        (", formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']", '', 'EPS called .jpg starts a program'),
+        ('os.path.abspath(path), stat.st_size', 'path.name, stat.st_size', 'two folders share a cache'),
+        ('st_mtime_ns, stat.st_ctime_ns', 'st_mtime_ns', 'a changed image with its old time is not noticed'),
+        # datasets
+        ("if '/._' not in path:", 'if True:', 'files of macOS are images of CUB'),
+        ("int(group) - 1)", '0)', "SOP's super-classes are one"),
+        ("if split != 'gallery':", 'if True:', 'query and gallery are numbered apart'),
+        ('for name in names if name in seen}', 'for name in names if False}', 'training classes are evaluated'),
+        ('len(classes) // 2 if seen is None else 0', 'len(classes) // 2', 'half of the new classes is not evaluated'),
+        ("        folders[:] = [name for name in folders if name[0] != '.']\n", '', 'hidden folders are classes'),
+        ("if name != 'folder':\n            raise error", 'if False:\n            raise error',
+         'a benchmark with a class on both sides'),
+        ("if '..' in path.parts or root not in path.parents", 'if False', 'annotations lead out of --data'),
+        # runs
+        ('                    load_state(part, saved[name])', '                    pass', 'a resumed run starts anew'),
+        ('if broken := parts.testzip():', 'if broken := None:', 'a flipped byte loads without a word'),
+        ('weights_only=True', 'weights_only=False', 'a checkpoint can run code'),
+        ('if not value.isfinite().all()]', 'if False]', 'NaN weights are saved'),
+        ('fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)', 'fcntl.LOCK_SH', 'two runs share a folder'),
+        ('            self.write_log()                                # exactly', '            pass  # exactly',
+         'a resumed run keeps a log with another end'),
+        ('and not isinstance(args[name], Path)}', '}', 'a checkpoint says what is written'),
+        # command line
+        ("'cub' if first.dataset == 'folder' and pretrained else first.dataset", 'first.dataset',
+         'photographs ruin a pretrained network'),
+        ('DEFAULTS.get((recipe, choice), {})', '{}', 'rows of single losses have no effect'),
+        ("if first.weights == 'none':", 'if False:', 'random BatchNorm is frozen'),
+        ("        row['resize'] = round(first.image_size * row['resize'] / row['image_size'])", '        pass',
+         '--resize does not follow --image-size'),
+        ('row |= saved_arguments(parser, script, checkpoint)', 'pass', 'a resumed run has other arguments'),
+        ('Embedder(args.arch, args.dim, args.pool,', "Embedder(args.arch, args.dim, 'avg+max',",
+         '--pool has no effect'),
+        ('Embedder(args.arch, args.dim,', 'Embedder(args.arch, 128,', '--dim has no effect'),
+        ('weights, args.freeze_bn,\n', 'weights, False,\n', '--freeze-bn has no effect'),
+        ('args.data, args.resize, args.image_size', 'args.data, None, args.image_size', '--resize has no effect'),
+        ('precision=pick_precision(args.precision, args.device), **options', "precision='fp32', **options",
+         '--precision does not reach the network'),
+        ('min_crop=1.0, batch_size=32', 'min_crop=0.5, batch_size=32', 'the demo has another recipe'),
+        ('        if flag in args.changed:', '        if False:', 'flags without effect are accepted'),
+        ('low <= value <= high and value < math.inf', 'low <= value', 'flags accept infinity'),
+    ],
+    'eval.py': [
+        ("resize=trained['resize'], image_size=trained['image_size']", 'image_size=64', 'another resolution'),
+        ('seen=model.classes', 'seen=None', 'training classes are evaluated'),
+        ('2 - 2 * common.mean_similarities(z, y)[0]', '2 - 2 * common.mean_similarities(z, y)[1]',
+         'alignment of different classes'),
+        ('(2 * t * (rows', '(t * (rows', 'uniformity with another exponent'),
+        ('(total - len(z))', 'total', 'uniformity counts an image with itself'),
+        ('utilization(z, common.embed(model, training))', 'utilization(z, z)', 'utilization of a set in itself'),
+        ('(2 - 2 * nearest)', '(1 - nearest)', 'utilization by cosines'),
+        ('searcher(examples)(queries, 1)', 'searcher(queries)(examples, 1)', 'utilization the other way round'),
+        ('load_checkpoint(args.checkpoint, args.device, args.precision)',
+         'load_checkpoint(args.checkpoint, args.device)',
+         '--precision has no effect'),
+    ],
+    'train_contrastive.py': [
+        ('labels, args.pos_margin, args.neg_margin, args.power', 'labels, args.neg_margin, args.pos_margin, args.power',
+         'margins are swapped'),
+        ('args.neg_margin, args.power)', 'args.neg_margin)', '--power has no effect'),
+        ("if args.form == 'similarity':", 'if False:', '--form has no effect'),
+        ('args.margin, args.reduction)', 'args.margin)', '--reduction has no effect'),
+        ('labels, args.margin, args.reduction', 'labels, 0.5, args.reduction', '--margin has no effect'),
+        ('return same & ~itself, ~same', 'return same, ~same', 'an image is its own positive'),
+        ('return t.sum() / (t > 0).sum().clamp_min(1)', 'return t.mean()', 'the mean is over all pairs'),
+        ('(d - pos_margin)', '(d + pos_margin)', 'the margin of positives has the wrong sign'),
+        ('length2[:, None] + length2[None, :] - 2 * s', '2 - 2 * s', 'distances of vectors that are not quite unit'),
+        ('push / (excess > 0).sum(dim=1)', 'push / negative.sum(dim=1)', 'the mean is over all negatives'),
+        ("lr=3e-5, decay_rate=0.25)", "lr=1e-4, decay_rate=0.25)", 'the recipe of SOP'),
+        ("decay_epochs=5, decay_rate=0.25, warmup=1)", "decay_epochs=5, decay_rate=0.25)", 'the recipe of In-Shop'),
+    ],
+    'train_ms.py': [
+        ('labels, args.alpha, args.beta, args.lam', 'labels, args.beta, args.alpha, args.lam',
+         'alpha and beta are swapped'),
+        ('args.beta, args.lam, epsilon)', 'args.beta, 0.5, epsilon)', '--lam has no effect'),
+        ('args.lam, epsilon)', 'args.lam)', 'the miner is off'),
+        ("None if args.epsilon == 'off' else args.epsilon", '0.1', '--epsilon has no effect'),
+        ('~(s - epsilon >= hardest_negative)', '~(s + epsilon >= hardest_negative)', 'the miner drops near positives'),
+        ('~(s + epsilon <= hardest_positive)', '~(s - epsilon <= hardest_positive)', 'the miner drops near negatives'),
+        ('(-alpha * (s - lam), positive)', '(alpha * (s - lam), positive)', 'positives are pushed'),
+        ('(beta * (s - lam), negative) / beta', '(beta * (s - lam), negative)', 'the push is not divided by beta'),
+        ('zero = t.new_zeros(len(t), 1)', 'zero = t.new_zeros(len(t), 0)', 'the "1 +" is missing'),
+        ('return same & ~itself, ~same', 'return same, ~same', 'an image is its own positive'),
+        ('alpha=17.97, beta=75.66', 'alpha=18.0, beta=75.0', "the recipe of Metrix's baseline"),
+        ('dict(epochs=30, decay_epochs=12)', 'dict()', 'the recipe of Cars'),
+        ('epochs=41, batch_size=80', 'epochs=60, batch_size=80', 'the recipe of CUB'),
+    ],
+    'train_proxy_anchor.py': [
+        ('proxies, args.alpha, args.delta)', 'proxies, delta=args.delta)', '--alpha has no effect'),
+        ('proxies, args.alpha, args.delta)', 'proxies, args.alpha)', '--delta has no effect'),
+        ('(alpha * (s + delta), ~positive)', '(alpha * (s - delta), ~positive)', 'the margin of negatives, wrong sign'),
+        ('.sum() / present', '.mean()', 'the pull is divided by all classes'),
+        ('~positive).mean()', '~positive).sum() / present', 'the push is divided by the classes in the batch'),
+        ('s = F.normalize(proxies, dim=1) @ z.T', 's = proxies @ z.T', 'proxies are not normalised'),
+        (', lr=args.lr * args.proxy_lr_mult)', ')', '--proxy-lr-mult has no effect'),
+        ('(2 / num_classes) ** 0.5', '1', 'proxies turn at another speed'),
+        ("dict(decay_epochs=10)", 'dict()', 'the recipe of Cars'),
+        ('batch_size=180, lr=6e-4', 'batch_size=180', 'the recipe of SOP'),
+        ("learned={'proxies': proxies}", 'learned={}', 'proxies are not in the checkpoint'),
+    ],
+    'train_proxynca_pp.py': [
+        ('labels, proxies, args.temperature)', 'labels, proxies)', '--temperature has no effect'),
+        ('2 / temperature * cosines', '1 / temperature * cosines', 'similarities for squared distances'),
+        ("if args.loss == 'proxynca':     #", 'if False:     #', '--loss has no effect'),
+        ('proxynca_loss(z, labels, proxies) / len(labels)', 'proxynca_loss(z, labels, proxies)',
+         'the sum over a batch'),
+        ('layer_norm=True, ', '', 'LayerNorm is left out'),
+        ("layer_norm=True, head_init='default'", 'layer_norm=True', 'the head starts at another size'),
+        ('return z @ F.normalize(proxies, dim=1).T', 'return z @ proxies.T', 'proxies are not normalised'),
+        ("others = s.masked_fill(own, float('-inf'))", 'others = s', 'the own proxy is in the denominator'),
+        (', lr=args.lr * args.proxy_lr_mult)', ')', '--proxy-lr-mult has no effect'),
+        ("{} if args.optimizer == 'sgd' else dict(eps=args.eps)", '{}', '--eps has no effect'),
+        ('torch.randn(num_classes, dim) / 8', 'torch.randn(num_classes, dim)', 'proxies turn at another speed'),
+        ("SOP | dict(proxy_lr_mult=1e5, schedule='constant')", 'SOP', 'the recipe of In-Shop'),
+        ("image_size=256, resize=288, min_crop=0.08", 'min_crop=0.08', 'the crops of the benchmarks'),
+    ],
+    'train_ccl.py': [
+        ('(dropped, labels, centers, args.s, args.margin', '(dropped, labels, centers, 16.0, args.margin',
+         '--s has no effect'),
+        ('args.s, args.margin, args.lam, args.smoothing,', 'args.s, args.lam, args.margin, args.smoothing,',
+         'margin and lambda are swapped'),
+        ('args.margin, args.lam, args.smoothing,\n', 'args.margin, args.lam,\n', '--smoothing has no effect'),
+        ("stop_grad=args.variant == 'stop_grad'", 'stop_grad=False', '--variant stop_grad has no effect'),
+        ("c.detach() if stop_grad else c", 'c.detach()', 'the contrast never moves the centres'),
+        ('F.dropout(z, args.dropout)', 'z', '--dropout has no effect'),
+        ('        params += classifier.parameters()\n', '', 'the classifier does not learn'),
+        ('dict(nesterov=args.momentum > 0)', 'dict(nesterov=False)', 'no Nesterov acceleration'),
+        ('z.detach(), labels, args.mu)', 'z.detach(), labels, 0.9)', '--mu has no effect'),
+        ("normalize=args.variant != 'center_loss'", 'normalize=True', 'center_loss on the sphere'),
+        ("requires_grad=args.variant != 'cluster'", 'requires_grad=True', 'running means learn as well'),
+        ('other = smoothing / max(num_classes - 1, 1)', 'other = smoothing / num_classes', "torch's smoothing"),
+        ('s * (cosine - margin * own)', 's * (cosine + margin * own)', 'the margin helps the own class'),
+        ('(contrast + lam * center)', '(contrast + center)', 'lambda has no effect'),
+        ("if args.label_noise != 'none':", 'if False:', '--label-noise has no effect'),
+        ('args.lam, args.smoothing)', 'args.smoothing, args.lam)', 'lambda and smoothing are swapped'),
+        ('centers, args.s)', 'centers)', '--s has no effect on proxynca'),
+        ('[*model.parameters(), centers]', '[*model.parameters()]', 'the centres do not learn'),
+        ('F.normalize(torch.randn(num_classes, dim), dim=1)', 'torch.randn(num_classes, dim)',
+         'the centres hardly move'),
+        ('jitter=0.25, dropout=0.2', 'jitter=0.0, dropout=0.2', 'the jitter of CUB'),
+        ("'cars': CUB | dict(epochs=100, lr=0.05)", "'cars': CUB | dict(epochs=100)", 'the recipe of Cars'),
+        ('lr=0.003, momentum=0.99)', 'lr=0.003)', 'the recipe of SOP'),
+        ('dict(lam=0.03)', 'dict()', 'the centre term outweighs the cross-entropy of center_loss'),
+    ],
+    'train_metrix.py': [
+        ('return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)',
+         'return (1 - lam) * x.index_select(0, i) + lam * x.index_select(0, j)', 'i and j are swapped in the mixture'),
+        ('x.index_select(0, i) +', 'x.index_select(0, i).detach() +', 'end i is detached'),
+        ('(1 - lam) * x.index_select(0, j)', '(1 - lam) * x.index_select(0, j).detach()', 'end j is detached'),
+        ('f[j[rows]].lerp_(f[i[rows]]', 'f[i[rows]].lerp_(f[j[rows]]', 'i and j are swapped in mixed features'),
+        ('((i[rows], lam[rows]), (j[rows], 1 - lam[rows]))', '((i[rows], lam[rows]),)',
+         'end j of mixed features is detached'),
+        ('((i[rows], lam[rows]), (j[rows], 1 - lam[rows]))', '((j[rows], 1 - lam[rows]),)',
+         'end i of mixed features is detached'),
+        ('((i[rows], lam[rows]), (j[rows], 1 - lam[rows]))', '((j[rows], lam[rows]), (i[rows], 1 - lam[rows]))',
+         'gradients of mixed features go to the other end'),
+        ('labelled_loss(anchor_z @ v.T', 'labelled_loss(anchor_z.detach() @ v.T', 'anchors are detached'),
+        ('kind, **hyper).mean()\n\n\n# ---- analysis', 'kind, **hyper)[valid.any(dim=1)].mean()\n\n\n# ---- analysis',
+         'the mean is over anchors that have a mixture'),
+        ('weights, valid, kind, **hyper).mean()', 'weights, valid, kind).mean()', 'the mixed loss lacks the flags'),
+        ('positive | negative, kind, **hyper)', 'positive | negative, kind)', 'the clean loss lacks the flags'),
+        ('pull = labelled_loss(s, positive, positive, kind, **hyper)',
+         'pull = labelled_loss(s, positive, positive, kind)',
+         "Proxy-Anchor's pull lacks the flags"),
+        ('labelled_loss(s, positive, ~positive, kind, **hyper)', 'labelled_loss(s, positive, ~positive, kind)',
+         "Proxy-Anchor's push lacks the flags"),
+        ('y[i], y[j], lam, proxies, **hyper)', 'y[i], y[j], lam, proxies)', 'mixed queries lack --temperature'),
+        ('proxynca_pp(z, y, y, 1, proxies, **hyper)', 'proxynca_pp(z, y, y, 1, proxies)', 'clean queries lack it'),
+        ('y[i], y[j], lam, proxies', 'y[j], y[i], lam, proxies', 'targets of ProxyNCA++ are swapped'),
+        ('s = F.normalize(proxies, dim=1) @ z.T', 's = proxies @ z.T', 'proxies of the clean loss are not normalised'),
+        ('F.normalize(common.at_least_float32(proxies), dim=1)[anchor_y]', 'common.at_least_float32(proxies)[anchor_y]',
+         'proxies of the mixed loss are not normalised'),
+        ('v @ F.normalize(proxies, dim=1).T', 'v @ proxies.T', 'proxies of ProxyNCA++ are not normalised'),
+        ('mix_features(f, i, j, lam, model.pool)', 'mix_features(f, i, j, lam)',
+         '--pool has no effect on mixed features'),
+        ('F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)', 'mix(common.at_least_float32(z), i, j, lam)',
+         'mixed embeddings are too short'),
+        ("if pairs in ('pos-pos', 'neg-neg'):             ", "if pairs == 'pos-pos':             ",
+         'neg-neg across classes only'),
+        ('random.choice(kinds)', 'kinds[0]', 'the kind of pair is never drawn'),
+        ('random.choice(choices)', 'choices[0]', 'the type of mixing is never drawn'),
+        ('labels, epsilon=epsilon, **learned', 'labels, **learned', 'the miner is never passed'),
+        ("args.epsilon if args.loss == 'ms' and", "0.39 if args.loss == 'ms' and", '--epsilon has no effect'),
+        ('pairs, k, args.alpha, model', 'pairs, k, 2.0, model', '--alpha has no effect'),
+        ('pairs, k, args.alpha, model', 'pairs, None, args.alpha, model', '--hard-negatives has no effect'),
+        ('args.strength * mixed', 'mixed', '--strength has no effect'),
+        ('mixed = mixed.minimum(', 'mixed = clean.minimum(', 'utilization over the last batch only'),
+        ('(t + weight.log())', 't', 'weights have no effect'),
+        ('negative = y * valid, (1 - y) * valid', 'negative = y * valid, 1.0 * valid', 'negatives count in full'),
+        ('.masked_fill(~positive.any(dim=1), 0)', '', 'anchors without positives have a pull'),
+        ('torch.where(first, lam, 1 - lam)', 'torch.where(first, 1 - lam, lam)', 'labels are those of the other end'),
+        ('return torch.where(first, lam, 1 - lam), first ^ second',
+         'return torch.where(first, lam, 1 - lam), first | second',
+         'pairs of one class are valid'),
+        ("(with_anchor if pairs == 'anc-neg' else ~with_anchor)", '~with_anchor', 'anc-neg is pos-neg'),
+        ('(negatives[:, i] | negatives[:, j])', 'True', 'easy negatives are mixed'),
+        ('s.topk(min(k, len(y)), dim=1)', 's.topk(min(k, len(y)), dim=1, largest=False)',
+         'the easiest negatives are mixed'),
+        ("3 if mixup == 'input' else 'all'", "'all'", 'input mixing with all negatives'),
+        ('lam.logit() / (beta + gamma) + m', 'lam.logit() / (beta + gamma) - m', 'the threshold of Eq. (24)'),
+        ('positive = s.grad <= 0', 'positive = s.grad >= 0', 'Fig. 2 upside down'),
+        ('below = s <= positivity_threshold', 'below = s >= positivity_threshold', 'the prediction of Fig. 2'),
+        ('positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)', 'positive',
+         'an anchor is its own positive'),
+        ('Beta(alpha, alpha).sample(i.shape)        # (M,)', 'Beta(alpha, alpha).sample().expand(len(i))  # (M,)',
+         'one lambda for the batch'),
+        ("kind == 'proxynca_pp':                       #", "False:                       #", 'mixed ProxyNCA++'),
+        (', lr=args.lr * args.proxy_lr_mult)', ')', '--proxy-lr-mult has no effect'),
+        ("dict(m=0.5, decay_rate=0.1)", 'dict(m=0.5)', 'the recipe of contrastive on CUB and Cars'),
+        ("{(dataset, 'contrastive'): dict(m=0.5)", "{(dataset, 'contrastive'): dict(m=0.77)",
+         'the margin of contrastive'),
+        ("SOP | dict(lr=1e-4)", 'SOP', 'the recipe of In-Shop'),
+    ],
+    'train_hse.py': [
+        ('model(torch.cat([images, hybrids]))', 'model(torch.cat([hybrids, images]))',
+         'L_m sees hybrids under wrong labels'),
+        ('images[:stay], labels[:stay]', 'images[-stay:], labels[-stay:]', 'hybrids replace the first images'),
+        ('args.per_class * args.combinations\n', 'args.per_class\n', 'Cnum is ignored by replace'),
+        ("if args.hybrids == 'replace':               #", 'if False:               #', '--hybrids has no effect'),
+        ('[chain.from_iterable(repeat(sampler)) for sampler', '[repeat(next(iter(sampler))) for sampler',
+         'SuperClassSampler repeats one batch'),
+        ('torch.randperm(len(parts)).tolist()', 'range(len(parts))', 'replace drops always the same super-classes'),
+        ('make_hybrids(images, labels, args.kind, args.num', "make_hybrids(images, labels, 'cutmix', args.num",
+         '--kind has no effect'),
+        ('labels, args.kind, args.num,', 'labels, args.kind, 2,', '--num has no effect'),
+        ('args.per_class, args.combinations,\n', 'args.per_class, 1,\n', '--combinations has no effect'),
+        ('args.axis, args.mask_size, groups=super_class', "'top-bottom', args.mask_size, groups=super_class",
+         '--axis has no effect'),
+        ('args.axis, args.mask_size, groups=super_class', 'args.axis, 16, groups=super_class',
+         '--mask-size has no effect'),
+        ('groups=super_class[labels.cpu()])', 'groups=None)', 'hybrids join super-classes'),
+        ('h, sources, args.alpha, args.temperature)', 'h, sources, 0.05, args.temperature)', '--alpha has no effect'),
+        ('h, sources, args.alpha, args.temperature)', 'h, sources, args.alpha)', '--temperature has no effect'),
+        ('s = h @ z.T / temperature', 's = h @ z.T', 'the temperature has no effect'),
+        ('logsigmoid(s_ewp - s_hn)', 'logsigmoid(s_hn - s_ewp)', 'the hybrid is pushed from its parents'),
+        ('nearest(s, weak_positive)', 'nearest(-s, weak_positive)', 'the hardest weak positive'),
+        ('(loss * (has_hn & has_ewp)).sum()', 'loss.sum()', 'hybrids without a negative count'),
+        ('return weak_positive, ~weak_positive', 'return weak_positive, torch.ones_like(weak_positive)',
+         'parents are negatives'),
+        ('m[torch.arange(per_class) % len(m)]', 'm[torch.zeros(per_class, dtype=torch.long)]',
+         'hybrids of one image only'),
+        ('return parts.mean(dim=1)', 'return parts[:, 0]', 'mixup shows one parent'),
+        ('positive & ~(s - epsilon >= hardest_negative)', 'positive', 'the miner is off'),
+        ('negative & (s < s_p[:, None])', 'negative', 'the hardest negative in EPSHN'),
+        ('(margin - d).clamp_min(0).square()', '(margin - d).clamp_min(0)', 'the push is not squared'),
+        (', lr=args.lr * args.proxy_lr_mult)', ')', 'proxies at the learning rate of the network'),
+        ('sampler = SuperClassSampler(y, groups, args.batch_size, args.per_class)',
+         'sampler = common.make_sampler(args, y)', 'SOP without super-classes'),
+        ('learned, sampler)', 'learned)', 'the sampler of super-classes is not used'),
+        ("('shapes', 'folder'), dict(alpha=0.05)", "('shapes', 'folder'), dict()", 'alpha of ms off the benchmarks'),
+        ("('epshn', ('cars',), dict(per_class=16))", "('epshn', ('cars',), dict())", 'the recipe of EPSHN on Cars'),
+        ("dict(dim=64)", 'dict()', 'the size of N-pair embeddings'),
+        ("combinations=12)", "combinations=1)", 'the recipe of SOP'),
+    ],
+}
+
+# Tests that are likely to notice a change in a file run first, and then all others.
+FIRST = {'common.py': ['training', 'network', 'retrieval', 'datasets', 'runs'], 'eval.py': ['eval'],
+         **{f'train_{name}.py': [name, 'wiring', 'recipes'] for name in
+            ('contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse')}}
+
+
+def survives(mutant):
+    """Whether all tests are green although this line is wrong; prints the test that is not."""
+    file, old, new, why = mutant
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / ROOT.name
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', 'runs', 'cache', '__pycache__', '.*_cache'))
+        text = (copy / file).read_text()
+        assert text.count(old) == 1, f'{file}: {old!r} stands there {text.count(old)} times'
+        (copy / file).write_text(text.replace(old, new))
+        tests = [f'tests/test_{name}.py' for name in FIRST[file]]
+        # test_project.py looks at the text, so it would notice for the wrong reason.
+        tests += sorted({f'tests/{path.name}' for path in copy.glob('tests/test_*.py')}
+                        - {*tests, 'tests/test_project.py', 'tests/test_soak.py'})
+        command = [sys.executable, '-m', 'pytest', '-xq', '--no-header', '--tb=no', '-p', 'no:cacheprovider', *tests]
+        try:
+            done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=1200,
+                                  env=os.environ | dict(OMP_NUM_THREADS='1'))
+            lives, lines = done.returncode == 0, done.stdout.splitlines()
+        except subprocess.TimeoutExpired:
+            lives, lines = False, ['FAILED tests/ (the tests did not end)']
+    failed = [line.removeprefix('FAILED tests/') for line in lines if line.startswith(('FAILED', 'ERROR'))]
+    print(f'{"SURVIVES" if lives else "killed  "} {file}: {why}; {" ".join(failed)[:100]}', flush=True)
+    return lives
+
+
+def main(words):
+    mutants = [(file, *row) for file, rows in MUTANTS.items() for row in rows]
+    if words:
+        mutants = [mutant for mutant in mutants if any(word in f'{mutant[0]} {mutant[3]}' for word in words)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        alive = [mutant for mutant, lives in zip(mutants, pool.map(survives, mutants)) if lives]
+    print(f'{len(alive)} of {len(mutants)} mutants survive')
+    for file, old, new, why in alive:
+        print(f'    {file}: {why}\n        {old!r} -> {new!r}')
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
