@@ -111,7 +111,10 @@ class Embedder(nn.Module):
 
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
+        # Images up to 16 px stay in float32: they reach the last stage as one pixel, where bfloat16 gradients of
+        # convolutions with stride 2 are wrong on a CPU, and at times NaN (seen in torch 2.14).
+        bf16 = self.precision == 'bf16' and min(x.shape[2:]) > 16
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
             return self.trunk(x.contiguous(memory_format=torch.channels_last))
 
     def pool_features(self, f):

@@ -22,7 +22,8 @@ MUTANTS = {
         # network
         ("mode='fan_out'", "mode='fan_in'", 'the head starts at another size'),
         ('nn.init.zeros_(self.linear.bias)', 'nn.init.ones_(self.linear.bias)', 'the head starts with a bias'),
-        ("enabled=self.precision == 'bf16'", 'enabled=False', '--precision bf16 has no effect'),
+        ('enabled=bf16)', 'enabled=False)', '--precision bf16 has no effect'),
+        (' and min(x.shape[2:]) > 16', '', 'tiny images have wrong gradients in bfloat16'),
         ('        f = at_least_float32(f)\n        pooling', '        pooling', 'pooling in bfloat16'),
         ('self.linear(self.norm(p))', 'self.linear(p)', 'LayerNorm is left out'),
         ('elementwise_affine=False', 'elementwise_affine=True', 'LayerNorm has weights'),
