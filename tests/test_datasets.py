@@ -57,6 +57,19 @@ def test_cars_counts_on_the_real_annotation(tmp_path):
     assert [(len(rows), len({row[1] for row in rows})) for rows in splits.values()] == [(8054, 98), (8131, 98)]
 
 
+def test_cub_official_format(tmp_path, monkeypatch):
+    """The first 100 classes train. Files that macOS leaves beside the images are none."""
+    monkeypatch.setitem(common.DATASETS['cub'], 'counts', dict(train=(2, 2), query=(3, 2)))
+    base = tmp_path / 'CUB_200_2011'
+    names = ['001.A/x.jpg', '100.B/x.jpg', '101.C/x.jpg', '101.C/y.jpg', '200.D/x.jpg']
+    write_stand_ins([base / 'images' / name for name in names])
+    listed = [*names, '001.A/._x.jpg']
+    (base / 'images.txt').write_text(''.join(f'{i} {name}\n' for i, name in enumerate(listed, start=1)))
+    data = common.load_dataset('cub', tmp_path, resize=8, image_size=8, cache=tmp_path / 'cache')
+    assert data.train.classes == ['001.A', '100.B'] and data.query.classes == ['101.C', '200.D']
+    assert data.train.labels.tolist() == [0, 1] and data.query.labels.tolist() == [0, 0, 1]
+
+
 def test_sop_official_format(tmp_path, monkeypatch):
     monkeypatch.setitem(common.DATASETS['sop'], 'counts', dict(train=(4, 2), query=(6, 3)))
     base = tmp_path / 'Stanford_Online_Products'
@@ -166,11 +179,11 @@ def test_folder_halves_the_sorted_classes_at_any_depth(tmp_path):
 
 def test_folder_with_query_and_gallery(tmp_path):
     draw_folder(tmp_path / 'train', ['a', 'b'], per_class=2)
-    draw_folder(tmp_path / 'query', ['d', 'c'], per_class=1)
+    draw_folder(tmp_path / 'query', ['d', 'c', 'a9'], per_class=1)             # a9 has no match in the gallery
     draw_folder(tmp_path / 'gallery', ['b2', 'c', 'd'], per_class=2)
     data = common.load_dataset('folder', tmp_path, resize=16, cache=tmp_path / 'cache')
-    assert data.query.labels.tolist() == [1, 2] and data.gallery.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert data.query.classes == ['b2', 'c', 'd'] and data.train.classes == ['a', 'b']
+    assert data.query.labels.tolist() == [0, 2, 3] and data.gallery.labels.tolist() == [1, 1, 2, 2, 3, 3]
+    assert data.query.classes == ['a9', 'b2', 'c', 'd'] and data.train.classes == ['a', 'b']
     shutil.rmtree(tmp_path / 'train')
     with pytest.raises(UsageError, match='train has 0 images'):
         common.load_dataset('folder', tmp_path)
@@ -300,10 +313,13 @@ def test_a_dark_picture_of_16_bits_stays_dark(tmp_path):
     assert decoded(tmp_path / 'x.png').mean() == pytest.approx(25.5, abs=1)
 
 
-@pytest.mark.parametrize('content', [b'%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n', b'', b'GIF89a'])
-def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, content):
-    """For PostScript, PIL would start Ghostscript."""
-    (tmp_path / 'x.jpg').write_bytes(content)
+@pytest.mark.parametrize('form', ['eps', 'gif', 'ico', 'tga', None])
+def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
+    """For PostScript, PIL would start Ghostscript. The others it could read, but they are not listed."""
+    if form:
+        Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', form)
+    else:
+        (tmp_path / 'x.jpg').write_bytes(b'')
     with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
         decoded(tmp_path / 'x.jpg')
 
@@ -342,6 +358,15 @@ def test_folders_with_the_same_names_lengths_and_times_do_not_share_a_cache(tmp_
     (tmp_path / 'one').rename(tmp_path / 'old')
     (tmp_path / 'two').rename(tmp_path / 'one')
     assert common.load_dataset('folder', tmp_path / 'one', cache=tmp_path / 'cache').train[0].mean() == 200
+
+
+def test_the_cache_of_a_folder_belongs_to_its_place(tmp_path):
+    """Even where all that the system says of the files is the same, because they are links to the same files"""
+    draw_folder(tmp_path / 'one', 'abcd', per_class=1)
+    shutil.copytree(tmp_path / 'one', tmp_path / 'two', copy_function=os.link)
+    for number, name in enumerate(('one', 'two', 'one'), start=1):
+        common.load_dataset('folder', tmp_path / name, cache=tmp_path / 'cache')
+        assert len(list((tmp_path / 'cache').glob('*.bin'))) == 2 * min(number, 2)
 
 
 def test_of_two_processes_the_second_waits_for_the_decoding(tmp_path):

@@ -744,17 +744,23 @@ def test_metrix_eq25_is_exact_for_a_single_mixture():
     assert sum(row[-1] for row in rows) == 400              # two anchors have one mixture each
 
 
-def test_metrix_eq12_utilization_never_grows_with_mixtures(run, small, capsys):
+def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
     """And the mean similarity stands beside Fig. 2's table."""
-    run(train_metrix, '--name', 'x', '--batch-size', '12', '--per-class', '3')
+    run(train_metrix, '--name', 'x', '--batch-size', '6', '--per-class', '3')
     capsys.readouterr()
+    mixtures, real = [], train_metrix.mix_embeddings
+    monkeypatch.setattr(train_metrix, 'mix_embeddings', lambda *a: mixtures.append(real(*a)) or mixtures[-1])
     rows = train_metrix.main(['--analyse', 'runs/x', '--device', 'cpu'])
     out = capsys.readouterr().out
     clean, mixed = (float(x) for x in re.findall(r'\d\.\d+', out.split('Eq. (12):')[1].split('\n')[0]))
     model = common.load_checkpoint('runs/x/last.pt')
     data = common.load(train_metrix.get_args(['--analyse', 'runs/x']))
     z, q = common.embed(model, data.train), common.embed(model, data.query)
-    assert clean == pytest.approx((torch.cdist(q, z) ** 2).amin(1).mean().item(), abs=2e-3) and mixed < clean
+    def nearest(*examples):
+        return (torch.cdist(q, torch.cat(examples).float()) ** 2).amin(1).mean().item()
+    assert len(mixtures) == 10, 'five batches, for Fig. 2 and for the utilization'
+    assert clean == pytest.approx(nearest(z), abs=2e-3) and mixed == pytest.approx(nearest(z, *mixtures[5:]), abs=1e-3)
+    assert mixed < nearest(z, mixtures[-1]) - 0.002, 'not the last batch alone'
     assert len(rows) > 5 and 'mean s(a, v)' in out
     for _, measured, predicted, s, number in rows:
         assert 0 <= measured <= 1 and 0 <= predicted <= 1 and -1 <= s <= 1 and number > 0

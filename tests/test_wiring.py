@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import common
 import train_ccl
 import train_contrastive
 import train_hse
@@ -154,6 +155,13 @@ def test_network_flags_reach_the_network(before_training, flags, expected):
     held = before_training(train_ms, *flags.split())
     assert {key: held.model.config[key] for key in expected} == expected
     assert held.model(torch.randn(2, 3, 32, 32)).shape == (2, expected.get('dim', 16))
+
+
+@pytest.mark.parametrize('precision', ['fp32', 'bf16', 'auto'])
+def test_precision_reaches_the_network(before_training, precision):
+    expected = common.pick_precision(precision, torch.device('cpu'))
+    assert before_training(train_ms, '--precision', precision).model.precision == expected
+    assert expected in ('fp32', 'bf16') and precision in (expected, 'auto')
 
 
 def test_mixed_features_are_pooled_as_the_network_pools(before_training, monkeypatch):
