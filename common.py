@@ -36,6 +36,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial, reduce
 from itertools import count, islice
 from pathlib import Path
@@ -265,7 +266,7 @@ def learning_rate_factor(iteration, args, per_epoch, total):
 
 
 def train(args, model, data, step, optimizer, learned=None, sampler=None):
-    """Trains, evaluates, logs and saves. Returns the last row of the log, a dict.
+    """Trains, evaluates, logs and saves. Returns the last row of the log, a dict; with --fold the best row.
 
     step       step(images, labels) -> scalar loss. This is all that a method adds to the loop. images
                (B, 3, S, S) are the whole batch, augmented and normalised; labels (B,); both on the device
@@ -288,7 +289,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         print_recipe(args, model, data, sampler, epochs, folder)
         if not run.rows:                                    # the network before training is epoch 0
             run.record(dict(epoch=0, loss=None) | evaluate(model, data))
-        while run.epoch < epochs:                           # run.record counts run.epoch up
+        while run.epoch < epochs and not run.out_of_patience():         # run.record counts run.epoch up
             # Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The
             # factor keeps the epochs of different --seed apart.
             set_seed(args.seed * 100_003 + run.epoch + 1)
@@ -299,7 +300,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
                 row |= evaluate(model, data)
             run.record(row)
         run.print_summary()
-    return run.rows[-1]
+    return run.result()
 
 
 def train_epoch(args, run, data, sampler, step, optimizer, schedule):
@@ -495,6 +496,15 @@ class Images:
     def num_classes(self):
         return int(self.labels.max()) + 1
 
+    def subset(self, indices):
+        """The images at these positions, a LongTensor, with their classes numbered anew from 0"""
+        part = copy(self)
+        part.sizes, part.ends = self.sizes[indices], self.ends[indices]
+        kept, part.labels = self.labels[indices].unique(return_inverse=True)
+        part.classes = [self.classes[c] for c in kept.tolist()]
+        part.groups = None if self.groups is None else self.groups[indices]
+        return part
+
     def crop(self, i, box, out):
         """Writes a crop of image i to `out` (S, S, 3): a box (top, left, height, width), or if None the centre."""
         side = len(out)
@@ -652,7 +662,7 @@ DATASETS = {
 }
 
 
-def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', seen=None):
+def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', seen=None, fold=None):
     """A dataset as an object with .train, .query and .gallery, each an `Images`.
 
     name        shapes, cub, cars, sop, inshop or folder
@@ -662,6 +672,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     cache       folder for the decoded images
     seen        for folder: names of classes that a network has seen. They are left out of the test set, and
                 without train/ and test/ all other classes belong to it.
+    fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
     share theirs. Raises UsageError if files or counts are not as published.
     """
@@ -673,8 +684,13 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     if resize < image_size:
         raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
     if name == 'shapes':
-        return SimpleNamespace(name=name, **draw_shapes(resize, image_size))
+        data = SimpleNamespace(name=name, **draw_shapes(resize, image_size))
+        return hold_out(data, fold) if fold else data
     splits = list_images(name, root, seen)
+    if fold:
+        splits = dict(train=splits['train'])
+    if name == 'folder':
+        warn_of_copies(splits)
     data = SimpleNamespace(name=name)
     for split, rows in splits.items():
         paths, names, groups = zip(*rows)
@@ -685,7 +701,26 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
         labels = torch.tensor([numbers[name] for name in names])
         groups = None if groups[0] is None else torch.tensor(groups)
         setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups))
+    if fold:
+        return hold_out(data, fold)
     data.gallery = getattr(data, 'gallery', data.query)
+    return data
+
+
+def hold_out(data, fold):
+    """Splits the training set of `data`: block i of its n blocks of classes validates, the others train.
+
+    fold  'i/n'. The blocks are contiguous in the order of the classes, and of equal size up to one class, as in
+          Section 3.3 of the Reality Check, which has four.
+    """
+    i, n = map(int, fold.split('/'))
+    block = torch.arange(data.train.num_classes) * n // data.train.num_classes          # (C,)
+    if torch.bincount(block, minlength=n).min() < 2:
+        raise UsageError(f'--fold {fold} needs at least two classes in each block, and there are '
+                         f'{data.train.num_classes} training classes')
+    held = block[data.train.labels] == i                                                # (N,)
+    data.query = data.gallery = data.train.subset(held.nonzero()[:, 0])
+    data.train = data.train.subset((~held).nonzero()[:, 0])
     return data
 
 
@@ -731,8 +766,6 @@ def list_images(name, root, seen=None):
         if name != 'folder':
             raise error
         print(f'warning: {error}', file=sys.stderr)
-    if name == 'folder':
-        warn_of_copies(splits)
     return splits
 
 
@@ -900,6 +933,8 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
 class Run:
     """The folder of a run, runs/<name>/, with log.jsonl (a JSON object per evaluated epoch) and last.pt.
 
+    With --fold, best.pt is the epoch with the highest MAP@R on the validation classes; without, nothing is chosen.
+
     epoch  epochs that are done;  start  the same when this process began;  rows  the evaluated ones
     total  steps of the whole run;  parts  {name: whatever has a state to save}, among them the model
     """
@@ -940,11 +975,28 @@ class Run:
         if 'R@1' in row:
             self.rows.append(row)
         states = {name: part.state_dict() for name, part in self.parts.items() if name != 'model'}
-        save_checkpoint(self.folder / 'last.pt', self.args, self.parts['model'], classes=self.data.train.classes,
-                        epoch=row['epoch'], rows=self.rows, minutes=row['minutes'], **states)
+        # Validation classes have been seen as well, since they choose the epoch.
+        classes = self.data.train.classes + (self.data.query.classes if self.args.fold else [])
+        names = ['last.pt']
+        if self.args.fold and row['epoch'] and row is self.best():
+            names.insert(0, 'best.pt')      # first: if a kill comes between the two, a resumed run repeats this epoch
+        for name in names:
+            save_checkpoint(self.folder / name, self.args, self.parts['model'], classes=classes, epoch=row['epoch'],
+                            rows=self.rows, minutes=row['minutes'], **states)
         self.epoch = row['epoch']
         self.write_log()
         self.show(row)
+
+    def best(self):
+        """The row with the highest MAP@R, the first if there are several; epoch 0 only if there is no other"""
+        return max(self.rows[1:] or self.rows, key=lambda row: row['MAP@R'])
+
+    def result(self):
+        return self.best() if self.args.fold else self.rows[-1]
+
+    def out_of_patience(self):
+        """With --fold: whether the last --patience evaluations were no better than one before them"""
+        return bool(self.args.fold) and len(self.rows) - 1 - self.rows.index(self.best()) >= self.args.patience
 
     def show(self, row):
         """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
@@ -962,17 +1014,23 @@ class Run:
                   f'embeddings are almost one point; lower --lr, or raise --warmup')
 
     def print_summary(self):
-        """Says what the last row means, and what to do next."""
-        row = self.rows[-1]
+        """Says what the result means, how it was chosen, and what to do next."""
+        row, best = self.result(), self.best()
+        part = 'validation' if self.args.fold else 'test'
         both = set(self.data.train.classes) & set(self.data.query.classes)
         seen = (f'{len(both)} of its classes are in the training set as well, which flatters this number' if both else
                 'none of these classes is in the training set' if self.args.weights == 'none' else
                 'none of these classes is in the training set, but the pretrained weights may have seen some')
-        print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the test images, the most similar other image shows '
-              f'the same class; {seen}.\nBefore training it was {self.rows[0]["R@1"]:.1f}.')
+        print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {part} images, the most similar other image '
+              f'shows the same class; {seen}.\nBefore training it was {self.rows[0]["R@1"]:.1f}.')
+        if self.args.fold:
+            print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
+        elif best is not row and best['epoch']:
+            print(f'(Epoch {best["epoch"]} had the highest MAP@R, with R@1 {best["R@1"]:.1f}. To report it would be to '
+                  f'choose on the test set.)')
         if row.get('unmatched'):
             print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
-        print(f'Next: python eval.py --checkpoint {self.folder}/last.pt')
+        print(f'Next: python eval.py --checkpoint {self.folder}/{"best" if self.args.fold else "last"}.pt')
 
 
 def print_recipe(args, model, data, sampler, epochs, folder):
@@ -980,7 +1038,8 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
     batch = f'{args.per_class} images per class' if args.per_class else 'in random order'
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
-          f'{len(data.query):,}{searched} test images of {len(data.query.labels.unique()):,} classes\n'
+          f'{len(data.query):,}{searched} {"validation" if args.fold else "test"} images of '
+          f'{len(data.query.labels.unique()):,} classes\n'
           f'{args.arch}, weights {args.weights}, BatchNorm {"frozen" if args.freeze_bn else "trained"}, {args.pool} '
           f'pooling, {args.dim} dimensions, crops of {args.image_size} px from {args.resize} px\n'
           f'{args.optimizer}, lr {args.lr:g}, schedule {args.schedule}, batches of {args.batch_size} ({batch}), '
@@ -1033,8 +1092,11 @@ def load_checkpoint(path, device='cpu', precision='auto'):
 
     model.transform(image) turns a PIL image into (3, S, S): model(model.transform(image)[None]) is its
     embedding, (1, D).  model.args are the arguments of its training, a dict; model.classes the names of its
-    training classes.
+    training classes, with --fold those of the validation block as well. In a run folder it is best.pt, if there
+    is one, and else last.pt.
     """
+    path = Path(path)
+    path = path / 'best.pt' if (path / 'best.pt').exists() else path
     saved, device = read_checkpoint(path), pick_device(device)
     with distrusting(path):
         model = Embedder(weights='none', precision=pick_precision(precision, device), **saved['embedder'])
@@ -1210,9 +1272,20 @@ def parser(doc, notes=''):
     g.add_argument('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     g.add_argument('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
     g.add_argument('--eval-every', type=at_least(1), help='epochs between evaluations')
+    g.add_argument('--fold', type=fold, metavar='I/N',
+                   help='block I (from 0) of N blocks of training classes validates, the others train; no test set')
+    g.add_argument('--patience', type=at_least(1), default=10, help='fold: stop after so many evaluations without gain')
     g.add_argument('--name', type=run_name, help='folder below runs/; default: script, dataset, next free number')
     g.add_argument('--resume', type=Path, metavar='RUN', help='go on with a run: its folder, or a checkpoint')
     return p
+
+
+def fold(text):
+    """An argparse type: I/N with 0 <= I < N and N >= 2, as text"""
+    i, n = map(int, text.split('/'))
+    if not 0 <= i < n or n < 2:
+        raise ValueError
+    return f'{i}/{n}'
 
 
 def run_name(text):
@@ -1252,6 +1325,8 @@ def parse(parser, DEFAULTS, argv=None):
         row['resize'] = round(first.image_size * row['resize'] / row['image_size'])
     if first.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
         row['freeze_bn'] = False
+    if first.fold:
+        row['eval_every'] = 1
     if checkpoint:
         row |= saved_arguments(parser, script, checkpoint)
     unknown = sorted(row.keys() - vars(first).keys())
@@ -1265,6 +1340,8 @@ def parse(parser, DEFAULTS, argv=None):
         refuse(args, ['momentum'], f'--optimizer {args.optimizer}')
     if args.schedule != 'step':
         refuse(args, ['decay_epochs', 'decay_rate'], f'--schedule {args.schedule}')
+    if not args.fold:
+        refuse(args, ['patience'], 'the test set, which chooses nothing: take --fold')
     if args.resume:
         check_resume(args)
     if args.name and (Path('runs') / args.name / 'last.pt').exists():
@@ -1303,7 +1380,7 @@ def check_resume(args):
     if args.resume.is_dir():
         args.resume = args.resume / 'last.pt'
     refuse(args, ['name'], '--resume: the run keeps its folder')
-    free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'device', 'precision'}
+    free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'patience', 'device', 'precision'}
     fixed = sorted(args.changed - free)
     if fixed:
         raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
@@ -1344,7 +1421,7 @@ def pick_precision(name, device):
 
 def load(args):
     """The dataset that the flags name"""
-    return load_dataset(args.dataset, args.data, args.resize, args.image_size, args.cache)
+    return load_dataset(args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
 
 
 def build(args, **options):

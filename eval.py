@@ -3,8 +3,8 @@
 The metrics and their rules are explained at common.retrieval_metrics. They are in percent. The last
 line that is printed is one JSON object, for programs.
 
-Of a folder, all classes are evaluated except those of the network's own training set, whose names the
-checkpoint holds. If the folder has train/ and test/ (or query/ and gallery/), only test/ is evaluated.
+Of a folder, all classes are evaluated except those of the network's own training and validation set, whose
+names the checkpoint holds. If the folder has train/ and test/ (or query/ and gallery/), only test/ is evaluated.
 
 --analyse adds three measures that Metrix reports in Section 4.3 (Venkataramanan et al., ICLR 2022).
 For each of them, lower is better.
@@ -58,7 +58,7 @@ def get_args(argv=None):
     parser = common.Parser(prog='eval.py', description=__doc__, allow_abbrev=False,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('--checkpoint', type=Path, required=True, help='runs/<name>/last.pt, or the folder')
+    add('--checkpoint', type=Path, required=True, help='a file, or a run folder: its best.pt or else last.pt')
     add('--dataset', choices=list(common.DATASETS), help='if not given, that of the training')
     add('--data', help='its folder; if not given, that of the training')
     add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
@@ -81,7 +81,8 @@ def main(argv=None):
     result = common.evaluate(model, test)
     if args.analyse:
         z = common.embed(model, test.query)
-        training = load(trained['dataset'], data if dataset == trained['dataset'] else trained['data']).train
+        where = data if dataset == trained['dataset'] else trained['data']
+        training = load(trained['dataset'], where, fold=trained.get('fold')).train
         result |= dict(alignment=alignment(z, test.query.labels), uniformity=uniformity(z),
                        utilization=utilization(z, common.embed(model, training)))
     print(f'{dataset}: {len(test.query):,} queries of {len(test.query.labels.unique()):,} classes, searched in '

@@ -132,6 +132,20 @@ MUTANTS = {
         ('            self.write_log()                                # exactly', '            pass  # exactly',
          'a resumed run keeps a log with another end'),
         ('and not isinstance(args[name], Path)}', '}', 'a checkpoint says what is written'),
+        # folds
+        ('held = block[data.train.labels] == i', 'held = block[data.train.labels] == 0', 'all folds are the first'),
+        ("        splits = dict(train=splits['train'])\n", '        pass\n', '--fold reads the test set'),
+        ('and row is self.best():', ':', 'best.pt is the last epoch'),
+        ("names.insert(0, 'best.pt')", "names.append('best.pt')", 'last.pt knows of a best.pt that is not there'),
+        ('self.data.query.classes if self.args.fold else []', '[]', 'validation classes are evaluated'),
+        ('max(self.rows[1:] or self.rows', 'max(self.rows', 'the network before training is the best'),
+        ('return self.best() if self.args.fold else self.rows[-1]', 'return self.best()', 'the test set chooses'),
+        ('return bool(self.args.fold) and', 'return False and', '--patience has no effect'),
+        ("path / 'best.pt' if (path / 'best.pt').exists() else path", 'path', 'best.pt is not evaluated'),
+        ("        row['eval_every'] = 1", '        pass', 'a fold is evaluated every five epochs'),
+        ('args.cache, fold=args.fold)', 'args.cache)', '--fold has no effect'),
+        ('kept, part.labels = self.labels[indices].unique(return_inverse=True)',
+         'kept, part.labels = self.labels[indices].unique(), self.labels[indices]', 'held-out classes have proxies'),
         # command line
         ("'cub' if first.dataset == 'folder' and pretrained else first.dataset", 'first.dataset',
          'photographs ruin a pretrained network'),
@@ -159,6 +173,7 @@ MUTANTS = {
         ('(2 * t * (rows', '(t * (rows', 'uniformity with another exponent'),
         ('(total - len(z))', 'total', 'uniformity counts an image with itself'),
         ('utilization(z, common.embed(model, training))', 'utilization(z, z)', 'utilization of a set in itself'),
+        (", fold=trained.get('fold'))", ')', 'utilization by validation images'),
         ('(2 - 2 * nearest)', '(1 - nearest)', 'utilization by cosines'),
         ('searcher(examples)(queries, 1)', 'searcher(queries)(examples, 1)', 'utilization the other way round'),
         ('load_checkpoint(args.checkpoint, args.device, args.precision)',
@@ -366,7 +381,7 @@ MUTANTS = {
 }
 
 # Tests that are likely to notice a change in a file run first, and then all others.
-FIRST = {'common.py': ['training', 'network', 'retrieval', 'datasets', 'runs'], 'eval.py': ['eval'],
+FIRST = {'common.py': ['training', 'network', 'retrieval', 'folds', 'datasets', 'runs'], 'eval.py': ['eval'],
          **{f'train_{name}.py': [name, 'wiring', 'recipes'] for name in
             ('contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse')}}
 

@@ -216,11 +216,11 @@ def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
     draw_folder(tmp_path / 'train', ['a', 'b'], per_class=3)
     draw_folder(tmp_path / 'test', ['c', 'd'], per_class=3, seed=1)
     shutil.copy(tmp_path / 'train/a/0.jpg', tmp_path / 'train/b/copy.jpg')
-    common.list_images('folder', tmp_path)
+    common.load_dataset('folder', tmp_path, image_size=16, cache=tmp_path / '.cache')
     assert capsys.readouterr().err == ''
     shutil.copy(tmp_path / 'train/a/1.jpg', tmp_path / 'test/c/other.jpg')
     shutil.copy(tmp_path / 'test/d/2.jpg', tmp_path / 'test/d/again.jpg')
-    common.list_images('folder', tmp_path)
+    common.load_dataset('folder', tmp_path, image_size=16, cache=tmp_path / '.cache')
     err = capsys.readouterr().err
     assert '2 test images have a copy, which flatters the result; the first are' in err and 'test/d/2.jpg' in err
 
