@@ -305,6 +305,23 @@ def test_longtail_noise_dissolves_classes_into_clusters_of_five():
     assert sorted(kept) == list(range(15)), 'what remains keeps its class'
 
 
+def test_longtail_noise_leaves_two_classes():
+    noisy = train_ccl.corrupt_labels(torch.arange(40) // 4, 'longtail:0.99', torch.Generator().manual_seed(1))
+    assert noisy.unique().tolist() == [0, 1]
+
+
+def test_the_noise_is_that_of_the_seed_and_dissolved_classes_have_no_centre(before_training):
+    flags = '--label-noise', 'longtail:0.4', '--seed'
+    one, same, other = (before_training(train_ccl, *flags, seed) for seed in '556')
+    assert torch.equal(one.data.train.labels, same.data.train.labels)
+    assert not torch.equal(one.data.train.labels, other.data.train.labels)
+    assert len(one.learned['centers']) == one.data.train.num_classes == 4, 'of six'
+
+
+def test_the_head_starts_as_torch_has_it(before_training):
+    assert before_training(train_ccl).model.config['head_init'] == 'default'
+
+
 @pytest.mark.parametrize('noise', ['pink:0.3', 'symmetric', 'symmetric:1', 'longtail:-0.1', 'symmetric:nan', ''])
 def test_other_noise_is_refused(noise):
     with pytest.raises(common.UsageError, match='argument --label-noise'):
@@ -344,7 +361,8 @@ def test_dropout_is_in_the_step_and_not_in_the_model(before_training):
 
 
 def test_cluster_centres_are_running_means_without_a_gradient(before_training):
-    held = before_training(train_ccl, '--variant', 'cluster', '--mu', '0.5')
+    # of embeddings as they are: dropout is for the loss alone
+    held = before_training(train_ccl, '--variant', 'cluster', '--mu', '0.5', '--dropout', '0.5')
     images, labels = torch.rand(8, 3, 32, 32), torch.arange(8) % 2
     centers = held.learned['centers']
     before, z = centers.clone(), held.model.eval()(images).detach()
@@ -362,3 +380,8 @@ def test_center_loss_trains_raw_embeddings_a_classifier_and_centres(before_train
     learned = [held.learned['centers'], *held.learned['classifier'].parameters()]
     assert len(learned) == 3 and all(any(p is q for q in group['params']) for p in learned)
     assert held.args.lam == 0.03, 'raw embeddings are far from their centres'
+
+
+def test_classifier_and_centres_are_in_the_checkpoint(run, small):
+    run(train_ccl, '--variant', 'center_loss', '--name', 'x')
+    assert set(common.read_checkpoint('runs/x')['learned']) == {'centers', 'classifier.weight', 'classifier.bias'}

@@ -177,6 +177,21 @@ def test_folder_halves_the_sorted_classes_at_any_depth(tmp_path):
     assert names(splits['query']) == ['Latin/a'] * 2 + ['Latin/deep/b'] * 2
 
 
+def test_the_order_of_images_is_that_of_their_names(tmp_path, monkeypatch):
+    """And not that of the disk, which os.walk passes on"""
+    draw_folder(tmp_path / 'x', 'abcd', per_class=12)
+    real = os.walk
+    monkeypatch.setattr(os, 'walk', lambda *a, **kw: (
+        (folder, folders, sorted(files, reverse=True)) for folder, folders, files in real(*a, **kw)))
+    paths = [row[0].name for row in common.list_images('folder', tmp_path / 'x')['train']]
+    assert paths == sorted(f'{i}.jpg' for i in range(12)) * 2
+
+
+def test_empty_lines_in_an_annotation_do_not_matter(tmp_path, monkeypatch):
+    small_benchmark(tmp_path / 'shop', monkeypatch, ['', ' ', ''])
+    assert [len(rows) for rows in common.list_images('inshop', tmp_path / 'shop').values()] == [4, 2, 2]
+
+
 def test_folder_with_query_and_gallery(tmp_path):
     draw_folder(tmp_path / 'train', ['a', 'b'], per_class=2)
     draw_folder(tmp_path / 'query', ['d', 'c', 'a9'], per_class=1)             # a9 has no match in the gallery
@@ -216,6 +231,8 @@ def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
     draw_folder(tmp_path / 'train', ['a', 'b'], per_class=3)
     draw_folder(tmp_path / 'test', ['c', 'd'], per_class=3, seed=1)
     shutil.copy(tmp_path / 'train/a/0.jpg', tmp_path / 'train/b/copy.jpg')
+    for name in ('train/a/x.bmp', 'test/c/x.bmp', 'test/d/x.bmp'):           # equal in length, and different
+        Image.fromarray(np.full((20, 20, 3), len(list(tmp_path.rglob('x.bmp'))), np.uint8)).save(tmp_path / name)
     common.load_dataset('folder', tmp_path, image_size=16, cache=tmp_path / '.cache')
     assert capsys.readouterr().err == ''
     shutil.copy(tmp_path / 'train/a/1.jpg', tmp_path / 'test/c/other.jpg')
@@ -446,6 +463,13 @@ def only(images, indices=None, augment=None):
     """The one batch of these images"""
     lists = [list(range(len(images))) if indices is None else indices]
     return next(common.batches(images, lists, torch.device('cpu'), augment))
+
+
+def test_shapes_are_those_of_the_readme():
+    """Another seed, or another drawing, would make all its figures wrong."""
+    data = common.load_dataset('shapes')
+    means = [np.asarray(part.pixels).mean() for part in (data.train, data.query)]
+    assert means == pytest.approx([115.36, 115.44], abs=0.03)
 
 
 def test_test_crops_are_torchvisions_centre_crops():

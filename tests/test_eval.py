@@ -92,6 +92,15 @@ def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, f
     assert after == before
 
 
+def test_utilization_is_by_the_training_images_of_the_network(run, small, folder, tmp_path, monkeypatch, capsys):
+    """Also where the network is evaluated on another dataset"""
+    run(train_ms, '--name', 'x')
+    real, loaded = common.load_dataset, []
+    monkeypatch.setattr(common, 'load_dataset', lambda name, *a, **kw: loaded.append(name) or real(name, *a, **kw))
+    evaluation.main('--checkpoint runs/x --dataset shapes --analyse --device cpu'.split())
+    assert loaded == ['shapes', 'folder']
+
+
 def test_another_dataset_needs_its_folder(run, small):
     run(train_ms, '--name', 'mine')
     with pytest.raises(common.UsageError, match='--dataset cub.*--data'):

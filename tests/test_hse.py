@@ -1,7 +1,9 @@
 """train_hse.py against the equations of HSE; hybrids pixel by pixel; base losses against their scripts."""
+import shutil
 from itertools import product
 from math import cos, exp, log, pi
 
+import numpy as np
 import pytest
 import torch
 from conftest import on_circle, unit
@@ -325,6 +327,16 @@ def test_super_class_sampler_has_two_classes_of_each():
         SuperClassSampler(labels, groups, batch_size=20, per_class=3)
 
 
+def test_a_batch_of_a_small_dataset_loses_its_last_class_too(before_training, monkeypatch):
+    """There are fewer images in it than --batch-size says."""
+    labelled, base_loss = [], train_hse.multi_similarity_loss
+    monkeypatch.setattr(train_hse, 'multi_similarity_loss', lambda z, y: labelled.append(y) or base_loss(z, y))
+    held = before_training(train_hse, '--batch-size', '8')
+    held.args.batch_size = 40
+    held.step(torch.rand(8, 3, 32, 32), torch.arange(8) // 2)
+    assert labelled[0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize('flags, seen', [
     ([], (6, 2)), (['--hybrids', 'append'], (8, 2)), (['--alpha', '0'], (8, 0)),
     (['--hybrids', 'append', '--combinations', '2'], (8, 4)), (['--batch-size', '12', '--combinations', '2'], (8, 4)),
@@ -412,6 +424,50 @@ def test_a_batch_with_no_negative_left_is_refused(run, small, flags):
 
 def test_the_baseline_needs_no_classes_at_all(run, small):
     assert run(train_hse, '--alpha', '0', '--per-class', '0')['epoch'] >= 1
+
+
+@pytest.mark.parametrize('axis', ['top-bottom', 'left-right'])
+def test_the_picture_shows_sources_and_hybrids_in_their_colours(run, tmp_path, monkeypatch, axis):
+    """One class is black, all others are white; the picture undoes the normalisation."""
+    for c in 'abcd':
+        (tmp_path / 'x' / c).mkdir(parents=True)
+        for i in range(2):
+            Image.new('RGB', (32, 32), (0 if c == 'a' else 255,) * 3).save(tmp_path / 'x' / c / f'{i}.png')
+    monkeypatch.setattr(train_hse, 'choose_classes', lambda y, *_: [torch.tensor([0, 1])])
+    monkeypatch.setattr(common, 'make_sampler', lambda args, labels: [[0, 1, 2, 3]])
+    for split in ('train', 'test'):
+        shutil.copytree(tmp_path / 'x', tmp_path / 'data' / split)
+    run(train_hse, '--data', str(tmp_path / 'data'), '--show-hybrids', 'x.png', '--axis', axis, '--batch-size', '8',
+        '--hybrids', 'append')
+    picture = np.asarray(Image.open(tmp_path / 'x.png'))
+    first, second, cutmix = (picture[2:34, 2 + 34 * i:34 + 34 * i, 0] for i in range(3))
+    assert (first == 0).all() and (second == 255).all()
+    half = cutmix[:16] if axis == 'top-bottom' else cutmix[:, :16]
+    assert (half == 0).all() and cutmix.mean() == 127.5
+
+
+def test_proxies_start_as_in_train_proxy_anchor_and_decay_with_the_network(before_training):
+    held = before_training(train_hse, '--loss', 'proxy_anchor', '--dim', '400')
+    proxies = held.learned['proxies']
+    assert proxies.std().item() == pytest.approx((2 / len(proxies)) ** 0.5, rel=0.05)
+    assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1
+
+
+def test_few_combinations_come_from_all_super_classes():
+    y, groups = torch.arange(12), torch.arange(12) // 4
+    first = {int(groups[train_hse.choose_classes(y, 2, 1, groups)[0][0]]) for _ in range(60)}
+    assert first == {0, 1, 2}
+
+
+@pytest.mark.parametrize('classes, fits', [(4, True), (3, False)])
+def test_a_batch_of_few_classes_keeps_a_negative(before_training, classes, fits):
+    """Hybrids replace one class, two are parents, so a fourth is needed; of the dataset, too."""
+    args = before_training(train_hse).args
+    args.batch_size, args.per_class = 64, 2
+    if fits:
+        return train_hse.check_batch(args, classes)
+    with pytest.raises(common.UsageError, match='needs 3 classes among the images that stay in a batch, and 2 do'):
+        train_hse.check_batch(args, classes)
 
 
 def test_show_hybrids_writes_a_picture_and_stops(run, tmp_path):

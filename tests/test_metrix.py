@@ -197,6 +197,14 @@ def test_metrix_eq4_feature_in_chunks_of_any_order():
     assert torch.allclose(*(torch.autograd.grad(p.sum(), f)[0] for p in (ours, theirs)), atol=1e-6)
 
 
+def test_metrix_eq4_feature_on_maps_of_more_than_256_positions():
+    f = torch.zeros(2, 1, 17, 17)
+    f[:, :, 16, 16] = 1                                          # position 288, which a byte cannot hold
+    f.requires_grad_()
+    mix_features(f, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.25]), 'max').sum().backward()
+    assert f.grad[0, 0, 16, 16] == 0.25 and f.grad[1, 0, 16, 16] == 0.75 and f.grad.sum() == 1
+
+
 def test_metrix_eq4_feature_gradcheck():
     f = torch.randn(3, 2, 2, 2, dtype=torch.float64, requires_grad=True)
     i, j, lam = torch.tensor([0, 0, 1]), torch.tensor([1, 2, 2]), shares(3)
@@ -318,6 +326,18 @@ def test_hard_negatives_are_the_anchors_own_nearest(monkeypatch, pairs):
         ends = {frozenset((seen['i'][m].item(), seen['j'][m].item())) for m in seen['valid'][a].nonzero()[:, 0]}
         first = [p for p in range(len(y)) if y[p] == y[a] and p != a] if pairs == 'pos-neg' else [a]
         assert ends == {frozenset((p, n)) for p in first for n in order[:2]}
+
+
+@pytest.mark.parametrize('k', [2, 6])
+def test_neg_neg_pairs_are_of_the_hardest_negatives(monkeypatch, k):
+    """Also where k exceeds the number of negatives: a positive is never among them."""
+    z = on_circle(0, 5, 180, 20, 40, 60, 170, dtype=torch.float32)
+    y = torch.tensor([0, 0, 0, 1, 2, 3, 1])
+    seen = run_mixed(monkeypatch, z, y, 'neg-neg', k=k)
+    for a in range(len(y)):
+        hardest = sorted((n for n in range(len(y)) if y[n] != y[a]), key=lambda n: -(z[a] @ z[n]).item())[:k]
+        ends = {frozenset((seen['i'][m].item(), seen['j'][m].item())) for m in seen['valid'][a].nonzero()[:, 0]}
+        assert ends == {frozenset((p, n)) for p in hardest for n in hardest if p != n}
 
 
 def test_a_mixture_that_no_anchor_has_is_not_embedded(monkeypatch):
@@ -596,6 +616,25 @@ def test_lambda_comes_from_beta_alpha_alpha(before_training, monkeypatch, alpha,
     assert 0.4 < lam.mean() < 0.6 and spread[0] < lam.std() < spread[1]
 
 
+@pytest.mark.parametrize('loss', ['proxy_anchor', 'proxynca_pp'])
+def test_proxies_start_as_in_train_proxy_anchor_and_decay_with_the_network(before_training, loss):
+    held = before_training(train_metrix, '--loss', loss, '--dim', '400')
+    proxies = held.learned['proxies']
+    assert proxies.std().item() == pytest.approx((2 / len(proxies)) ** 0.5, rel=0.05)
+    assert abs(proxies.mean().item()) < 0.05
+    assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1
+
+
+def test_the_plan_is_printed(before_training, capsys):
+    before_training(train_metrix, '--mixup', 'input', 'embed', '--hard-negatives', '4', 'all')
+    assert 'ms, mixing input: pos-neg or anc-neg, 4 negatives\nms, mixing embed: pos-neg or anc-neg, all negatives\n' \
+        in capsys.readouterr().out
+    before_training(train_metrix, '--pairs', 'pos-pos')
+    assert 'ms, mixing feature: pos-pos\n' in capsys.readouterr().out
+    before_training(train_metrix, '--loss', 'proxynca_pp')
+    assert 'proxynca_pp, mixing feature: queries, all negatives\n' in capsys.readouterr().out
+
+
 def test_the_choice_of_plan():
     def plan(flags):
         return train_metrix.plan(train_metrix.get_args(flags.split()))
@@ -784,17 +823,41 @@ def test_the_analysis_takes_the_runs_parameters_unless_others_are_typed(run, sma
         train_metrix.main(['--analyse', 'runs/start', '--lr', '3'])
 
 
+def test_alpha_of_the_analysis_reaches_figure_and_utilization(run, small, monkeypatch):
+    run(train_metrix, '--epochs', '0', '--name', 'x')
+    real, asked = train_metrix.Beta, []
+    monkeypatch.setattr(train_metrix, 'Beta', lambda a, b: asked.append((float(a), float(b))) or real(a, b))
+    train_metrix.main(['--analyse', 'runs/x', '--alpha', '0.7', '--device', 'cpu'])
+    assert len(asked) > 1 and all(pair == pytest.approx((0.7, 0.7)) for pair in asked)
+
+
+def test_the_table_of_the_analysis_is_what_was_measured(run, small, monkeypatch, capsys):
+    run(train_metrix, '--epochs', '0', '--name', 'x')
+    monkeypatch.setattr(train_metrix, 'positivity', lambda *_: [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)])
+    capsys.readouterr()
+    train_metrix.main(['--analyse', 'runs/x', '--device', 'cpu'])
+    table = [line.split() for line in capsys.readouterr().out.split('\n') if line.startswith('    0.')]
+    assert table == [['0.25', '0.100', '0.200', '0.300', f'{log(1 / 3) / 93 + 0.77:.3f}', '7'],
+                     ['0.75', '0.400', '0.500', '0.600', f'{log(3) / 93 + 0.77:.3f}', '8']]
+    for flags in ('--strength 1', '--hard-negatives 3', '--lr 1'):
+        with pytest.raises(common.UsageError, match='has no effect with --analyse'):
+            train_metrix.main(['--analyse', 'runs/x', *flags.split()])
+
+
 def test_the_figure_lies_in_the_run_folder(run, small, monkeypatch, capsys):
     """With a stand-in for matplotlib; without it there is a hint, and without mixtures nothing to draw."""
-    files = []
-    axes = SimpleNamespace(plot=lambda *a: None, set=lambda **kw: None,
+    files, curves = [], []
+    axes = SimpleNamespace(plot=lambda *a: curves.extend(a), set=lambda **kw: None,
                            figure=SimpleNamespace(savefig=lambda path: files.append(str(path))))
     figure = SimpleNamespace(Figure=lambda: SimpleNamespace(subplots=lambda: axes))
     run(train_metrix, '--name', 'start', '--epochs', '0')
+    rows = [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)]
+    monkeypatch.setattr(train_metrix, 'positivity', lambda *_: rows)
     for module, hint in ((figure, 'the figure: runs/start/positivity.png'), (None, 'pip install matplotlib')):
         monkeypatch.setitem(sys.modules, 'matplotlib', module and SimpleNamespace(figure=figure))
         monkeypatch.setitem(sys.modules, 'matplotlib.figure', module)
-        train_metrix.main(['--analyse', 'runs/start', '--device', 'cpu'])
+        train_metrix.main(['--analyse', 'runs/start/last.pt', '--device', 'cpu'])
         assert hint in capsys.readouterr().out
-    monkeypatch.setattr(train_metrix, 'positivity', lambda *args, **hyper: [])
+    assert curves == [(0.25, 0.75), (0.1, 0.4), 'o-', (0.25, 0.75), (0.2, 0.5), 's--']
+    rows.clear()
     assert train_metrix.main(['--analyse', 'runs/start', '--device', 'cpu']) == [] and len(files) == 1

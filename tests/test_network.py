@@ -1,20 +1,23 @@
 """common.Embedder and the samplers."""
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
 from conftest import REAL_DATA, SmallNet
+from PIL import Image
 
 import common
 import train_proxynca_pp
 from common import BalancedSampler, Embedder, UsageError
 
 
-def small_embedder(**options):
+def small_embedder(arch='resnet18', **options):
     torch.manual_seed(0)
-    return Embedder('resnet18', dim=8, weights='none', **options)
+    return Embedder(arch, dim=8, weights='none', **options)
 
 
 # ---- sampler
@@ -54,6 +57,11 @@ def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
     batch = next(iter(sampler))
     assert len(batch) == 12 and sorted(labels[batch].tolist()) == [0] * 4 + [1] * 4 + [2] * 4
     assert sorted(i for i in batch if labels[i] == 2) == [5, 5, 6, 6]
+
+
+def test_classes_of_one_image_are_no_matter_where_no_class_is_wanted_twice(capsys):
+    BalancedSampler(torch.tensor([0, 0, 1]), 2, 1)
+    assert capsys.readouterr().err == ''
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -184,6 +192,54 @@ def test_imagenet_weights_offline_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, 'download_url_to_file', unreachable)
     with pytest.raises(UsageError, match='resnet50-0676ba61.pth.*--weights'):
         Embedder('resnet50')
+
+
+def checkpoint(path, **options):
+    model = small_embedder(**options).eval()
+    args = SimpleNamespace(script='train_ms', seed=7, image_size=32, resize=40)
+    common.save_checkpoint(path, args, model, classes=['a', 'b'])
+    return model
+
+
+@pytest.mark.parametrize('options', [
+    dict(layer_norm=True), dict(normalize=False), dict(arch='resnet34'), dict(pool='max', head_init='default')])
+def test_a_checkpoint_builds_the_network_that_it_is_of(tmp_path, options):
+    model = checkpoint(tmp_path / 'x.pt', **options)
+    again = common.load_checkpoint(tmp_path / 'x.pt', precision='fp32')
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(x), again(x)) and again.config == model.config and again.classes == ['a', 'b']
+    assert common.read_checkpoint(tmp_path / 'x.pt')['seed'] == 7
+    for precision in ('fp32', 'bf16'):
+        assert common.load_checkpoint(tmp_path / 'x.pt', precision=precision).precision == precision
+
+
+def test_a_checkpoint_serves_as_weights(tmp_path):
+    """Its trunk does; the head is made anew, and may have another size."""
+    model = checkpoint(tmp_path / 'x.pt')
+    other = Embedder('resnet18', 16, weights=str(tmp_path / 'x.pt'))
+    assert all(torch.equal(a, b) for a, b in zip(model.trunk.state_dict().values(), other.trunk.state_dict().values()))
+    assert other.linear.out_features == 16
+
+
+def test_imagenet_weights_are_the_first_version(monkeypatch):
+    """IMAGENET1K_V1, from which the papers started"""
+    real, asked = torchvision.models.get_model, []
+    monkeypatch.setattr(torchvision.models, 'get_model', lambda arch, weights: asked.append(weights) or real(arch))
+    Embedder('resnet18', 8, weights='imagenet')
+    assert asked == ['IMAGENET1K_V1']
+
+
+def test_a_checkpoint_cuts_the_crop_of_its_evaluation_from_any_picture(tmp_path):
+    checkpoint(tmp_path / 'x.pt')
+    transform = common.load_checkpoint(tmp_path / 'x.pt').transform
+    half = np.zeros((40, 80), dtype=np.uint8)
+    half[:, 24:56] = 255                                        # 40 px high: the centre crop of 32 px is white
+    x = transform(Image.fromarray(half))
+    white = [(1 - mean) / std for mean, std in zip(common.MEAN, common.STD)]
+    assert x.shape == (3, 32, 32) and torch.allclose(x, torch.tensor(white)[:, None, None].expand(3, 32, 32))
+    turned = Image.fromarray(half.T.copy())
+    turned.getexif()[0x0112] = 6                                # to be shown turned
+    assert torch.equal(transform(turned), x)
 
 
 def test_at_least_float32():

@@ -89,7 +89,9 @@ OTHERS = {
         '--dataset sop --loss epshn': dict(alpha=1), '--dataset inshop --loss epshn': dict(alpha=1),
         '--dataset sop': dict(alpha=0.3, hybrids='append', combinations=12),
         '--dataset cub --loss npair': dict(alpha=0.1, dim=64, batch_size=128, per_class=8),
-        '--dataset sop --loss npair': dict(dim=64), '--dataset cub --loss contrastive': dict(alpha=0.1, per_class=8)}}
+        '--dataset sop --loss npair': dict(dim=64), '--dataset cars --loss npair': dict(dim=64),
+        '--dataset inshop --loss npair': dict(dim=64), '--dataset inshop': dict(alpha=0.3),
+        '--dataset cub --loss contrastive': dict(alpha=0.1, per_class=8)}}
 DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, lr=2e-3, clip=0,
             schedule='cosine', warmup=0, weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
 

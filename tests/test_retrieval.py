@@ -100,6 +100,30 @@ def test_the_torch_search_of_a_gpu_agrees_with_faiss(monkeypatch):
     assert retrieval_metrics(z, y) == by_faiss
 
 
+def test_queries_beyond_the_first_block_have_their_own_labels_and_ranks():
+    """4,400 queries take two blocks. Classes of 4 come first and of 2 last, so R differs between the blocks."""
+    labels = torch.cat([torch.arange(500).repeat_interleave(4), 500 + torch.arange(1200).repeat_interleave(2)])
+    generator = torch.Generator().manual_seed(0)
+    centres = F.normalize(torch.randn(1700, 32, generator=generator), dim=1)
+    z = centres[labels] + 0.01 * torch.randn(4400, 32, generator=generator)
+    assert retrieval_metrics(z, labels, ks=(1,)) == {'R@1': 100, 'RP': 100, 'MAP@R': 100}
+    metrics = retrieval_metrics(z, labels, z, labels.flip(0), ks=(1,))
+    assert max(metrics.values()) < 1, 'labels of other images'
+
+
+def test_no_query_has_a_match():
+    z = torch.randn(4, 3)
+    row = retrieval_metrics(z[:2], torch.tensor([7, 8]), z, torch.tensor([0, 1, 0, 1]))
+    assert row == {'R@1': 0, 'R@2': 0, 'R@4': 0, 'R@8': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 2}
+
+
+def test_lengths_of_embeddings_do_not_matter():
+    z, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) // 4
+    longer = z * torch.linspace(0.1, 9, 40)[:, None]
+    assert retrieval_metrics(longer, y) == retrieval_metrics(z, y)
+    assert common.mean_similarities(longer, y) == pytest.approx(common.mean_similarities(z, y))
+
+
 def test_mean_similarities_against_the_matrix():
     z, y = on_circle(0, 20, 70, 110, 200), torch.tensor([0, 0, 1, 1, 1])
     s, same, other = z @ z.T, y[:, None] == y, ~torch.eye(5, dtype=torch.bool)
@@ -155,7 +179,8 @@ def test_evaluate_searches_the_gallery_and_not_the_queries():
 
 def test_evaluate_takes_the_k_of_the_dataset():
     data = coloured([(10 * i, 255 - 10 * i, 100) for i in range(20)], [i // 2 for i in range(20)])
-    for name, ks in (('sop', (1, 10, 100, 1000)), ('cub', (1, 2, 4, 8)), ('folder', (1, 2, 4, 8))):
+    for name, ks in (('sop', (1, 10, 100, 1000)), ('cub', (1, 2, 4, 8)), ('cars', (1, 2, 4, 8)),
+                     ('shapes', (1, 2, 4, 8)), ('folder', (1, 2, 4, 8))):
         row = common.evaluate(MeanColour(), SimpleNamespace(name=name, query=data, gallery=data))
         assert [key for key in row if key.startswith('R@')] == [f'R@{k}' for k in ks]
     assert row['s+'] > row['s-'], 'neighbours in colour are of one class'

@@ -11,6 +11,7 @@ from conftest import SCRIPTS
 
 import common
 import train_ms
+import train_proxy_anchor
 from common import Embedder
 
 
@@ -81,6 +82,17 @@ def test_gradients_are_clipped_by_value_at_plus_minus_clip(slope, moved):
     assert path[1] == pytest.approx(2 - 0.1 * slope, abs=1e-5), '0 switches it off'
     path, _ = one_parameter('--optimizer sgd --lr 0.1 --epochs 1 --clip 2', [slope, 1.0])
     assert path[1] == pytest.approx(2 - 0.1 * (moved + 1) / 2, abs=1e-6), 'each gradient is clipped by itself'
+
+
+def test_all_groups_of_weights_are_clipped(before_training):
+    held = before_training(train_proxy_anchor, '--clip', '0.001')
+    schedule = torch.optim.lr_scheduler.LambdaLR(held.optimizer, lambda _: 0.0)
+    sampler = common.make_sampler(held.args, held.data.train.labels)
+    run = SimpleNamespace(epoch=0, start=0, total=1)
+    common.train_epoch(held.args, run, held.data, sampler, held.step, held.optimizer, schedule)
+    largest = [max(weight.grad.abs().max().item() for weight in group['params'] if weight.grad is not None)
+               for group in held.optimizer.param_groups]
+    assert largest == pytest.approx([0.001, 0.001])
 
 
 def test_the_step_schedule_decays_every_so_many_epochs():

@@ -175,3 +175,13 @@ def test_mixed_features_are_pooled_as_the_network_pools(before_training, monkeyp
     for pool in ('avg', 'max', 'avg+max'):
         before_training(train_metrix, '--pool', pool).step(torch.randn(8, 3, 32, 32), LABELS)
     assert pools == ['avg', 'max', 'avg+max']
+
+
+def test_proxies_and_centres_start_and_decay_as_their_papers_code_has_it(before_training):
+    """Their size decides how fast they turn; their mean, whether they start all over the sphere."""
+    for script, name, size in ((train_proxy_anchor, 'proxies', (2 / 6) ** 0.5), (train_proxynca_pp, 'proxies', 1 / 8),
+                               (train_ccl, 'centers', 1 / 20)):
+        held = before_training(script, '--dim', '400')
+        start = held.learned[name]
+        assert start.std().item() == pytest.approx(size, rel=0.05) and abs(start.mean().item()) < size / 10
+        assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1, 'they decay, too'
