@@ -1384,7 +1384,7 @@ def check_resume(args):
     fixed = sorted(args.changed - free)
     if fixed:
         raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
-    if 'steps' in args.changed or 'epochs' in args.changed and args.schedule == 'cosine':
+    if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
         print('note: with another number of steps the learning rate takes another course, so this is not the run '
               'that would have gone on without a stop')
 

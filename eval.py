@@ -81,7 +81,8 @@ def main(argv=None):
     result = common.evaluate(model, test)
     if args.analyse:
         z = common.embed(model, test.query)
-        where = data if dataset == trained['dataset'] else trained['data']
+        # Where the training found them, or in --data if that folder is not there any more
+        where = trained['data'] if Path(trained['data']).expanduser().is_dir() else data
         training = load(trained['dataset'], where, fold=trained.get('fold')).train
         result |= dict(alignment=alignment(z, test.query.labels), uniformity=uniformity(z),
                        utilization=utilization(z, common.embed(model, training)))

@@ -177,6 +177,17 @@ def test_folder_halves_the_sorted_classes_at_any_depth(tmp_path):
     assert names(splits['query']) == ['Latin/a'] * 2 + ['Latin/deep/b'] * 2
 
 
+def test_of_test_and_val_it_is_test_that_is_evaluated_and_suffixes_have_any_case(tmp_path):
+    for split, classes in (('train', 'ab'), ('val', 'cd'), ('test', 'ef')):
+        for c in classes:
+            (tmp_path / split / c).mkdir(parents=True)
+            Image.new('RGB', (9, 9)).save(tmp_path / split / c / '1.JPG')
+            Image.new('RGB', (9, 9)).save(tmp_path / split / c / '2.webp')
+    splits = common.list_images('folder', tmp_path)
+    assert names(splits['query']) == ['e', 'e', 'f', 'f'] and names(splits['train']) == ['a', 'a', 'b', 'b']
+    assert decoded(tmp_path / 'test/e/2.webp').shape[2] == 3
+
+
 def test_the_order_of_images_is_that_of_their_names(tmp_path, monkeypatch):
     """And not that of the disk, which os.walk passes on"""
     draw_folder(tmp_path / 'x', 'abcd', per_class=12)

@@ -34,6 +34,12 @@ def test_alignment_and_uniformity_against_loops():
     assert evaluation.uniformity(z) == pytest.approx(math.log(sum(spread) / len(spread)))
 
 
+def test_uniformity_is_over_all_images_however_many():
+    """The second thousand lies elsewhere."""
+    z = torch.cat([on_circle(0).expand(1024, 2), on_circle(180).expand(1024, 2)])
+    assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
+
+
 def test_a_collapsed_space_is_the_least_uniform():
     assert evaluation.uniformity(torch.ones(9, 4)) == pytest.approx(0, abs=1e-6)
 
@@ -93,8 +99,15 @@ def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, f
 
 
 def test_utilization_is_by_the_training_images_of_the_network(run, small, folder, tmp_path, monkeypatch, capsys):
-    """Also where the network is evaluated on another dataset"""
+    """Also where the network is evaluated on another dataset, or another folder"""
     run(train_ms, '--name', 'x')
+    folders = []
+    with monkeypatch.context() as patch:
+        real_folder = common.read_folder
+        patch.setattr(common, 'read_folder', lambda root, seen: folders.append(str(root)) or real_folder(root, seen))
+        draw_folder(tmp_path / 'other', 'mnop', per_class=2, seed=5)
+        evaluation.main(f'--checkpoint runs/x --dataset folder --data {tmp_path}/other --analyse --device cpu'.split())
+    assert folders == [f'{tmp_path}/other', str(folder)]
     real, loaded = common.load_dataset, []
     monkeypatch.setattr(common, 'load_dataset', lambda name, *a, **kw: loaded.append(name) or real(name, *a, **kw))
     evaluation.main('--checkpoint runs/x --dataset shapes --analyse --device cpu'.split())

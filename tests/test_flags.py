@@ -123,14 +123,14 @@ def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
 def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, capsys):
     draw_folder(tmp_path / 'shop/train', 'ab', per_class=3)
     draw_folder(tmp_path / 'shop/query', 'cde', per_class=1, seed=1)
-    draw_folder(tmp_path / 'shop/gallery', 'cd', per_class=2, seed=2)
+    draw_folder(tmp_path / 'shop/gallery', 'cdf', per_class=2, seed=2)
     row = run(train_ms, '--data', str(tmp_path / 'shop'), '--batch-size', '4', '--name', 'x')
     out = capsys.readouterr().out
-    assert 'folder: 6 training images of 2 classes, 3 in 4 test images of 3 classes' in out
+    assert 'folder: 6 training images of 2 classes, 3 in 6 test images of 3 classes' in out
     assert row['unmatched'] == 1 and '1 queries have no match in the gallery: misses in R@K' in out
     evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
     out = capsys.readouterr().out
-    assert 'folder: 3 queries of 3 classes, searched in a gallery of 4 images' in out
+    assert 'folder: 3 queries of 3 classes, searched in a gallery of 6 images' in out
     assert 'unmatched queries have no match in the gallery: misses in R@K' in out
     run(train_ms, '--name', 'y')
     evaluation.main(['--checkpoint', 'runs/y', '--device', 'cpu'])

@@ -151,8 +151,13 @@ def test_resume_takes_more_epochs_a_file_and_odd_folder_names(run, small, capsys
 
 def test_resume_with_another_number_of_steps_says_that_it_is_another_run(run, small, capsys):
     run(train_ms, '--epochs', '1', '--steps', '0', '--name', 'mine')
-    train_ms.main(['--resume', 'runs/mine', '--epochs', '2', '--device', 'cpu'])
-    assert 'the learning rate takes another course' in capsys.readouterr().out
+    for flags, said in (('--epochs 2', True), ('--steps 2', True), ('--eval-every 2', False)):
+        train_ms.main(['--resume', 'runs/mine', *flags.split(), '--device', 'cpu'])
+        assert ('the learning rate takes another course' in capsys.readouterr().out) == said
+    run(train_ms, '--epochs', '1', '--schedule', 'constant', '--name', 'other')
+    capsys.readouterr()
+    train_ms.main(['--resume', 'runs/other', '--epochs', '2', '--steps', '0', '--device', 'cpu'])
+    assert 'another course' not in capsys.readouterr().out, 'a constant rate has one course only'
 
 
 def test_a_resumed_run_needs_no_file_of_weights(run, small, monkeypatch):

@@ -150,7 +150,7 @@ def test_eps_reaches_the_optimizer_of_proxynca_pp(before_training, optimizer):
 
 @pytest.mark.parametrize('flags, expected', [
     ('--pool max --dim 24', dict(pool='max', dim=24, freeze_bn=False)), ('--freeze-bn', dict(freeze_bn=True)),
-    ('--pool avg', dict(pool='avg', dim=16))])
+    ('--pool avg', dict(pool='avg', dim=16)), ('--arch resnet34', dict(arch='resnet34'))])
 def test_network_flags_reach_the_network(before_training, flags, expected):
     held = before_training(train_ms, *flags.split())
     assert {key: held.model.config[key] for key in expected} == expected
