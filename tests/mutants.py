@@ -381,8 +381,9 @@ MUTANTS = {
 }
 
 # Tests that are likely to notice a change in a file run first, and then all others.
-FIRST = {'common.py': ['training', 'network', 'retrieval', 'folds', 'datasets', 'runs'], 'eval.py': ['eval'],
-         **{f'train_{name}.py': [name, 'wiring', 'recipes'] for name in
+FIRST = {'common.py': ['network', 'retrieval', 'flags', 'training', 'folds', 'datasets', 'runs'],
+         'eval.py': ['eval', 'flags'],
+         **{f'train_{name}.py': [name, 'flags', 'wiring', 'recipes'] for name in
             ('contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse')}}
 
 
