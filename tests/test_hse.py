@@ -446,13 +446,6 @@ def test_the_picture_shows_sources_and_hybrids_in_their_colours(run, tmp_path, m
     assert (half == 0).all() and cutmix.mean() == 127.5
 
 
-def test_proxies_start_as_in_train_proxy_anchor_and_decay_with_the_network(before_training):
-    held = before_training(train_hse, '--loss', 'proxy_anchor', '--dim', '400')
-    proxies = held.learned['proxies']
-    assert proxies.std().item() == pytest.approx((2 / len(proxies)) ** 0.5, rel=0.05)
-    assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1
-
-
 def test_few_combinations_come_from_all_super_classes():
     y, groups = torch.arange(12), torch.arange(12) // 4
     first = {int(groups[train_hse.choose_classes(y, 2, 1, groups)[0][0]]) for _ in range(60)}

@@ -616,15 +616,6 @@ def test_lambda_comes_from_beta_alpha_alpha(before_training, monkeypatch, alpha,
     assert 0.4 < lam.mean() < 0.6 and spread[0] < lam.std() < spread[1]
 
 
-@pytest.mark.parametrize('loss', ['proxy_anchor', 'proxynca_pp'])
-def test_proxies_start_as_in_train_proxy_anchor_and_decay_with_the_network(before_training, loss):
-    held = before_training(train_metrix, '--loss', loss, '--dim', '400')
-    proxies = held.learned['proxies']
-    assert proxies.std().item() == pytest.approx((2 / len(proxies)) ** 0.5, rel=0.05)
-    assert abs(proxies.mean().item()) < 0.05
-    assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1
-
-
 def test_the_plan_is_printed(before_training, capsys):
     before_training(train_metrix, '--mixup', 'input', 'embed', '--hard-negatives', '4', 'all')
     assert 'ms, mixing input: pos-neg or anc-neg, 4 negatives\nms, mixing embed: pos-neg or anc-neg, all negatives\n' \

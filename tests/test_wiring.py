@@ -177,11 +177,15 @@ def test_mixed_features_are_pooled_as_the_network_pools(before_training, monkeyp
     assert pools == ['avg', 'max', 'avg+max']
 
 
-def test_proxies_and_centres_start_and_decay_as_their_papers_code_has_it(before_training):
-    """Their size decides how fast they turn; their mean, whether they start all over the sphere."""
-    for script, name, size in ((train_proxy_anchor, 'proxies', (2 / 6) ** 0.5), (train_proxynca_pp, 'proxies', 1 / 8),
-                               (train_ccl, 'centers', 1 / 20)):
-        held = before_training(script, '--dim', '400')
-        start = held.learned[name]
-        assert start.std().item() == pytest.approx(size, rel=0.05) and abs(start.mean().item()) < size / 10
-        assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1, 'they decay, too'
+@pytest.mark.parametrize('script, flags, name, size', [
+    (train_proxy_anchor, '', 'proxies', (2 / 6) ** 0.5), (train_proxynca_pp, '', 'proxies', 1 / 8),
+    (train_ccl, '', 'centers', 1 / 20), (train_hse, '--loss proxy_anchor', 'proxies', (2 / 6) ** 0.5),
+    (train_metrix, '--loss proxy_anchor', 'proxies', (2 / 6) ** 0.5),
+    (train_metrix, '--loss proxynca_pp', 'proxies', (2 / 6) ** 0.5)])
+def test_proxies_and_centres_start_and_decay_as_their_papers_code_has_it(before_training, script, flags, name, size):
+    """For six classes. Their size decides how fast they turn; their mean, whether they start all over the sphere."""
+    held = before_training(script, '--dim', '400', *flags.split())
+    start = held.learned[name]
+    assert len(start) == 6 and start.std().item() == pytest.approx(size, rel=0.05)
+    assert abs(start.mean().item()) < size / 12
+    assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1, 'they decay, too'
