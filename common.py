@@ -50,6 +50,7 @@ from PIL import Image, ImageOps
 from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
+from torchvision.utils import save_image
 
 try:
     import fcntl
@@ -275,6 +276,8 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     sampler    yields lists of indices; None: the batches of --batch-size and --per-class
     """
     sampler = sampler or make_sampler(args, data.train.labels)
+    if args.show_batch:
+        return show_batch(args, data, sampler)
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)
     epochs = math.ceil(total / per_epoch)
@@ -290,9 +293,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         if not run.rows:                                    # the network before training is epoch 0
             run.record(dict(epoch=0, loss=None) | evaluate(model, data))
         while run.epoch < epochs and not run.out_of_patience():         # run.record counts run.epoch up
-            # Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The
-            # factor keeps the epochs of different --seed apart.
-            set_seed(args.seed * 100_003 + run.epoch + 1)
+            set_seed(seed_of(args, run.epoch + 1))
             model.train()
             model.train_trunk(run.epoch >= args.warmup)
             row = train_epoch(args, run, data, sampler, step, optimizer, schedule)
@@ -301,6 +302,12 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             run.record(row)
         run.print_summary()
     return run.result()
+
+
+def seed_of(args, epoch):
+    """Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The factor
+    keeps the epochs of different --seed apart."""
+    return args.seed * 100_003 + epoch
 
 
 def train_epoch(args, run, data, sampler, step, optimizer, schedule):
@@ -408,20 +415,31 @@ def ranked_hits(query, query_labels, gallery, gallery_labels, depth, within):
     place = order.argsort()                                              # (G,) image i is now at place[i]
     gallery_labels = gallery_labels[order]
     query, gallery = F.normalize(query.float(), dim=1), F.normalize(gallery[order].float(), dim=1)
-    search = searcher(gallery)
-    b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
-    for rows in torch.arange(len(query), device=query.device).split(b):
-        s, index = search(query[rows], depth + int(within))
-        if within:                                   # a query finds itself, which is not a result
-            itself = index == place[rows, None]                          # (b, depth + 1)
-            # If many images equal the query, it may not be among its own results. Then the last one is dropped.
-            itself[:, -1] |= ~itself.any(dim=1)
-            s, index = s[~itself].view(-1, depth), index[~itself].view(-1, depth)
+    for rows, s, index in nearest(query, gallery, depth, place if within else None):
         hit = gallery_labels[index] == query_labels[rows, None]
         # Sorted once more. A level is a similarity in steps of 2^-20, so that rounding errors rarely matter. A match
         # counts half a step less: so among equal levels, non-matches come first.
         level = (s * 2 ** 20).round().long()
         yield rows, hit.gather(1, (2 * level - hit.long()).argsort(dim=1, descending=True))
+
+
+def nearest(query, gallery, k, itself=None):
+    """Yields, for b queries at a time, their rows (b,), and the similarities and positions of their k nearest, (b, k).
+
+    query, gallery  (N, D), (G, D) of unit length
+    itself          (N,) position of each query in the gallery, which is no result; None: queries are not in it
+    """
+    search = searcher(gallery)
+    b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
+    for rows in torch.arange(len(query), device=query.device).split(b):
+        if itself is None:
+            yield rows, *search(query[rows], k)
+            continue
+        s, index = search(query[rows], k + 1)
+        drop = index == itself[rows, None]                               # (b, k + 1)
+        # If many images equal the query, it may not be among its own results. Then the last one is dropped.
+        drop[:, -1] |= ~drop.any(dim=1)
+        yield rows, s[~drop].view(-1, k), index[~drop].view(-1, k)
 
 
 def searcher(gallery):
@@ -454,13 +472,25 @@ def mean_similarities(z, y):
 
 def evaluate(model, data):
     """What a row of the log says about the test set: retrieval, and the mean similarities s+ and s- of queries."""
+    return score(data, *embed_test(model, data))
+
+
+def embed_test(model, data):
+    """Embeddings of the queries (N, D), and of the gallery (G, D) or None where queries are searched in themselves.
+
+    They are where the search will run: on a CUDA device if the model is on one, else on the CPU.
+    """
     device = next(model.parameters()).device
-    where = device if device.type == 'cuda' else 'cpu'                   # where the search runs
-    z, gallery, gallery_labels = embed(model, data.query), None, None
-    if data.gallery is not data.query:
-        gallery, gallery_labels = embed(model, data.gallery).to(where), data.gallery.labels
-    metrics = retrieval_metrics(z.to(where), data.query.labels, gallery, gallery_labels, DATASETS[data.name]['ks'])
-    metrics['s+'], metrics['s-'] = mean_similarities(z, data.query.labels)
+    where = device if device.type == 'cuda' else 'cpu'
+    z = embed(model, data.query).to(where)
+    return z, None if data.gallery is data.query else embed(model, data.gallery).to(where)
+
+
+def score(data, z, gallery=None):
+    """The row of `evaluate` for these embeddings of data.query and, where it is apart, of data.gallery"""
+    gallery_labels = None if gallery is None else data.gallery.labels
+    metrics = retrieval_metrics(z, data.query.labels, gallery, gallery_labels, DATASETS[data.name]['ks'])
+    metrics['s+'], metrics['s-'] = mean_similarities(z, data.query.labels.to(z.device))
     return metrics
 
 
@@ -477,11 +507,13 @@ class Images:
     labels      (N,) LongTensor, 0..C-1
     image_size  S, side of the square crops that the network gets
     classes     C names;  groups  (N,) super-classes, or None where the dataset has none
+    paths       N names of files; 'image 0', ... where images are drawn and not read
     """
 
-    def __init__(self, pixels, sizes, labels, image_size, classes=(), groups=None):
+    def __init__(self, pixels, sizes, labels, image_size, classes=(), groups=None, paths=()):
         self.pixels, self.sizes, self.labels = pixels, np.asarray(sizes), labels.long()
         self.image_size, self.classes, self.groups = image_size, list(classes), groups
+        self.paths = np.array([str(path) for path in paths] or [f'image {i}' for i in range(len(labels))])
         self.ends = 3 * self.sizes.astype(np.int64).prod(axis=1).cumsum()
 
     def __len__(self):
@@ -499,7 +531,7 @@ class Images:
     def subset(self, indices):
         """The images at these positions, a LongTensor, with their classes numbered anew from 0"""
         part = copy(self)
-        part.sizes, part.ends = self.sizes[indices], self.ends[indices]
+        part.sizes, part.ends, part.paths = self.sizes[indices], self.ends[indices], self.paths[indices]
         kept, part.labels = self.labels[indices].unique(return_inverse=True)
         part.classes = [self.classes[c] for c in kept.tolist()]
         part.groups = None if self.groups is None else self.groups[indices]
@@ -572,6 +604,25 @@ def jitter_colours(x, strength):
         factor = (1 + strength * (2 * torch.rand(len(x), 1, 1, 1) - 1)).to(x.device)
         x = (factor * x + (1 - factor) * others[i](x)).clamp(0, 1)
     return x
+
+
+def save_pictures(path, x, columns):
+    """Writes a PNG file with the pictures x (n, 3, H, W), from 0 to 1, `columns` of them in a row."""
+    with written_whole(path) as file:
+        save_image(x, file, format='png', nrow=columns, pad_value=1)
+
+
+def as_pictures(x):
+    """Normalised crops (n, 3, S, S), as the network gets them, back to values from 0 to 1"""
+    return x * x.new_tensor(STD)[:, None, None] + x.new_tensor(MEAN)[:, None, None]
+
+
+def show_batch(args, data, sampler):
+    """Saves the first batch of training as the network gets it; with --per-class, a row for each class."""
+    set_seed(seed_of(args, epoch=1))
+    x, _ = next(batches(data.train, islice(sampler, 1), args.device, augment=args))
+    save_pictures(args.show_batch, as_pictures(x), args.per_class or 8)
+    print(f'{len(x)} training crops: {args.show_batch}')
 
 
 def decode(paths, resize, what, cache):
@@ -700,7 +751,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
         pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
         labels = torch.tensor([numbers[name] for name in names])
         groups = None if groups[0] is None else torch.tensor(groups)
-        setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups))
+        setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups, paths))
     if fold:
         return hold_out(data, fold)
     data.gallery = getattr(data, 'gallery', data.query)
@@ -757,7 +808,8 @@ def list_images(name, root, seen=None):
             raise problem(f'{split} has {count(*found.get(split, (0, 0)))}, at least two classes are needed')
     paths = [row[0] for part in splits.values() for row in part]
     for text, wrong in (('are listed twice', [path for path, n in Counter(paths).items() if n > 1]),
-                        ('lie elsewhere', [path for path in paths if '..' in path.parts or root not in path.parents]),
+                        ('lie elsewhere', [path for path in paths
+                                           if root not in path.parents or '..' in path.relative_to(root).parts]),
                         ('are missing', [path for path in paths if not path.is_file()])):
         if wrong:
             raise problem(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
@@ -853,7 +905,8 @@ def read_folder(root, seen=None):
         splits.pop('train')
         out = {name for names in splits.values() for name in names if name in seen}
         splits = {split: {name: names[name] for name in names if name not in out} for split, names in splits.items()}
-        print(f'{root}: {len(out)} classes were in the training set of this network and are left out')
+        print(f'{root}: {len(out)} classes were in the training set of this network, or chose its epoch, and are left '
+              f'out')
     return [(split, path, name, None)
             for split, names in splits.items() for name in sorted(names) for path in names[name]]
 
@@ -1037,13 +1090,15 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     """What is going to run, before it runs."""
     searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
     batch = f'{args.per_class} images per class' if args.per_class else 'in random order'
+    until = f' or until {args.patience} evaluations bring no gain' if args.fold else ''
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
           f'{len(data.query):,}{searched} {"validation" if args.fold else "test"} images of '
           f'{len(data.query.labels.unique()):,} classes\n'
           f'{args.arch}, weights {args.weights}, BatchNorm {"frozen" if args.freeze_bn else "trained"}, {args.pool} '
           f'pooling, {args.dim} dimensions, crops of {args.image_size} px from {args.resize} px\n'
           f'{args.optimizer}, lr {args.lr:g}, schedule {args.schedule}, batches of {args.batch_size} ({batch}), '
-          f'{epochs} epochs of {len(sampler)} steps, seed {args.seed}, {args.device} in {model.precision}; {folder}/')
+          f'{epochs} epochs of {len(sampler)} steps{until}, seed {args.seed}, {args.device} in {model.precision}; '
+          f'{folder}/')
 
 
 def run_folder(args):
@@ -1087,6 +1142,12 @@ def read_checkpoint(path):
     return saved
 
 
+def best_of(path):
+    """The checkpoint that stands for a run folder when it is evaluated: best.pt if there is one, else last.pt"""
+    path = Path(path)
+    return path / 'best.pt' if (path / 'best.pt').exists() else path / 'last.pt' if path.is_dir() else path
+
+
 def load_checkpoint(path, device='cpu', precision='auto'):
     """A trained Embedder, ready to embed: in evaluation mode, with its test transform, arguments and classes.
 
@@ -1095,8 +1156,7 @@ def load_checkpoint(path, device='cpu', precision='auto'):
     training classes, with --fold those of the validation block as well. In a run folder it is best.pt, if there
     is one, and else last.pt.
     """
-    path = Path(path)
-    path = path / 'best.pt' if (path / 'best.pt').exists() else path
+    path = best_of(path)
     saved, device = read_checkpoint(path), pick_device(device)
     with distrusting(path):
         model = Embedder(weights='none', precision=pick_precision(precision, device), **saved['embedder'])
@@ -1202,6 +1262,14 @@ BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every
             cub=BENCHMARK, cars=BENCHMARK, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 
+# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset. What the text leaves open is that of
+# the released configuration: momentum, weight decay, and the smallest crop (0.16 of the area; the text says 40 px,
+# which is 0.16 of 256). The network there is BN-Inception. A run ends by --patience, not by --epochs.
+PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,
+                batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
+                schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(f'{self.prog}: {message}; --help lists the flags')
@@ -1272,11 +1340,13 @@ def parser(doc, notes=''):
     g.add_argument('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     g.add_argument('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
     g.add_argument('--eval-every', type=at_least(1), help='epochs between evaluations')
+    g.add_argument('--protocol', choices=['reality-check'], help="settings of the Reality Check, Section 3.1")
     g.add_argument('--fold', type=fold, metavar='I/N',
                    help='block I (from 0) of N blocks of training classes validates, the others train; no test set')
     g.add_argument('--patience', type=at_least(1), default=10, help='fold: stop after so many evaluations without gain')
     g.add_argument('--name', type=run_name, help='folder below runs/; default: script, dataset, next free number')
     g.add_argument('--resume', type=Path, metavar='RUN', help='go on with a run: its folder, or a checkpoint')
+    g.add_argument('--show-batch', type=new_picture, metavar='PNG', help='save a picture of the first batch, and stop')
     return p
 
 
@@ -1295,14 +1365,19 @@ def run_name(text):
     return Path(text)
 
 
-def new_picture(text):
-    """An argparse type: the path of a PNG file to be written. It may replace such a picture, and nothing else."""
+def new_file(text, suffix, start, kind):
+    """The path of a file to be written. It may replace a file of its kind, which begins with `start`, and no other."""
     path = Path(text)
-    if path.suffix.lower() != '.png':
-        raise argparse.ArgumentTypeError(f'{text} must end in .png')
-    if path.exists() and not (path.is_file() and path.read_bytes()[:4] == b'\x89PNG'):
-        raise argparse.ArgumentTypeError(f'{text} is there already, and is not a picture')
+    if path.suffix.lower() != suffix:
+        raise argparse.ArgumentTypeError(f'{text} must end in {suffix}')
+    if path.exists() and not (path.is_file() and path.read_bytes()[:len(start)] == start):
+        raise argparse.ArgumentTypeError(f'{text} is there already, and is not {kind}')
     return path
+
+
+def new_picture(text):
+    """An argparse type: the path of a PNG file to be written"""
+    return new_file(text, '.png', b'\x89PNG', 'a picture')
 
 
 def parse(parser, DEFAULTS, argv=None):
@@ -1316,18 +1391,8 @@ def parse(parser, DEFAULTS, argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     script = Path(parser.prog).stem
     first = parser.parse_args([word for word in argv if word not in ('-h', '--help')])
-    choice = getattr(first, 'loss', None) or getattr(first, 'variant', None)
-    checkpoint = first.resume or getattr(first, 'analyse', None)
-    pretrained = first.weights not in (None, 'none')
-    recipe = 'cub' if first.dataset == 'folder' and pretrained else first.dataset
-    row = BASE[recipe] | DEFAULTS[recipe] | DEFAULTS.get((recipe, choice), {})
-    if first.image_size:
-        row['resize'] = round(first.image_size * row['resize'] / row['image_size'])
-    if first.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
-        row['freeze_bn'] = False
-    if first.fold:
-        row['eval_every'] = 1
-    if checkpoint:
+    row = recipe_row(first, DEFAULTS)
+    if checkpoint := first.resume or getattr(first, 'analyse', None):
         row |= saved_arguments(parser, script, checkpoint)
     unknown = sorted(row.keys() - vars(first).keys())
     if unknown:
@@ -1342,6 +1407,11 @@ def parse(parser, DEFAULTS, argv=None):
         refuse(args, ['decay_epochs', 'decay_rate'], f'--schedule {args.schedule}')
     if not args.fold:
         refuse(args, ['patience'], 'the test set, which chooses nothing: take --fold')
+    if args.protocol and args.weights == 'none':
+        raise UsageError(f'--protocol {args.protocol} fine-tunes, with a learning rate of {args.lr:g}: it needs '
+                         'pretrained weights, --weights imagenet or a file')
+    if args.protocol and not (first.fold or args.resume):
+        print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
     if args.resume:
         check_resume(args)
     if args.name and (Path('runs') / args.name / 'last.pt').exists():
@@ -1349,6 +1419,24 @@ def parse(parser, DEFAULTS, argv=None):
                          f'--resume runs/{args.name}')
     args.device = pick_device(args.device)
     return args
+
+
+def recipe_row(first, DEFAULTS):
+    """The defaults that follow from the first reading of the command line"""
+    choice = getattr(first, 'loss', None) or getattr(first, 'variant', None)
+    pretrained = first.weights not in (None, 'none')
+    dataset = recipe = 'cub' if first.dataset == 'folder' and pretrained else first.dataset
+    row = BASE[dataset]
+    if first.protocol:                                      # it replaces the recipe that the script has for the dataset
+        row, recipe = row | PROTOCOL, first.protocol
+    row = row | DEFAULTS.get(recipe, {}) | DEFAULTS.get((recipe, choice), {})
+    if first.image_size:
+        row['resize'] = round(first.image_size * row['resize'] / row['image_size'])
+    if first.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
+        row['freeze_bn'] = False
+    if first.fold:
+        row['eval_every'] = 1
+    return row
 
 
 def saved_arguments(parser, script, checkpoint):
@@ -1380,6 +1468,7 @@ def check_resume(args):
     if args.resume.is_dir():
         args.resume = args.resume / 'last.pt'
     refuse(args, ['name'], '--resume: the run keeps its folder')
+    refuse(args, ['show_batch'], '--resume')
     free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'patience', 'device', 'precision'}
     fixed = sorted(args.changed - free)
     if fixed:
@@ -1428,7 +1517,8 @@ def build(args, **options):
     """The network that the flags name, on their device. `options` go to Embedder."""
     if args.device.type == 'cuda':
         torch.backends.cudnn.benchmark = True               # the batches of training have one shape
-    weights = 'none' if args.resume else args.weights       # a resumed run has its weights in the checkpoint
+    # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
+    weights = 'none' if args.resume or args.show_batch else args.weights
     return Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
                     precision=pick_precision(args.precision, args.device), **options).to(args.device)
 

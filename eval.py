@@ -1,30 +1,50 @@
-"""eval.py -- evaluates a checkpoint: Recall@K, R-precision, MAP@R, and how its embeddings are spread.
+"""eval.py -- evaluates checkpoints: Recall@K, R-precision and MAP@R, tables over seeds and folds, pictures.
 
-The metrics and their rules are explained at common.retrieval_metrics. They are in percent. The last
-line that is printed is one JSON object, for programs.
+The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
+Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
 
-Of a folder, all classes are evaluated except those of the network's own training and validation set, whose
-names the checkpoint holds. If the folder has train/ and test/ (or query/ and gallery/), only test/ is evaluated.
+Of a folder, all classes are evaluated except those of the networks' own training and validation sets, whose names
+the checkpoints hold. If the folder has train/ and test/ (or query/ and gallery/), only test/ is evaluated.
 
---analyse adds three measures that Metrix reports in Section 4.3 (Venkataramanan et al., ICLR 2022).
-For each of them, lower is better.
-    alignment    mean squared distance of two test images of one class           (Wang and Isola, 2020)
-    uniformity   log of the mean of exp(-2 d^2) over all pairs of test images    (Wang and Isola, 2020)
-    utilization  mean squared distance of a test image to the nearest training image, Metrix Eq. (12)
+Several checkpoints give a table with a row for each recipe: the mean over its seeds, and the 95 % confidence interval
+of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count as one run, and give
+two rows, as in Section 3.3 of the Reality Check:
+    separated       each network for itself; the mean over the folds
+    concatenated    the embeddings of an image by all folds, each of unit length, one behind the other
+--against compares two recipes seed by seed: the mean difference, and its interval.
+
+--analyse adds, for one checkpoint:
+    standard error      of R@1, if the queries are taken as a random sample
+    alignment           mean squared distance of two test images of one class; lower is better   (Wang and Isola, 2020)
+    uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better        (the same)
+    utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
+                        lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
+    NMI                 of the classes and as many clusters found by k-means. It is high where there are many classes:
+                        80.8 for a random ResNet-50 on SOP (Reality Check, Table 2)
+    threshold           two images whose similarity is at least this are best taken as the same class; found on the
+                        test images, as the one with the highest
+    balanced accuracy   mean of the shares of positive and of negative pairs that are told right by that threshold
 
 Run
-    python eval.py --checkpoint runs/ms-shapes-1/last.pt
-    python eval.py --checkpoint runs/ms-cub-1 --data /elsewhere --analyse
-    python eval.py --checkpoint runs/ms-cub-1 --dataset folder --data my_photos
+    python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
+    python eval.py --checkpoint runs/ms-folder-1 --query photo.jpg --top 5       # its nearest images
+    python eval.py --checkpoint runs/ms-folder-1 --data photos --embed out.npz
+    python eval.py --checkpoint runs/ms-* runs/contrastive-*                     # a table, a row for each recipe
+    python eval.py --checkpoint runs/metrix-cub-[123] --against runs/ms-cub-[123]
 """
 import argparse
 import json
-from functools import partial
+from functools import cache
 from pathlib import Path
+from statistics import mean, stdev
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 
 import common
+
+# ---- measures
 
 
 def alignment(z, y):
@@ -54,47 +74,367 @@ def utilization(queries, examples):
     return (2 - 2 * nearest).clamp(min=0).mean().item()                                 # Metrix Eq. (12)
 
 
+def normalized_mutual_information(a, b):
+    """2 I(a; b) / (H(a) + H(b)), in percent, of two assignments of N images to groups.  a, b (N,) integers from 0"""
+    joint = torch.bincount(a * (int(b.max()) + 1) + b, minlength=(int(a.max()) + 1) * (int(b.max()) + 1))
+    joint = joint.view(int(a.max()) + 1, -1).double() / len(a)
+
+    def entropy(p):
+        return -(p * p.log()).nansum().item()                            # 0 log 0 is 0
+    both = entropy(joint.sum(dim=0)) + entropy(joint.sum(dim=1))
+    return 100 * 2 * (both - entropy(joint)) / both if both else 100.0
+
+
+def clusters(z, k):
+    """The cluster of each image by k-means, as faiss has it, with a fixed seed.  z (N, D) -> (N,)"""
+    import faiss
+    z = F.normalize(z.float().cpu(), dim=1).numpy()
+    kmeans = faiss.Kmeans(z.shape[1], k, niter=20, seed=1, min_points_per_centroid=1, max_points_per_centroid=len(z))
+    kmeans.train(z)
+    return torch.from_numpy(kmeans.index.search(z, 1)[1][:, 0])
+
+
+def best_threshold(z, y, steps=2000):
+    """The similarity that best tells same from different, over all pairs: z (N, D), y (N,) -> threshold, accuracy
+
+    A pair is called the same if its similarity is at least the threshold, one of `steps` values from -1 to 1. The
+    accuracy, in percent, is balanced: the mean of those on positive and on negative pairs.
+    """
+    z = F.normalize(z.float(), dim=1)
+    counts = torch.zeros(2 * steps, dtype=torch.long, device=z.device)   # of negative pairs, then of positive ones
+    for rows in torch.arange(len(z), device=z.device).split(max(1, 2 ** 24 // len(z))):
+        level = ((z[rows] @ z.T + 1) * steps / 2).long().clamp(0, steps - 1)            # (b, N)
+        level += steps * (y[rows, None] == y)
+        level = level[rows[:, None] != torch.arange(len(z), device=z.device)]           # no image with itself
+        counts += torch.bincount(level, minlength=2 * steps)
+    negative, positive = counts.double().view(2, steps)
+    right = positive.flip(0).cumsum(0).flip(0) / positive.sum().clamp_min(1)            # at the threshold or above
+    right = right + (negative.cumsum(0) - negative) / negative.sum().clamp_min(1)       # below it
+    return 2 * int(right.argmax()) / steps - 1, 50 * right.max().item()
+
+
+def analyse(z, training, data, result):
+    """The measures of --analyse: z (N, D) and training embeddings -> {name: number}"""
+    y, p = data.query.labels.to(z.device), result['R@1'] / 100
+    measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'alignment': alignment(z, y),
+                'uniformity': uniformity(z), 'utilization': utilization(z, training)}
+    measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y)
+    try:
+        measures['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
+    except ImportError:
+        print('NMI is left out: its k-means needs faiss, pip install faiss-cpu')
+    return measures
+
+
+# ---- pictures
+
+GREEN, RED, PLAIN = (0, 160, 0), (220, 0, 0), (255, 255, 255)
+ROWS, BORDER = 8, 4                                         # queries on a sheet; width of a border, in pixels
+
+
+def tile(images, i, colour):
+    """The centre crop of an image, with a border: (3, S + 2 BORDER, S + 2 BORDER) uint8"""
+    side = images.image_size + 2 * BORDER
+    picture = torch.tensor(colour, dtype=torch.uint8).repeat(side, side, 1)
+    images.crop(i, None, picture[BORDER:-BORDER, BORDER:-BORDER])
+    return picture.permute(2, 0, 1)
+
+
+def draw_sheet(path, queries, gallery, rows, index, hit=None):
+    """A PNG with a query in each row, and then its nearest images: green border if of its class, red if not.
+
+    queries, gallery  Images;  rows  the Q queries to draw
+    index, hit        (Q, k) positions in the gallery, and whether they match; hit None: not known, no colours
+    """
+    tiles = []
+    for row, query in enumerate(rows):
+        tiles.append(tile(queries, query, PLAIN))
+        tiles += [tile(gallery, i, PLAIN if hit is None else GREEN if hit[row, n] else RED)
+                  for n, i in enumerate(index[row].tolist())]
+    common.save_pictures(path, torch.stack(tiles) / 255, columns=index.shape[1] + 1)
+
+
+def retrieve(z, gallery, k):
+    """Similarities and positions of the k nearest of each query, (N, k); without a gallery the query is left out."""
+    within = gallery is None
+    z, gallery = F.normalize(z.float(), dim=1), F.normalize((z if within else gallery).float(), dim=1)
+    itself = torch.arange(len(z), device=z.device) if within else None
+    parts = list(common.nearest(z, gallery, min(k, len(gallery) - within), itself))
+    return torch.cat([s for _, s, _ in parts]).cpu(), torch.cat([index for *_, index in parts]).cpu()
+
+
+def hardest_first(s, hit):
+    """Order of the queries: those with the fewest matches first; of equal ones, the most similar mistake first.
+
+    s, hit  (N, k) similarities of the nearest images, and whether they match
+    """
+    mistake = s.masked_fill(hit, -1).amax(dim=1)                         # (N,), at most 1
+    return (hit.sum(dim=1) - mistake / 4).argsort(stable=True)
+
+
+def sheet(path, data, z, gallery, top, hardest):
+    """Draws ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
+    s, index = retrieve(z, gallery, top)
+    hit = data.gallery.labels[index] == data.query.labels[:, None]
+    order = hardest_first(s, hit) if hardest else torch.linspace(0, len(s) - 1, min(ROWS, len(s))).long()
+    rows = order[:ROWS].tolist()
+    draw_sheet(path, data.query, data.gallery, rows, index[rows], hit[rows])
+    print(f'{len(rows)} queries and their nearest images: {path}')
+
+
+def search(args, model, images, path):
+    """The images that are nearest to a photo. The photo itself, where it is one of them, is left out."""
+    photo = common.read_image(args.query, model.args['resize'])
+    query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size)
+    z, gallery = (F.normalize(common.embed(model, part), dim=1) for part in (query, images))
+    itself = [i for i, name in enumerate(images.paths) if Path(name).resolve() == args.query.resolve()][:1]
+    k = min(args.top, len(images) - len(itself))
+    _, s, index = next(common.nearest(z, gallery, k, torch.tensor(itself) if itself else None))
+    found = [dict(similarity=round(value, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
+             for value, i in zip(s[0].tolist(), index[0].tolist())]
+    for row in found:
+        print(f'{row["similarity"]:8.3f}  {row["label"]}  {row["path"]}')
+    draw_sheet(path, query, images, [0], index)
+    print(f'{args.query} and the images nearest to it: {path}')
+    return dict(query=str(args.query), nearest=found)
+
+
+def curves(args):
+    """R@1 and MAP@R of each run after each epoch, with matplotlib"""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise common.UsageError('--curves needs matplotlib: pip install matplotlib') from None
+    figure = Figure(figsize=(10, 4), layout='constrained')
+    for axes, key in zip(figure.subplots(1, 2), ('R@1', 'MAP@R')):
+        for path in args.checkpoint:
+            rows = common.read_checkpoint(path)['rows']
+            axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-',
+                      label=(path if path.is_dir() else path.parent).name)
+        axes.set(xlabel='epoch', ylabel=f'{key}, %')
+    axes.legend()
+    with common.written_whole(args.curves) as file:
+        figure.savefig(file, format='png')
+    return dict(checkpoint=[str(path) for path in args.checkpoint], curves=str(args.curves))
+
+
+# ---- tables
+
+# Arguments in which the runs of a recipe may differ
+NO_RECIPE = {'seed', 'fold', 'data', 'precision', 'eval_every', 'resume', 'show_batch'}
+
+
+def interval(values):
+    """Mean of n numbers, and the half width of its 95 % confidence interval by Student's t; None for n = 1"""
+    if len(values) < 2:
+        return mean(values), None
+    try:
+        from scipy.stats import t
+    except ImportError:
+        raise common.UsageError('confidence intervals need scipy: pip install scipy') from None
+    return mean(values), t.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
+
+
+def concatenate(parts):
+    """Embeddings of the same images by several networks, one behind the other: (N, D) each -> (N, sum of all D)
+
+    Each is scaled to unit length before, and the whole afterwards, as in Section 3.3 of the Reality Check.
+    """
+    return F.normalize(torch.cat([F.normalize(part.float(), dim=1) for part in parts], dim=1), dim=1)
+
+
+def runs_of(paths):
+    """{name of a recipe: {seed: {fold: checkpoint}}}, where fold is None or 'i/n'; and the classes seen by any network
+
+    A recipe is the script with all flags but the seed and what does not change the method. Its name is the script's,
+    with those flags in which it differs from other recipes of this script.
+    """
+    groups, seen = {}, set()
+    for path in paths:
+        saved = common.read_checkpoint(common.best_of(path))
+        flags, seen = saved['args'], seen | set(saved.get('classes', []))
+        recipe = json.dumps({name: flags[name] for name in sorted(flags.keys() - NO_RECIPE)})
+        folds = groups.setdefault((saved['script'], recipe), {}).setdefault(saved['seed'], {})
+        if flags.get('fold') in folds:
+            raise common.UsageError(f'{path} and {folds[flags.get("fold")]} have the same recipe, seed and fold')
+        folds[flags.get('fold')] = path
+    named = {}
+    for script, recipe in groups:
+        flags = json.loads(recipe)
+        others = [json.loads(other) for name, other in groups if name == script]
+        differs = [f' {name}={flags.get(name)}' for name in flags if any(o.get(name) != flags[name] for o in others)]
+        named[script.removeprefix('train_') + ''.join(differs)] = groups[script, recipe]
+    for name, seeds in named.items():
+        if len({frozenset(folds) for folds in seeds.values()}) > 1:
+            raise common.UsageError(f'{name}: its seeds have different folds: ' + '; '.join(
+                f'seed {seed}: {", ".join(sorted(map(str, folds)))}' for seed, folds in sorted(seeds.items())))
+    return named, seen
+
+
+def score_runs(args, seeds, load):
+    """{setting: {seed: row}} of one recipe; seeds {seed: {fold: checkpoint}} as in runs_of. The row has its 'dim'."""
+    table = {}
+    for seed, folds in sorted(seeds.items()):
+        rows, queries, galleries = [], [], []
+        for _, path in sorted(folds.items(), key=str):
+            model = common.load_checkpoint(path, args.device, args.precision)
+            data = load(model.args['resize'], model.args['image_size'])
+            z, gallery = common.embed_test(model, data)
+            rows, queries, galleries = [*rows, common.score(data, z, gallery)], [*queries, z], [*galleries, gallery]
+            print(f'{path}: R@1 {rows[-1]["R@1"]:.2f}, MAP@R {rows[-1]["MAP@R"]:.2f}', flush=True)
+        row = {key: mean(row[key] for row in rows) for key in rows[0]} | dict(dim=z.shape[1])
+        table.setdefault('separated' if len(folds) > 1 else 'one network', {})[seed] = row
+        if len(folds) > 1:
+            z, gallery = concatenate(queries), None if gallery is None else concatenate(galleries)
+            table.setdefault('concatenated', {})[seed] = common.score(data, z, gallery) | dict(dim=z.shape[1])
+    return table
+
+
+def show_table(rows):
+    """Prints rows [recipe, setting, {seed: row}] as mean ± half width, and returns them for the JSON line."""
+    keys, width, shown = ('R@1', 'RP', 'MAP@R'), max(len(name) for name, *_ in rows), []
+    print(f'{"":{width + 24}}' + ''.join(f'{key:>16}' for key in keys))
+    for name, setting, seeds in rows:
+        values = {key: interval([row[key] for row in seeds.values()]) for key in next(iter(seeds.values()))}
+        dim = values.pop('dim')[0]
+        cells = [f'{middle:.2f}' + ('' if half is None else f' ± {half:.2f}') for middle, half in map(values.get, keys)]
+        setting = f'{setting} ({dim}-dim)' if dim else setting           # a difference has no dimensions
+        print(f'{name:{width}}  {setting:22}' + ''.join(f'{cell:>16}' for cell in cells))
+        shown.append(dict(recipe=name, setting=setting, seeds=list(seeds)) |
+                     {key: dict(mean=middle, interval=half) for key, (middle, half) in values.items()})
+    return shown
+
+
+def pair(named):
+    """Refuses two groups of runs that cannot be compared seed by seed."""
+    if len(named) != 2:
+        raise common.UsageError(f'--against compares two recipes, and these are {len(named)}: {"; ".join(named)}')
+    (first, a), (second, b) = named.items()
+    if {seed: set(folds) for seed, folds in a.items()} != {seed: set(folds) for seed, folds in b.items()}:
+        raise common.UsageError(f'--against compares runs of the same seeds and folds; of {first} there are seeds '
+                                f'{sorted(a)}, of {second} {sorted(b)}')
+
+
+def compare(args):
+    """The table of several checkpoints; with --against, the differences of two recipes as well."""
+    named, seen = runs_of([*args.checkpoint, *args.against])
+    if args.against:
+        pair(named)
+    dataset, load = loader(args, common.read_checkpoint(args.checkpoint[0])['args'], seen)
+    tables = {name: score_runs(args, seeds, load) for name, seeds in named.items()}
+    rows = [(name, setting, seeds) for name, table in tables.items() for setting, seeds in table.items()]
+    if args.against:
+        (first, a), (second, b) = tables.items()
+        rows += [(f'{first} - {second}', setting, {seed: {key: a[setting][seed][key] - b[setting][seed][key]
+                  for key in b[setting][seed]} for seed in a[setting]}) for setting in a]
+    counts = sorted({len(seeds) for seeds in named.values()})
+    print(f'{dataset}: the mean over {" or ".join(map(str, counts))} seeds, ± its 95 % confidence interval'
+          if counts != [1] else f'{dataset}: one seed of each recipe, so there is no interval')
+    return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=dataset,
+                rows=show_table(rows))
+
+
+# ---- command line
+
+
 def get_args(argv=None):
     parser = common.Parser(prog='eval.py', description=__doc__, allow_abbrev=False,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('--checkpoint', type=Path, required=True, help='a file, or a run folder: its best.pt or else last.pt')
+    add('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt')
+    add('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed')
     add('--dataset', choices=list(common.DATASETS), help='if not given, that of the training')
     add('--data', help='its folder; if not given, that of the training')
     add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
-    add('--analyse', action='store_true', help='alignment, uniformity and utilization')
+    add('--analyse', action='store_true', help='the further measures above')
+    add('--embed', type=new_archive, metavar='NPZ', help='save embeddings, labels, classes and paths')
+    add('--sheet', type=common.new_picture, metavar='PNG', help='draw some queries and their nearest images')
+    add('--hardest', action='store_true', help='sheet: the queries with the worst results first')
+    add('--query', type=Path, metavar='PHOTO', help='print and draw the images nearest to this one')
+    add('--top', type=common.at_least(1), default=5, help='sheet and query: how many nearest images')
+    add('--curves', type=common.new_picture, metavar='PNG', help='draw the rows of the runs over the epochs, and stop')
     add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    if args.curves:
+        common.refuse(args, sorted(args.changed - {'checkpoint', 'curves'}), '--curves')
+    if len(args.checkpoint) > 1 or args.against:
+        common.refuse(args, ['analyse', 'embed', 'sheet', 'hardest', 'query', 'top'], 'several checkpoints')
+    if args.query:
+        common.refuse(args, ['analyse', 'embed', 'hardest'], '--query')
+    if not args.sheet:
+        common.refuse(args, ['hardest'] + ['top'] * (not args.query), 'neither --sheet nor --query')
+    return args
+
+
+def new_archive(text):
+    """An argparse type: the path of an NPZ file to be written"""
+    return common.new_file(text, '.npz', b'PK', 'an archive of numpy')
+
+
+def loader(args, trained, seen):
+    """The dataset to evaluate, its name, and load(resize, image_size), which opens it"""
+    dataset = args.dataset or trained['dataset']
+    if dataset not in ('shapes', trained['dataset']) and not args.data:
+        raise common.UsageError(f'--dataset {dataset} is not what the network was trained on: say where it is, --data')
+
+    @cache
+    def load(resize, image_size):
+        return common.load_dataset(dataset, args.data or trained['data'], resize, image_size, args.cache, seen)
+    return dataset, load
+
+
+def save_embeddings(path, data, z, gallery):
+    """An NPZ file with embeddings (N, D), labels (N,), paths (N,) and the classes' names; of a gallery as well"""
+    images = {'': (data.query, z)} | ({} if gallery is None else {'gallery_': (data.gallery, gallery)})
+    arrays = {name + key: value for name, (part, z) in images.items() for key, value in dict(
+        embeddings=F.normalize(z, dim=1).cpu().numpy(), labels=part.labels.numpy(), paths=part.paths).items()}
+    with common.written_whole(path) as file:
+        np.savez(file, classes=np.array(data.query.classes), **arrays)
+    print(f'embeddings of {sum(len(part) for part, _ in images.values()):,} images: {path}')
 
 
 def main(argv=None):
     args = get_args(argv)
-    model = common.load_checkpoint(args.checkpoint, args.device, args.precision)
-    trained = model.args
-    dataset = args.dataset or trained['dataset']
-    if dataset not in ('shapes', trained['dataset']) and not args.data:
-        raise common.UsageError(f'--dataset {dataset} is not what the network was trained on: say where it is, --data')
-    data = args.data or trained['data']
-    load = partial(common.load_dataset, resize=trained['resize'], image_size=trained['image_size'], cache=args.cache)
-    test = load(dataset, data, seen=model.classes)
-    result = common.evaluate(model, test)
-    if args.analyse:
-        z = common.embed(model, test.query)
-        # Where the training found them, or in --data if that folder is not there any more
-        where = trained['data'] if Path(trained['data']).expanduser().is_dir() else data
-        training = load(trained['dataset'], where, fold=trained.get('fold')).train
-        result |= dict(alignment=alignment(z, test.query.labels), uniformity=uniformity(z),
-                       utilization=utilization(z, common.embed(model, training)))
-    print(f'{dataset}: {len(test.query):,} queries of {len(test.query.labels.unique()):,} classes, searched in '
-          f'{"themselves" if test.gallery is test.query else f"a gallery of {len(test.gallery):,} images"}')
-    for name, value in result.items():
-        print(f'{name:>12} {value:8}' if isinstance(value, int) else f'{name:>12} {value:8.3f}')
-    if 'unmatched' in result:
-        print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
-    result = dict(checkpoint=str(args.checkpoint), dataset=dataset) | result
+    if args.curves:
+        result = curves(args)
+    elif len(args.checkpoint) > 1 or args.against:
+        result = compare(args)
+    else:
+        result = evaluate(args, args.checkpoint[0])
     print(json.dumps(result))
     return result
+
+
+def evaluate(args, path):
+    """One checkpoint: its metrics, and whatever the flags ask for"""
+    model = common.load_checkpoint(path, args.device, args.precision)
+    trained = model.args
+    # What a photo is searched in need not be new to the network.
+    dataset, load = loader(args, trained, () if args.query else model.classes)
+    data = load(trained['resize'], trained['image_size'])
+    if args.query:
+        return search(args, model, data.gallery, args.sheet or (path if path.is_dir() else path.parent) / 'query.png')
+    z, gallery = common.embed_test(model, data)
+    result = common.score(data, z, gallery)
+    if args.analyse:
+        # Where the training found its images, or in --data if that folder is not there any more
+        where = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
+        training = common.load_dataset(trained['dataset'], where, trained['resize'], trained['image_size'], args.cache,
+                                       fold=trained.get('fold')).train
+        result |= analyse(z, common.embed(model, training).to(z.device), data, result)
+    print(f'{dataset}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, searched in '
+          f'{"themselves" if gallery is None else f"a gallery of {len(gallery):,} images"}')
+    for name, value in result.items():
+        print(f'{name:>17} {value:8}' if isinstance(value, int) else f'{name:>17} {value:8.3f}')
+    if 'unmatched' in result:
+        print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
+    if args.embed:
+        save_embeddings(args.embed, data, z, gallery)
+    if args.sheet:
+        sheet(args.sheet, data, z, gallery, args.top, args.hardest)
+    return dict(checkpoint=str(path), dataset=dataset) | result
 
 
 if __name__ == '__main__':

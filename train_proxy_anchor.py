@@ -99,6 +99,8 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
+    # For --protocol: the Reality Check gives losses with a vector per class 32 classes of one image.
+    'reality-check': dict(per_class=1, proxy_lr_mult=1),
 }
 
 

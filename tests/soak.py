@@ -304,7 +304,8 @@ def flags():
         module = importlib.import_module(f'train_{script}')
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
             module.get_args(['--help'])
-        words = {'--data', '--cache', '--weights', '--name', '--device', '--resume', '--analyse', '--show-hybrids'}
+        words = {'--data', '--cache', '--weights', '--name', '--device', '--resume', '--analyse', '--show-hybrids',
+                 '--show-batch'}
         for flag in sorted(set(re.findall(r'^  (--[a-z-]+) [A-Z]', out.getvalue(), re.MULTILINE)) - words):
             for value in ('nan', 'inf', '-inf', '1e999', 'x', ''):
                 yield f'{script} {flag}={value}', partial(refused, partial(module.get_args, [f'{flag}={value}']))

@@ -586,3 +586,11 @@ def test_batches_do_not_depend_on_the_threads(monkeypatch):
         drawn.append([x for x, _ in common.batches(images, [[0, 1], [2, 3], [4, 5]], torch.device('cpu'),
                                                    no_augmentation(min_crop=0.2, flip=True, jitter=0.2))])
     assert len(drawn[0]) == 3 and all(torch.equal(a, b) for a, b in zip(*drawn))
+
+
+def test_a_folder_may_be_named_by_a_way_up(tmp_path, monkeypatch):
+    """--data ../photos; the images of a folder never lead out of it, wherever it lies."""
+    draw_folder(tmp_path / 'photos', 'abcd', per_class=2)
+    (tmp_path / 'project').mkdir()
+    monkeypatch.chdir(tmp_path / 'project')
+    assert len(common.load_dataset('folder', '../photos', 24, 24).train) == 4

@@ -4,6 +4,9 @@ A row that changes in a script must be changed here too, on purpose.
 """
 import pytest
 
+import common
+import train_ms
+
 KEYS = ('optimizer lr weight_decay momentum epochs batch_size per_class schedule decay_epochs decay_rate warmup clip '
         'dim pool freeze_bn image_size resize min_crop jitter').split()
 #                 optim  lr     wd   mom  ep  batch K  schedule st rate wu clip dim pool    frozen crop from area jit
@@ -127,3 +130,55 @@ def test_the_recipe_of_the_demo(script):
     assert (shapes.epochs, shapes.batch_size, shapes.min_crop, shapes.eval_every) == (8, 32, 1.0, 4)
     assert (folder.epochs, folder.batch_size, folder.min_crop, folder.eval_every) == (10, 64, 0.5, 1)
     assert shapes.per_class == folder.per_class == (0 if script == 'train_ccl' else 4)
+
+
+# Section 3.1 of the Reality Check, and the released configuration where it is silent
+REALITY_CHECK = dict(dim=128, freeze_bn=True, image_size=227, resize=256, min_crop=0.16, batch_size=32,
+                     optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant', warmup=0,
+                     clip=0, fold='0/4', eval_every=1, patience=10, flip=True, jitter=0, pool='avg', steps=0)
+ONE_PER_CLASS = ('train_proxy_anchor', 'train_proxynca_pp', 'train_ccl')
+
+
+@pytest.mark.parametrize('script', RECIPES)
+def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
+    get_args = __import__(script).get_args
+    for dataset in ('cub', 'cars', 'sop', 'inshop', 'folder'):
+        weights = ['--weights', 'imagenet'] if dataset == 'folder' else []
+        args = get_args(['--dataset', dataset, '--protocol', 'reality-check', *weights])
+        assert 'this is --fold 0/4, one of four' in capsys.readouterr().out
+        for key, expected in REALITY_CHECK.items():
+            assert getattr(args, key) == expected, f'{script} {dataset}: {key}'
+        assert args.arch == 'resnet50' and args.per_class == (1 if script in ONE_PER_CLASS else 4)
+        assert getattr(args, 'proxy_lr_mult', 1) == 1 and getattr(args, 'dropout', 0) == 0
+    args = get_args('--dataset sop --protocol reality-check --fold 2/4 --lr 1e-5 --batch-size 64 --image-size 114'
+                    .split())
+    assert (args.fold, args.lr, args.batch_size, args.image_size, args.resize) == ('2/4', 1e-5, 64, 114, 129)
+    assert capsys.readouterr().out == ''
+
+
+def test_a_choice_has_its_row_under_the_protocol_as_well():
+    common_flags = '--dataset cub --protocol reality-check'.split()
+    for script, flags, expected in (
+            ('train_hse', '', dict(alpha=0.05)), ('train_hse', '--loss proxy_anchor', dict(alpha=2, proxy_lr_mult=1)),
+            ('train_hse', '--loss epshn', dict(alpha=0.1)), ('train_metrix', '--loss contrastive', dict(m=0.5)),
+            ('train_metrix', '--loss proxy_anchor', dict(proxy_lr_mult=1, m=0.77)),
+            ('train_ccl', '--variant center_loss', dict(lam=0.03, per_class=1))):
+        args = __import__(script).get_args([*common_flags, *flags.split()])
+        assert {key: getattr(args, key) for key in expected} == expected, f'{script} {flags}'
+
+
+@pytest.mark.parametrize('flags', ['', '--dataset folder', '--dataset cub --weights none'])
+def test_the_protocol_is_refused_without_pretrained_weights(flags):
+    with pytest.raises(common.UsageError, match='--protocol reality-check fine-tunes.*pretrained weights'):
+        train_ms.get_args(['--protocol', 'reality-check', *flags.split()])
+
+
+def test_a_run_by_the_protocol(run, small):
+    """It validates on a block of the training classes, and can be resumed."""
+    row = run(train_ms, '--protocol', 'reality-check', '--weights', 'imagenet', '--epochs', '1', '--fold', '1/3',
+              '--name', 'x')
+    assert row['epoch'] == 1 and (common.Path('runs/x') / 'best.pt').exists()
+    saved = common.read_checkpoint('runs/x')
+    assert saved['args']['protocol'] == 'reality-check' and saved['args']['fold'] == '1/3'
+    args = train_ms.get_args(['--resume', 'runs/x', '--data', saved['args']['data']])
+    assert (args.protocol, args.fold, args.lr, args.optimizer) == ('reality-check', '1/3', 1e-6, 'rmsprop')

@@ -468,7 +468,8 @@ def test_no_flag_takes_what_is_no_finite_number(script, capsys):
     with pytest.raises(SystemExit):
         module.main(['--help'])
     flags = re.findall(r'^  (--[a-z-]+) [A-Z][A-Z_]*', capsys.readouterr().out, re.MULTILINE)
-    words = {'--data', '--cache', '--weights', '--name', '--device', '--resume', '--analyse', '--show-hybrids'}
+    words = {'--data', '--cache', '--weights', '--name', '--device', '--resume', '--analyse', '--show-hybrids',
+             '--show-batch'}
     assert words & set(flags) and len(set(flags) - words) > 15
     for flag in sorted(set(flags) - words):
         for value in ('nan', 'inf', '-inf', '1e999', 'x', ''):

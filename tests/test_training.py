@@ -2,12 +2,14 @@
 import json
 import math
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS
+from conftest import SCRIPTS, SmallNet
+from PIL import Image
 
 import common
 import train_ms
@@ -229,3 +231,32 @@ def test_sixty_steps_teach_a_small_network_unseen_classes(tmp_path, monkeypatch,
     row = __import__(script).main(['--image-size', '32', '--steps', '60', '--device', 'cpu', '--name', 'x'])
     before = json.loads(open('runs/x/log.jsonl').readline())['R@1']
     assert before < 30 and row['R@1'] > before + GAIN[script], f'{before} before, {row["R@1"]} after'
+
+
+@pytest.mark.parametrize('script, flags, columns', [
+    ('train_ms', '', 2), ('train_ccl', '--per-class 0 --jitter 0.3', 8), ('train_metrix', '', 2)])
+def test_a_picture_of_a_batch_is_the_first_batch_of_training(run, small, monkeypatch, capsys, script, flags, columns):
+    """Crops, flips and order included; and nothing is trained or written beside it."""
+    module = __import__(script)
+    opened = []
+    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: opened.append(weights) or SmallNet())
+    assert run(module, '--show-batch', 'batch.png', '--weights', 'imagenet', *flags.split()) is None
+    assert [path.name for path in Path('.').iterdir() if path.name != 'cache'] == ['batch.png']
+    assert opened == ['none'], 'a picture needs no weights'
+    shown = np.asarray(Image.open('batch.png')).astype(float)
+    seen = []
+    real = common.batches
+
+    def batches(*args, **kwargs):
+        for x, y in real(*args, **kwargs):
+            seen.append(x)
+            yield x, y
+    monkeypatch.setattr(common, 'batches', batches)
+    run(module, '--weights', 'imagenet', '--steps', '1', '--eval-every', '9', *flags.split(), '--name', 'x')
+    first = next(x for x in seen if len(x) == 8)
+    pictures = (first * torch.tensor(common.STD)[:, None, None] + torch.tensor(common.MEAN)[:, None, None]) * 255
+    for i, expected in enumerate(pictures.permute(0, 2, 3, 1).numpy()):
+        top, left = 2 + i // columns * 34, 2 + i % columns * 34
+        assert np.abs(shown[top:top + 32, left:left + 32] - expected).max() <= 1, i
+    with pytest.raises(common.UsageError, match='--show-batch has no effect with --resume'):
+        run(module, '--resume', 'runs/x', '--show-batch', 'batch.png')

@@ -1,0 +1,369 @@
+"""eval.py: tables over seeds and folds, comparisons, pictures, searching and saved embeddings."""
+import json
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import draw_folder, on_circle, unit
+from PIL import Image
+
+import common
+import eval as evaluation
+import train_contrastive
+import train_ms
+
+EVAL = ['--device', 'cpu', '--precision', 'fp32']
+
+
+# ---- measures
+
+
+def test_nmi_against_its_definition():
+    a, b = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([1, 1, 0, 0, 0, 0])
+
+    def entropy(groups):
+        shares = [groups.count(value) / len(groups) for value in set(groups)]
+        return -sum(share * math.log(share) for share in shares)
+    h_a, h_b, both = (entropy(x) for x in (a.tolist(), b.tolist(), list(zip(a.tolist(), b.tolist()))))
+    expected = 200 * (h_a + h_b - both) / (h_a + h_b)
+    assert evaluation.normalized_mutual_information(a, b) == pytest.approx(expected)
+    assert evaluation.normalized_mutual_information(b, a) == pytest.approx(expected)
+    assert 5 < expected < 95
+
+
+@pytest.mark.parametrize('a, b, expected', [
+    ([0, 0, 1, 1, 2], [2, 2, 0, 0, 1], 100),                # the same groups under other names
+    ([0, 0, 1, 1], [0, 1, 0, 1], 0),                        # independent
+    ([0, 0, 0], [0, 0, 0], 100),                            # one group each
+    ([0, 3, 0, 3], [0, 1, 0, 1], 100)])                     # a number that no image has
+def test_nmi_at_its_ends(a, b, expected):
+    assert evaluation.normalized_mutual_information(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected)
+
+
+def test_clusters_are_directions_whatever_the_length():
+    pytest.importorskip('faiss')
+    z = on_circle(0, 2, 120, 122, 240, 242).float() * torch.tensor([1., 9, 1, 9, 1, 9])[:, None]
+    assert len(set(evaluation.clusters(z, 3).view(3, 2).unbind())) == 3
+    found = evaluation.clusters(z, 3).view(3, 2)
+    assert (found[:, 0] == found[:, 1]).all() and found[:, 0].unique().numel() == 3
+
+
+def test_the_best_threshold_by_trying_all():
+    z, y = unit(30, dim=3, seed=3), torch.arange(30) % 3
+    z = torch.nn.functional.normalize(z + 1.2 * torch.eye(3, dtype=z.dtype)[y], dim=1)
+    s = z @ z.T
+    i, j = (~torch.eye(30, dtype=torch.bool)).nonzero(as_tuple=True)
+    same, s = y[i] == y[j], s[i, j]
+    tried = [((s[same] >= t).double().mean() + (s[~same] < t).double().mean()).item() / 2
+             for t in torch.linspace(-1, 1, 2001)[:-1]]
+    threshold, accuracy = evaluation.best_threshold(z, y)
+    assert accuracy == pytest.approx(100 * max(tried), abs=0.3) and 60 < accuracy < 99
+    assert ((s[same] >= threshold).double().mean() + (s[~same] < threshold).double().mean()).item() * 50 == \
+        pytest.approx(accuracy, abs=0.3)
+
+
+def test_a_threshold_between_two_angles():
+    """Positive pairs are 10 degrees apart, negative ones at least 80; images are compared with themselves by none."""
+    z, y = on_circle(0, 10, 90, 100), torch.tensor([0, 0, 1, 1])
+    threshold, accuracy = evaluation.best_threshold(z, y)
+    assert accuracy == 100 and math.cos(math.radians(80)) < threshold + 1e-3 and threshold <= math.cos(math.radians(10))
+    assert evaluation.best_threshold(on_circle(0, 90, 180, 270), y)[1] == 75, 'all positives are at 90 degrees'
+
+
+# ---- means and intervals
+
+
+def test_interval_by_hand():
+    """Mean 12, standard deviation 2; t with two degrees of freedom is 4.3027 at 97.5 %."""
+    middle, half = evaluation.interval([10, 12, 14])
+    assert middle == 12 and half == pytest.approx(4.3027 * 2 / math.sqrt(3), abs=1e-3)
+    assert evaluation.interval([10, 14])[1] == pytest.approx(12.7062 * math.sqrt(8) / math.sqrt(2), abs=1e-3)
+    assert evaluation.interval([7.5]) == (7.5, None)
+
+
+def test_without_scipy_an_interval_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'scipy.stats', None)
+    with pytest.raises(common.UsageError, match='pip install scipy'):
+        evaluation.interval([1, 2])
+
+
+def test_concatenation_gives_each_network_the_same_weight():
+    """Each part has unit length first, so a cosine of the whole is the mean of the cosines; the whole has, too."""
+    a, b = unit(5, dim=4, seed=1), unit(5, dim=6, seed=2)
+    z = evaluation.concatenate([100 * a, 0.01 * b])
+    assert z.shape == (5, 10)
+    torch.testing.assert_close(z.double() @ z.double().T, (a @ a.T + b @ b.T) / 2, atol=1e-6, rtol=0)
+
+
+@pytest.fixture
+def runs(run, small):
+    """Two recipes, two seeds, two folds each, in runs/<recipe>-<seed>-<fold>"""
+    for name, module, flags in (('ms', train_ms, ()), ('con', train_contrastive, ('--lr', '0.01'))):
+        for seed in '01':
+            for fold in '01':
+                run(module, '--fold', f'{fold}/2', '--seed', seed, '--name', f'{name}-{seed}-{fold}',
+                    '--precision', 'fp32', '--batch-size', '6', *flags)
+    return lambda name: [f'runs/{name}-{seed}-{fold}' for seed in '01' for fold in '01']
+
+
+def by_hand(name, folder, seed):
+    """{setting: row} of the two folds of a recipe"""
+    data = common.load_dataset('folder', folder, 32, 32, 'cache')
+    parts = [common.embed(common.load_checkpoint(f'runs/{name}-{seed}-{fold}', precision='fp32'), data.query)
+             for fold in '01']
+    each = [common.retrieval_metrics(z, data.query.labels) for z in parts]
+    z = torch.cat([torch.nn.functional.normalize(z, dim=1) for z in parts], dim=1)
+    return {'separated (16-dim)': {key: (each[0][key] + each[1][key]) / 2 for key in each[0]},
+            'concatenated (32-dim)': common.retrieval_metrics(z, data.query.labels)}
+
+
+def test_the_table_over_seeds_and_folds(runs, folder, capsys):
+    capsys.readouterr()
+    result = evaluation.main(['--checkpoint', *runs('ms'), *runs('con'), *EVAL])
+    out = capsys.readouterr().out
+    assert json.loads(out.strip().split('\n')[-1]) == result and 'the mean over 2 seeds' in out
+    assert [(row['recipe'], row['setting']) for row in result['rows']] == [
+        (name, setting) for name in ('ms', 'contrastive')
+        for setting in ('separated (16-dim)', 'concatenated (32-dim)')]
+    for row in result['rows']:
+        name = {'ms': 'ms', 'contrastive': 'con'}[row['recipe']]
+        expected = [by_hand(name, folder, seed)[row['setting']] for seed in '01']
+        assert row['seeds'] == [0, 1]
+        for key in ('R@1', 'RP', 'MAP@R'):
+            values = [row[key] for row in expected]
+            assert row[key]['mean'] == pytest.approx(sum(values) / 2, abs=1e-4), (row['recipe'], row['setting'], key)
+            assert row[key]['interval'] == pytest.approx(12.7062 * abs(values[0] - values[1]) / 2, abs=1e-3)
+    row = result['rows'][1]['MAP@R']
+    assert f'{row["mean"]:.2f} ± {row["interval"]:.2f}' in out
+
+
+def test_a_comparison_is_by_differences_within_a_seed(runs, folder, capsys):
+    result = evaluation.main(['--checkpoint', *reversed(runs('ms')), '--against', *runs('con'), *EVAL])
+    rows = {(row['recipe'], row['setting']): row for row in result['rows']}
+    assert len(rows) == 6
+    for setting, full in (('separated', 'separated (16-dim)'), ('concatenated', 'concatenated (32-dim)')):
+        values = [by_hand('ms', folder, seed)[full]['MAP@R'] - by_hand('con', folder, seed)[full]['MAP@R']
+                  for seed in '01']
+        row = rows['ms - contrastive', setting]['MAP@R']
+        assert row['mean'] == pytest.approx(sum(values) / 2, abs=1e-4)
+        assert row['interval'] == pytest.approx(12.7062 * abs(values[0] - values[1]) / 2, abs=1e-3)
+
+
+def test_single_networks_and_single_seeds(runs, capsys):
+    """Networks without their other folds are a row each; recipes of one script are told apart by their flags."""
+    result = evaluation.main(['--checkpoint', 'runs/ms-0-0', 'runs/con-0-0', *EVAL])
+    out = capsys.readouterr().out
+    assert 'one seed of each recipe, so there is no interval' in out
+    assert [row['setting'] for row in result['rows']] == ['one network (16-dim)'] * 2
+    assert result['rows'][0]['R@1']['interval'] is None
+    train_ms.main([*'--dataset folder --epochs 0 --device cpu --image-size 32 --dim 16 --data'.split(),
+                   result_data(), *'--beta 20 --name other --fold 0/2'.split()])
+    names = evaluation.runs_of([common.Path('runs/ms-0-0'), common.Path('runs/other')])[0]
+    assert any('beta=50.0' in name for name in names) and any('beta=20.0' in name for name in names)
+
+
+def result_data():
+    return common.read_checkpoint('runs/ms-0-0')['args']['data']
+
+
+@pytest.mark.parametrize('flags, message', [
+    ('--checkpoint runs/ms-0-0 runs/ms-0-0', 'have the same recipe, seed and fold'),
+    ('--checkpoint runs/ms-0-0 runs/ms-0-1 runs/ms-1-0', 'its seeds have different folds: seed 0: 0/2, 1/2; seed 1'),
+    ('--checkpoint runs/ms-0-0 --against runs/ms-1-0', 'two recipes, and these are 1: ms'),
+    ('--checkpoint runs/ms-0-0 --against runs/con-1-0', r'of ms there are seeds \[0\], of contrastive \[1\]'),
+    ('--checkpoint runs/ms-0-0 --against runs/con-0-1', 'the same seeds and folds')])
+def test_runs_that_do_not_go_together(runs, flags, message):
+    with pytest.raises(common.UsageError, match=message):
+        evaluation.main([*flags.split(), *EVAL])
+
+
+@pytest.mark.parametrize('flags, message', [
+    ('a b --analyse', '--analyse has no effect with several checkpoints'),
+    ('a b --sheet x.png', '--sheet has no effect with several'), ('a b --embed x.npz', '--embed'),
+    ('a b --query x.jpg', '--query'), ('a --against b --analyse', '--analyse'),
+    ('a --hardest', '--hardest has no effect with neither'), ('a --top 3', '--top has no effect with neither'),
+    ('a --query x.jpg --analyse', '--analyse has no effect with --query'), ('a --query x.jpg --embed y.npz', '--embed'),
+    ('a --sheet x.jpg', 'must end in .png'), ('a --embed x.npy', 'must end in .npz'),
+    ('a --curves x.png --analyse', '--analyse has no effect with --curves')])
+def test_flags_without_effect_are_refused(flags, message):
+    with pytest.raises(common.UsageError, match=message):
+        evaluation.main(['--checkpoint', *flags.split()])
+
+
+def test_all_networks_of_a_table_see_the_same_classes(tmp_path, monkeypatch, small):
+    """Of a flat folder, what any of them was trained or validated on is left out for all."""
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'all', 'abcdefgh', per_class=3)
+    draw_folder(tmp_path / 'few', 'abef', per_class=3)
+    for data, seed in (('all', '0'), ('few', '1')):
+        train_ms.main(['--dataset', 'folder', '--data', data, '--epochs', '0', '--image-size', '32', '--device', 'cpu',
+                       '--seed', seed, '--name', data])
+    loaded = []
+    real = common.read_folder
+    monkeypatch.setattr(common, 'read_folder', lambda root, seen: loaded.append(set(seen)) or real(root, seen))
+    evaluation.main(['--checkpoint', 'runs/all', 'runs/few', '--data', 'all', *EVAL])
+    assert loaded == [set('abcd')]
+
+
+# ---- pictures
+
+
+def picture(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def plain_images(colours, labels, side=6):
+    """One-coloured images of side x side pixels"""
+    pixels = np.concatenate([np.tile(np.uint8(colour), side * side) for colour in colours])
+    return common.Images(pixels, [(side, side)] * len(colours), torch.tensor(labels), side,
+                         [f'class {c}' for c in range(max(labels) + 1)])
+
+
+def test_a_sheet_pixel_by_pixel(tmp_path):
+    colours = [(10, 20, 30), (40, 50, 60), (70, 80, 90), (100, 110, 120)]
+    images = plain_images(colours, [0, 0, 1, 1])
+    index, hit = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[True, False], [True, False]])
+    evaluation.draw_sheet(tmp_path / 's.png', images, images, [0, 2], index, hit)
+    found, border, gap = picture(tmp_path / 's.png'), evaluation.BORDER, 2
+    tile = 6 + 2 * border
+    assert found.shape == (2 * (tile + gap) + gap, 3 * (tile + gap) + gap, 3)
+    expected = np.full_like(found, 255)
+    for row, query in enumerate([0, 2]):
+        for column, image in enumerate([query, *index[row].tolist()]):
+            top, left = gap + row * (tile + gap), gap + column * (tile + gap)
+            frame = (255, 255, 255) if column == 0 else (0, 160, 0) if hit[row, column - 1] else (220, 0, 0)
+            expected[top:top + tile, left:left + tile] = frame
+            expected[top + border:top + tile - border, left + border:left + tile - border] = colours[image]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_sheets_of_a_data_set(tmp_path):
+    """Queries at 0, 5, 90, 100 and 170 degrees, each with its two nearest; in their order, and the hardest first."""
+    images = plain_images([(40 * i,) * 3 for i in range(5)], [0, 0, 1, 0, 1])
+    data = SimpleNamespace(query=images, gallery=images)
+    z, border = on_circle(0, 5, 90, 100, 170), evaluation.BORDER
+    evaluation.sheet(tmp_path / 'all.png', data, z, None, 2, hardest=False)
+    evaluation.sheet(tmp_path / 'hard.png', data, z, None, 2, hardest=True)
+
+    def shown(name):
+        side = 6 + 2 * border + 2
+        return (picture(tmp_path / name)[2 + border::side, 2 + border::side, 0] // 40)[:5, :3].tolist()
+    assert shown('all.png') == [[0, 1, 2], [1, 0, 2], [2, 3, 4], [3, 2, 4], [4, 3, 2]]
+    # 3 has no match. The others have one, and their mistakes are at 10, 70, 85 and 90 degrees.
+    assert shown('hard.png') == [[3, 2, 4], [2, 3, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
+
+
+def test_the_order_of_failures():
+    s = torch.tensor([[.9, .8], [.9, .8], [.7, .6], [.95, .9], [.5, .4]])
+    hit = torch.tensor([[1, 0], [0, 0], [0, 0], [1, 1], [0, 1]]).bool()
+    assert evaluation.hardest_first(s, hit).tolist() == [1, 2, 0, 4, 3]
+
+
+def test_eval_draws_a_sheet_of_at_most_eight_queries(run, small, capsys):
+    run(train_ms, '--name', 'mine')
+    evaluation.main(['--checkpoint', 'runs/mine', '--sheet', 'sheet.png', '--top', '3', *EVAL])
+    assert picture('sheet.png').shape == (8 * (32 + 10) + 2, 4 * (32 + 10) + 2, 3)
+    json.loads(capsys.readouterr().out.strip().split('\n')[-1])
+
+
+# ---- one's own images
+
+
+def test_a_photo_is_searched_in_all_images_but_itself(tmp_path, monkeypatch, small, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
+    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 24 --device cpu --name mine'.split())
+    capsys.readouterr()
+    result = evaluation.main(['--checkpoint', 'runs/mine', '--query', 'birds/a/1.jpg', '--top', '3', *EVAL])
+    out = capsys.readouterr().out
+    model = common.load_checkpoint('runs/mine', precision='fp32')
+    data = common.load_dataset('folder', 'birds', 24, 24, seen=())
+    assert len(data.query) == 12, 'classes of the training set are searched, too'
+    z = common.embed(model, data.query)
+    place = data.query.paths.tolist().index('birds/a/1.jpg')
+    s = z @ z[place]
+    s[place] = -2
+    expected = s.topk(3)
+    assert [row['path'] for row in result['nearest']] == data.query.paths[expected.indices].tolist()
+    assert [row['similarity'] for row in result['nearest']] == pytest.approx(expected.values.tolist(), abs=1e-3)
+    assert [row['label'] for row in result['nearest']] == [row['path'].split('/')[1] for row in result['nearest']]
+    assert out.count('birds/') >= 3 and picture('runs/mine/query.png').shape == (24 + 12, 4 * (24 + 10) + 2, 3)
+
+
+def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
+    """Of another size and shape; it is not one of the images, so all of them may be found."""
+    run(train_ms, '--name', 'mine')
+    Image.open(folder / 'test' / 'car1' / '2.jpg').resize((90, 70)).save(tmp_path / 'photo.png')
+    flags = ['--checkpoint', 'runs/mine', '--query', str(tmp_path / 'photo.png'), '--sheet', 'found.png', *EVAL]
+    result = evaluation.main([*flags, '--top', '99'])
+    assert len(result['nearest']) == 16 and (tmp_path / 'found.png').exists()
+    assert len({row['path'] for row in result['nearest']}) == 16
+    (tmp_path / 'photo.png').write_text('no picture')
+    with pytest.raises(common.UsageError, match='cannot read the image'):
+        evaluation.main(flags)
+
+
+def test_saved_embeddings(run, small, folder):
+    run(train_ms, '--name', 'mine')
+    evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
+    saved = np.load('out.npz')
+    model = common.load_checkpoint('runs/mine', precision='fp32')
+    data = common.load_dataset('folder', folder, 32, 32)
+    np.testing.assert_allclose(saved['embeddings'], common.embed(model, data.query).numpy(), atol=1e-6)
+    assert [common.Path(path).parent.name for path in saved['paths']] == saved['classes'][saved['labels']].tolist()
+    assert set(saved) == {'embeddings', 'labels', 'paths', 'classes'} and common.Path(saved['paths'][5]).is_file()
+    evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])      # replaces its own kind
+    common.Path('out.npz').write_text('my thesis')
+    with pytest.raises(common.UsageError, match='not an archive of numpy'):
+        evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
+
+
+def test_saved_embeddings_of_a_gallery(run, small, tmp_path):
+    run(train_ms, '--name', 'mine')
+    for part, seed in (('train', 0), ('query', 1), ('gallery', 2)):
+        draw_folder(tmp_path / 'three' / part, ['x', 'y'] if part != 'train' else ['t', 'u'], 2 + seed, seed=seed)
+    evaluation.main(['--checkpoint', 'runs/mine', '--data', 'three', '--embed', 'out.npz', '--sheet', 's.png', *EVAL])
+    saved = np.load('out.npz')
+    assert saved['embeddings'].shape == (6, 16) and saved['gallery_embeddings'].shape == (8, 16)
+    assert all('/gallery/' in path for path in saved['gallery_paths']) and '/query/' in saved['paths'][0]
+    assert saved['gallery_labels'].tolist() == [0] * 4 + [1] * 4
+
+
+def test_curves_are_the_rows_of_each_run(run, small, monkeypatch):
+    drawn = []
+
+    class Axes:
+        def plot(self, x, y, *_, label):
+            drawn.append((label, x, y))
+
+        def set(self, **_):
+            pass
+
+        legend = set
+
+    class Figure:
+        def __init__(self, **_):
+            pass
+
+        def subplots(self, rows, columns):
+            return [Axes() for _ in range(rows * columns)]
+
+        def savefig(self, file, format):
+            file.write(b'\x89PNG')
+    for seed in '01':
+        run(train_ms, '--name', f'run{seed}', '--seed', seed, '--eval-every', '1')
+    module = ModuleType('matplotlib.figure')
+    module.Figure = Figure
+    monkeypatch.setitem(sys.modules, 'matplotlib', ModuleType('matplotlib'))
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', module)
+    evaluation.main(['--checkpoint', 'runs/run0', 'runs/run1/last.pt', '--curves', 'curves.png'])
+    rows = {f'run{seed}': [json.loads(line) for line in open(f'runs/run{seed}/log.jsonl')] for seed in '01'}
+    assert drawn == [(name, [row['epoch'] for row in rows[name]], [row[key] for row in rows[name]])
+                     for key in ('R@1', 'MAP@R') for name in rows]
+    assert common.Path('curves.png').read_bytes() == b'\x89PNG'
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    with pytest.raises(common.UsageError, match='pip install matplotlib'):
+        evaluation.main(['--checkpoint', 'runs/run0', '--curves', 'curves.png'])
