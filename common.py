@@ -48,6 +48,7 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
 from torchvision.utils import save_image
@@ -73,15 +74,17 @@ class Embedder(nn.Module):
     head_init   kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
                 is about five times smaller
     precision   bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
+    chunk       in training, the trunk takes so many images at a time, and computes each chunk once more in the
+                backward pass. So it never holds the activations of more images; 0: the whole batch at once
     """
 
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True,
-                 layer_norm=False, normalize=True, head_init='kaiming', precision='fp32'):
+                 layer_norm=False, normalize=True, head_init='kaiming', precision='fp32', chunk=0):
         super().__init__()
         # A checkpoint keeps this dict, from which the network can be built again.
         self.config = dict(arch=arch, dim=dim, pool=pool, freeze_bn=freeze_bn, layer_norm=layer_norm,
                            normalize=normalize, head_init=head_init)
-        self.pool, self.normalize, self.precision = pool, normalize, precision
+        self.pool, self.normalize, self.precision, self.chunk = pool, normalize, precision, chunk
         resnet = load_resnet(arch, weights)
         channels = resnet.fc.in_features                                 # c
         # The last two children are the ResNet's own pooling and classifier.
@@ -116,8 +119,11 @@ class Embedder(nn.Module):
         # Images up to 16 px stay in float32: they reach the last stage as one pixel, where bfloat16 gradients of
         # convolutions with stride 2 are wrong on a CPU, and at times NaN (seen in torch 2.14).
         bf16 = self.precision == 'bf16' and min(x.shape[2:]) > 16
+        x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
-            return self.trunk(x.contiguous(memory_format=torch.channels_last))
+            if self.chunk and torch.is_grad_enabled():
+                return torch.cat([checkpoint(self.trunk, part, use_reentrant=False) for part in x.split(self.chunk)])
+            return self.trunk(x)
 
     def pool_features(self, f):
         """(B, c, h, w) -> (B, c)"""
@@ -246,6 +252,8 @@ def make_optimizer(args, groups, **options):
     kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD, rmsprop=torch.optim.RMSprop)
     if args.optimizer in ('sgd', 'rmsprop'):
         options = dict(momentum=args.momentum) | options
+    if args.optimizer != 'rmsprop':                         # torch has no fused RMSprop
+        options = dict(fused=args.device.type in ('cpu', 'cuda')) | options
     return kinds[args.optimizer](groups, lr=args.lr, weight_decay=args.weight_decay, **options)
 
 
@@ -320,9 +328,10 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
     steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
     lists = islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
-        loss = step(x, y)
-        optimizer.zero_grad()
-        loss.backward()
+        with naming_memory(args):
+            loss = step(x, y)
+            optimizer.zero_grad()
+            loss.backward()
         if args.clip:
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
@@ -344,6 +353,18 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
             live(f'{left:,} steps to come, about {minutes:.1f} min, not counting evaluations', done=True)
     return dict(epoch=epoch, loss=torch.stack(losses).mean().item(), no_positive=float(without_positive) / seen,
                 images_per_second=seen / (time.time() - start))
+
+
+@contextmanager
+def naming_memory(args):
+    """Says what to lower if the memory of the device does not suffice for a step."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        chunk = args.chunk or args.batch_size
+        raise UsageError(f'{args.device} has not enough memory for a step with a batch of {args.batch_size} images'
+                         f'{f" in chunks of {chunk}" if args.chunk else ""}; lower --batch-size, or take --chunk '
+                         f'{max(1, chunk // 4)} (with --freeze-bn), which gives the same gradients') from None
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -1335,10 +1356,18 @@ def parser(doc, notes=''):
     g.add_argument('--decay-rate', type=between(0, 1), default=0.5, help='schedule step: factor of a decay')
     g.add_argument('--warmup', type=at_least(0), help='first epochs, in which all but the trunk learns')
     g.add_argument('--clip', type=at_least(0, float), help='clip gradients to +- this; 0: no clipping')
+    add_run_flags(p)
+    return p
+
+
+def add_run_flags(p):
+    """The flags of one run: where and how it computes, what validates, where it is kept"""
     g = p.add_argument_group('run')
     g.add_argument('--seed', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random')
     g.add_argument('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     g.add_argument('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
+    g.add_argument('--chunk', type=at_least(0), default=0,
+                   help='saves memory: the trunk takes so many images at a time, with frozen BatchNorm; 0: all')
     g.add_argument('--eval-every', type=at_least(1), help='epochs between evaluations')
     g.add_argument('--protocol', choices=['reality-check'], help="settings of the Reality Check, Section 3.1")
     g.add_argument('--fold', type=fold, metavar='I/N',
@@ -1347,7 +1376,6 @@ def parser(doc, notes=''):
     g.add_argument('--name', type=run_name, help='folder below runs/; default: script, dataset, next free number')
     g.add_argument('--resume', type=Path, metavar='RUN', help='go on with a run: its folder, or a checkpoint')
     g.add_argument('--show-batch', type=new_picture, metavar='PNG', help='save a picture of the first batch, and stop')
-    return p
 
 
 def fold(text):
@@ -1401,24 +1429,31 @@ def parse(parser, DEFAULTS, argv=None):
     args = parser.parse_args(argv)
     args.changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     args.script = script
+    check(args)
+    if args.protocol and not (first.fold or args.resume):
+        print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
+    args.device = pick_device(args.device)
+    return args
+
+
+def check(args):
+    """Refuses flags that have no effect, or that exclude each other."""
     if args.optimizer not in ('sgd', 'rmsprop'):
         refuse(args, ['momentum'], f'--optimizer {args.optimizer}')
     if args.schedule != 'step':
         refuse(args, ['decay_epochs', 'decay_rate'], f'--schedule {args.schedule}')
     if not args.fold:
         refuse(args, ['patience'], 'the test set, which chooses nothing: take --fold')
+    if args.chunk and not args.freeze_bn:
+        raise UsageError('--chunk needs --freeze-bn: the statistics of trained BatchNorm would be those of the chunks')
     if args.protocol and args.weights == 'none':
         raise UsageError(f'--protocol {args.protocol} fine-tunes, with a learning rate of {args.lr:g}: it needs '
                          'pretrained weights, --weights imagenet or a file')
-    if args.protocol and not (first.fold or args.resume):
-        print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
     if args.resume:
         check_resume(args)
     if args.name and (Path('runs') / args.name / 'last.pt').exists():
         raise UsageError(f'runs/{args.name} exists already; choose another --name, or go on with it: '
                          f'--resume runs/{args.name}')
-    args.device = pick_device(args.device)
-    return args
 
 
 def recipe_row(first, DEFAULTS):
@@ -1469,7 +1504,7 @@ def check_resume(args):
         args.resume = args.resume / 'last.pt'
     refuse(args, ['name'], '--resume: the run keeps its folder')
     refuse(args, ['show_batch'], '--resume')
-    free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'patience', 'device', 'precision'}
+    free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'patience', 'device', 'precision', 'chunk'}
     fixed = sorted(args.changed - free)
     if fixed:
         raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
@@ -1520,7 +1555,8 @@ def build(args, **options):
     # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
     weights = 'none' if args.resume or args.show_batch else args.weights
     return Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
-                    precision=pick_precision(args.precision, args.device), **options).to(args.device)
+                    precision=pick_precision(args.precision, args.device), chunk=args.chunk,
+                    **options).to(args.device)
 
 
 # ---- 9. errors -------------------------------------------------------------------------------------

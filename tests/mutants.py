@@ -65,7 +65,7 @@ MUTANTS = {
         ('        loss.backward()', '        (loss * 0).backward()', 'gradients are zero'),
         ('        optimizer.step()', '        pass', 'the weights never move'),
         ('        schedule.step()', '        schedule.last_epoch += 1', 'the learning rate never changes'),
-        ('        optimizer.zero_grad()\n', '', 'gradients add up over the steps'),
+        ('optimizer.zero_grad()', 'pass', 'gradients add up over the steps'),
         ('        if args.clip:', '        if False:', '--clip has no effect'),
         ('clip_grad_value_', 'clip_grad_norm_', 'clipping by norm'),
         ('losses.append(loss.detach())', 'losses = [loss.detach()]', 'the loss of a row is that of its last step'),
@@ -162,7 +162,7 @@ MUTANTS = {
         ('Embedder(args.arch, args.dim,', 'Embedder(args.arch, 128,', '--dim has no effect'),
         ('weights, args.freeze_bn,\n', 'weights, False,\n', '--freeze-bn has no effect'),
         ('args.data, args.resize, args.image_size', 'args.data, None, args.image_size', '--resize has no effect'),
-        ('precision=pick_precision(args.precision, args.device), **options', "precision='fp32', **options",
+        ('precision=pick_precision(args.precision, args.device), chunk', "precision='fp32', chunk",
          '--precision does not reach the network'),
         ('min_crop=1.0, batch_size=32', 'min_crop=0.5, batch_size=32', 'the demo has another recipe'),
         ('        if flag in args.changed:', '        if False:', 'flags without effect are accepted'),
@@ -220,7 +220,7 @@ MUTANTS = {
          "the checkpoint's transform cuts another crop"),
         ('            to_rgb, transforms.Resize', '            transforms.Resize',
          "the checkpoint's transform fails on grey and turned photographs"),
-        ("'device', 'precision'}", "'device', 'precision', 'lr'}", '--lr beside --resume is taken and ignored'),
+        ("'precision', 'chunk'}", "'precision', 'chunk', 'lr'}", '--lr beside --resume is taken and ignored'),
         ("free = {'resume', 'data', ", "free = {'resume', ", 'a run whose data moved cannot be resumed'),
         ('Path(root).expanduser()', 'Path(root)', '--data ~/x does not work'),
         ('(run.start + 1, args.warmup + 1)', '(1, args.warmup + 1)', 'no estimate of minutes after --resume'),
@@ -246,6 +246,14 @@ MUTANTS = {
          'of train/, val/ and test/, val/ is evaluated'),
         ('path.suffix.lower() in', 'path.suffix in', 'photographs called .JPG are no images'),
         ("'TIFF', 'WEBP']", "'TIFF']", 'WebP images are refused, though their names are listed'),
+        # memory and speed
+        ('x.split(self.chunk)])', 'x.split(len(x))])', '--chunk has no effect'),
+        ('if self.chunk and torch.is_grad_enabled():', 'if self.chunk:', 'an evaluation is cut into chunks'),
+        ('chunk=args.chunk,', '', '--chunk does not reach the network'),
+        ('    if args.chunk and not args.freeze_bn:', '    if False:', 'statistics of chunks'),
+        ('    except torch.OutOfMemoryError:\n        chunk', '    except ZeroDivisionError:\n        chunk',
+         'too little memory is not explained'),
+        ("options = dict(fused=args.device.type in ('cpu', 'cuda')) | options", 'pass', 'the optimizer is not fused'),
         # the protocol, and pictures
         ('row, recipe = row | PROTOCOL, first.protocol', 'row = row | PROTOCOL',
          "a dataset's recipe goes over the protocol"),
@@ -463,7 +471,11 @@ MUTANTS = {
          'return (1 - lam) * x.index_select(0, i) + lam * x.index_select(0, j)', 'i and j are swapped in the mixture'),
         ('x.index_select(0, i) +', 'x.index_select(0, i).detach() +', 'end i is detached'),
         ('(1 - lam) * x.index_select(0, j)', '(1 - lam) * x.index_select(0, j).detach()', 'end j is detached'),
-        ('f[j[rows]].lerp_(f[i[rows]]', 'f[i[rows]].lerp_(f[j[rows]]', 'i and j are swapped in mixed features'),
+        ('f[j[rows]].lerp_(f[first]', 'f[i[rows]].lerp_(f[j[rows]]', 'i and j are swapped in mixed features'),
+        ('valid.to(torch.uint8).topk(most, dim=1', '(~valid).to(torch.uint8).topk(most, dim=1',
+         'examples that are not valid are gathered'),
+        ('most = max(1, int(valid.sum(dim=1).max()))', 'most = max(1, int(valid.sum(dim=1).min()))',
+         'anchors with more examples lose some'),
         ('((i[rows], lam[rows]), (j[rows], 1 - lam[rows]))', '((i[rows], lam[rows]),)',
          'end j of mixed features is detached'),
         ('((i[rows], lam[rows]), (j[rows], 1 - lam[rows]))', '((j[rows], 1 - lam[rows]),)',
@@ -622,7 +634,7 @@ MUTANTS = {
 
 # Tests that are likely to notice a change in a file run first, and then all others.
 FIRST = {'common.py': ['network', 'retrieval', 'flags', 'training', 'folds', 'datasets', 'runs'],
-         'eval.py': ['eval', 'flags'],
+         'eval.py': ['tables', 'eval', 'flags'],
          **{f'train_{name}.py': [name, 'flags', 'wiring', 'recipes'] for name in
             ('contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse')}}
 

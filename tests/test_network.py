@@ -255,3 +255,31 @@ def test_the_small_network_of_these_tests_behaves_like_a_resnet(monkeypatch):
     model = Embedder(dim=8)
     assert model.features(torch.randn(2, 3, 32, 32)).shape == (2, 64, 4, 4) and len(model.frozen) == 2
     assert torch.allclose(F.normalize(model(torch.randn(2, 3, 32, 32)), dim=1).norm(dim=1), torch.ones(2))
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize('pool', ['avg', 'avg+max'])
+def test_chunks_have_the_gradient_of_the_whole_batch(pool):
+    """Also where the last chunk is smaller, and where feature maps are used directly."""
+    x = torch.randn(7, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for chunk in (0, 3):
+        model = small_embedder(freeze_bn=True, pool=pool, chunk=chunk).double()
+        seen = []
+        model.trunk.conv1.register_forward_hook(lambda _, inputs, __, seen=seen: seen.append(len(inputs[0])))
+        f = model.features(x.double())
+        (model.head(f) @ torch.arange(8.).double() + f.mean()).sum().backward()
+        found.append([f.detach(), *(weight.grad for weight in model.parameters() if weight.requires_grad)])
+        assert seen == ([7] if not chunk else [3, 3, 1, 1, 3, 3]), 'each chunk once more in the backward pass'
+    for whole, chunks in zip(*found):
+        torch.testing.assert_close(chunks, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_chunks_are_for_training_only():
+    model, seen = small_embedder(chunk=2), []
+    model.trunk.conv1.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    with torch.no_grad():
+        model(torch.zeros(5, 3, 32, 32))
+    assert seen == [5]

@@ -260,3 +260,47 @@ def test_a_picture_of_a_batch_is_the_first_batch_of_training(run, small, monkeyp
         assert np.abs(shown[top:top + 32, left:left + 32] - expected).max() <= 1, i
     with pytest.raises(common.UsageError, match='--show-batch has no effect with --resume'):
         run(module, '--resume', 'runs/x', '--show-batch', 'batch.png')
+
+
+def test_chunks_from_the_flag_to_the_weights(run, small):
+    """Two steps with chunks of 3 and without end at the same weights."""
+    weights = {}
+    for chunk in ('0', '3'):
+        run(train_ms, '--freeze-bn', '--chunk', chunk, '--name', chunk, '--precision', 'fp32', '--lr', '0.001')
+        weights[chunk] = common.read_checkpoint(f'runs/{chunk}')['model']
+    for name, value in weights['0'].items():
+        torch.testing.assert_close(weights['3'][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_chunks_are_refused_with_trained_batchnorm():
+    with pytest.raises(common.UsageError, match='--chunk needs --freeze-bn: the statistics'):
+        train_ms.get_args(['--chunk', '8'])
+    assert train_ms.get_args('--dataset cub --chunk 8'.split()).chunk == 8
+
+
+@pytest.mark.parametrize('flags, advice', [('', 'batch of 8 images; lower --batch-size, or take --chunk 2 '),
+                                           ('--freeze-bn --chunk 6', 'in chunks of 6; .* take --chunk 1 ')])
+def test_too_little_memory_says_what_to_lower(run, small, monkeypatch, flags, advice):
+    def step(*_, **__):
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')
+    monkeypatch.setattr(train_ms, 'multi_similarity_loss', step)
+    with pytest.raises(common.UsageError, match=advice):
+        run(train_ms, '--name', 'x', *flags.split())
+    assert (Path('runs/x') / 'last.pt').exists(), 'the network before training is there'
+
+
+@pytest.mark.parametrize('name, kind', [('adam', torch.optim.Adam), ('adamw', torch.optim.AdamW),
+                                        ('sgd', torch.optim.SGD), ('rmsprop', torch.optim.RMSprop)])
+def test_optimizers_are_fused_where_torch_can_and_step_as_torch_does(before_training, name, kind):
+    momentum = ['--momentum', '0.9'] if name in ('sgd', 'rmsprop') else []
+    held = before_training(train_ms, '--optimizer', name, '--lr', '0.01', '--weight-decay', '0.1', *momentum)
+    assert bool(held.optimizer.defaults.get('fused')) == (name != 'rmsprop')
+    weight = held.model.linear.weight
+    other = torch.nn.Parameter(weight.detach().clone())
+    plain = kind([other], lr=0.01, weight_decay=0.1, foreach=False, **({'momentum': 0.9} if momentum else {}))
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 0.3)
+        other.grad = weight.grad.clone()
+        held.optimizer.step()
+        plain.step()
+    torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
