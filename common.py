@@ -296,7 +296,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     folder = run_folder(args)
     # A Run (section 7) keeps the log and the checkpoint: it knows the evaluated rows, the epochs that are done, the
     # number of steps in all, and the epoch at which this process started.
-    with locked(folder), Run(args, folder, data, total, parts) as run:
+    with locked(folder), Run(args, folder, data, total, parts) as run, explaining(args):
         print_recipe(args, model, data, sampler, epochs, folder)
         if not run.rows:                                    # the network before training is epoch 0
             run.record(dict(epoch=0, loss=None) | evaluate(model, data))
@@ -325,13 +325,13 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
     """
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     epoch, losses, without_positive, seen, start = run.epoch + 1, [], 0, 0, time.time()
+    uncounted = 0                                           # images before `start`
     steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
     lists = islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
-        with naming_memory(args):
-            loss = step(x, y)
-            optimizer.zero_grad()
-            loss.backward()
+        loss = step(x, y)
+        optimizer.zero_grad()
+        loss.backward()
         if args.clip:
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
@@ -340,6 +340,9 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
         seen += len(y)
+        if args.compile and number == 1 and epoch in (run.start + 1, args.warmup + 1):      # a frozen trunk is another
+            live(f'first step, with compiling: {time.time() - start:.0f} s; img/s leaves it out', done=True)
+            start, uncounted = time.time(), seen
         if number % 20 == 0 or number == steps:             # rarely, because the GPU must wait for it
             finite = torch.stack(losses).isfinite()
             if not finite.all():
@@ -352,12 +355,12 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
             minutes = (time.time() - start) / number * left / 60
             live(f'{left:,} steps to come, about {minutes:.1f} min, not counting evaluations', done=True)
     return dict(epoch=epoch, loss=torch.stack(losses).mean().item(), no_positive=float(without_positive) / seen,
-                images_per_second=seen / (time.time() - start))
+                images_per_second=(seen - uncounted) / (time.time() - start))
 
 
 @contextmanager
-def naming_memory(args):
-    """Says what to lower if the memory of the device does not suffice for a step."""
+def explaining(args):
+    """Says what to do about a step that does not fit in memory, and about --compile where it does not work."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -365,6 +368,10 @@ def naming_memory(args):
         raise UsageError(f'{args.device} has not enough memory for a step with a batch of {args.batch_size} images'
                          f'{f" in chunks of {chunk}" if args.chunk else ""}; lower --batch-size, or take --chunk '
                          f'{max(1, chunk // 4)} (with --freeze-bn), which gives the same gradients') from None
+    except RuntimeError as error:
+        if not type(error).__module__.startswith('torch._'):            # not from the compiler
+            raise
+        raise UsageError(f'--compile does not work here, leave it out: {" ".join(str(error).split())[:200]}') from None
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -1366,6 +1373,8 @@ def add_run_flags(p):
     g.add_argument('--seed', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random')
     g.add_argument('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     g.add_argument('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
+    g.add_argument('--compile', action=argparse.BooleanOptionalAction, default=False,
+                   help='torch.compile of the trunk: a slow start, then perhaps faster steps')
     g.add_argument('--chunk', type=at_least(0), default=0,
                    help='saves memory: the trunk takes so many images at a time, with frozen BatchNorm; 0: all')
     g.add_argument('--eval-every', type=at_least(1), help='epochs between evaluations')
@@ -1504,7 +1513,8 @@ def check_resume(args):
         args.resume = args.resume / 'last.pt'
     refuse(args, ['name'], '--resume: the run keeps its folder')
     refuse(args, ['show_batch'], '--resume')
-    free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'patience', 'device', 'precision', 'chunk'}
+    free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'patience', 'device', 'precision', 'chunk',
+            'compile'}
     fixed = sorted(args.changed - free)
     if fixed:
         raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
@@ -1554,9 +1564,11 @@ def build(args, **options):
         torch.backends.cudnn.benchmark = True               # the batches of training have one shape
     # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
     weights = 'none' if args.resume or args.show_batch else args.weights
-    return Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
-                    precision=pick_precision(args.precision, args.device), chunk=args.chunk,
-                    **options).to(args.device)
+    model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
+                     precision=pick_precision(args.precision, args.device), chunk=args.chunk, **options)
+    if args.compile:
+        model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are
+    return model.to(args.device)
 
 
 # ---- 9. errors -------------------------------------------------------------------------------------

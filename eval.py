@@ -221,7 +221,7 @@ def curves(args):
 # ---- tables
 
 # Arguments in which the runs of a recipe may differ
-NO_RECIPE = {'seed', 'fold', 'data', 'precision', 'eval_every', 'resume', 'show_batch', 'chunk'}
+NO_RECIPE = {'seed', 'fold', 'data', 'precision', 'eval_every', 'resume', 'show_batch', 'chunk', 'compile'}
 
 
 def interval(values):

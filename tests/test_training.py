@@ -1,6 +1,7 @@
 """The shared loop, by amounts that can be computed by hand; and whether each method learns."""
 import json
 import math
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,3 +305,29 @@ def test_optimizers_are_fused_where_torch_can_and_step_as_torch_does(before_trai
         held.optimizer.step()
         plain.step()
     torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
+
+
+def test_compile_reaches_the_trunk_and_its_time_is_reported_apart(run, small, monkeypatch, capsys):
+    compiled, steps = [], []
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda self: compiled.append(type(self)))
+    real = train_ms.multi_similarity_loss
+
+    def slow(*args, **kwargs):
+        steps.append(time.sleep(0 if steps else 3))
+        return real(*args, **kwargs)
+    monkeypatch.setattr(train_ms, 'multi_similarity_loss', slow)
+    row = run(train_ms, '--compile', '--name', 'x')
+    assert compiled == [torch.nn.Sequential] and 'first step, with compiling: 3 s' in capsys.readouterr().out
+    assert row['images_per_second'] > 8, 'the first of two steps of 8 images took 3 s, and does not count'
+    assert 'trunk.conv1.weight' in common.read_checkpoint('runs/x')['model']
+
+
+def test_a_machine_that_cannot_compile_says_so(run, small, monkeypatch):
+    class BackendCompilerFailed(RuntimeError):
+        __module__ = 'torch._dynamo.exc'
+
+    def forward(self, x):
+        raise BackendCompilerFailed("backend='inductor' raised:\nNo working C++ compiler found")
+    monkeypatch.setattr(common.Embedder, 'forward', forward)
+    with pytest.raises(common.UsageError, match='--compile does not work here, leave it out: .*No working C'):
+        run(train_ms, '--compile', '--name', 'x')
