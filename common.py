@@ -12,7 +12,8 @@ results out, and can be skipped.
     6. datasets       from files to images and labels
     7. runs           logs, checkpoints, resuming
     8. command line   the flags that all scripts share
-    9. errors
+    9. processes      one for each GPU, under torchrun
+   10. errors
 
 Letters in the shapes of all files. In a paper's formula a letter may mean something else: the table of symbols
 in its script says what.
@@ -35,8 +36,9 @@ import time
 import zipfile
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
+from datetime import timedelta
 from functools import partial, reduce
 from itertools import count, islice
 from pathlib import Path
@@ -47,7 +49,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
-from torch import nn
+from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
@@ -119,11 +121,14 @@ class Embedder(nn.Module):
         # Images up to 16 px stay in float32: they reach the last stage as one pixel, where bfloat16 gradients of
         # convolutions with stride 2 are wrong on a CPU, and at times NaN (seen in torch 2.14).
         bf16 = self.precision == 'bf16' and min(x.shape[2:]) > 16
-        x = x.contiguous(memory_format=torch.channels_last)
+        B = len(x)
+        x = own_share(x).contiguous(memory_format=torch.channels_last)  # under torchrun; else the whole batch
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
             if self.chunk and torch.is_grad_enabled():
-                return torch.cat([checkpoint(self.trunk, part, use_reentrant=False) for part in x.split(self.chunk)])
-            return self.trunk(x)
+                f = torch.cat([checkpoint(self.trunk, part, use_reentrant=False) for part in x.split(self.chunk)])
+            else:
+                f = self.trunk(x)
+        return gather(f, B)
 
     def pool_features(self, f):
         """(B, c, h, w) -> (B, c)"""
@@ -293,10 +298,11 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         optimizer, partial(learning_rate_factor, args=args, per_epoch=per_epoch, total=total))
     parts = dict(model=model, optimizer=optimizer, schedule=schedule,
                  learned=nn.ParameterDict(learned or {}))   # a ParameterDict accepts modules, too
-    folder = run_folder(args)
+    folder = from_main_process(lambda: run_folder(args))
     # A Run (section 7) keeps the log and the checkpoint: it knows the evaluated rows, the epochs that are done, the
     # number of steps in all, and the epoch at which this process started.
-    with locked(folder), Run(args, folder, data, total, parts) as run, explaining(args):
+    lock = nullcontext() if rank() else locked(folder)
+    with lock, Run(args, folder, data, total, parts) as run, explaining(args):
         print_recipe(args, model, data, sampler, epochs, folder)
         if not run.rows:                                    # the network before training is epoch 0
             run.record(dict(epoch=0, loss=None) | evaluate(model, data))
@@ -332,6 +338,7 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         loss = step(x, y)
         optimizer.zero_grad()
         loss.backward()
+        average_gradients(weights)                          # over the processes of torchrun; else nothing
         if args.clip:
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
@@ -1047,6 +1054,8 @@ class Run:
                   f'python {self.args.script}.py --resume {self.folder}')
 
     def write_log(self):
+        if rank():
+            return
         with written_whole(self.folder / 'log.jsonl') as file:
             file.write(''.join(json.dumps(row) + '\n' for row in self.rows).encode())
 
@@ -1147,6 +1156,8 @@ def save_checkpoint(path, args, model, **more):
 
     Weights that are NaN or infinite are refused, and `path` stays as it was.
     """
+    if rank():                                              # the main process writes
+        return
     broken = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if broken:
         raise UsageError(f'the weights are not finite, {broken[0]} is the first; {path} is the last checkpoint before '
@@ -1232,7 +1243,7 @@ def distrusting(path):
 
 @contextmanager
 def locked(folder, wait=False):
-    """Keeps other processes out of a folder while this one works in it, and removes what killed ones left there."""
+    """Keeps other runs out of a folder while this one works in it, and removes what killed ones left there."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / '.lock', 'w') as file:               # the system lets go of it however the process ends
         if fcntl:
@@ -1441,7 +1452,7 @@ def parse(parser, DEFAULTS, argv=None):
     check(args)
     if args.protocol and not (first.fold or args.resume):
         print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
-    args.device = pick_device(args.device)
+    args.device = join_processes(pick_device(args.device))
     return args
 
 
@@ -1555,7 +1566,8 @@ def pick_precision(name, device):
 
 def load(args):
     """The dataset that the flags name"""
-    return load_dataset(args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
+    with main_process_first():                              # it decodes the images, where this was not done before
+        return load_dataset(args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
 
 
 def build(args, **options):
@@ -1566,12 +1578,108 @@ def build(args, **options):
     weights = 'none' if args.resume or args.show_batch else args.weights
     model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
                      precision=pick_precision(args.precision, args.device), chunk=args.chunk, **options)
+    if world() > 1 and not args.freeze_bn:                  # statistics over the batches of all processes
+        if args.device.type != 'cuda':
+            raise UsageError('several processes on a CPU cannot share the statistics of BatchNorm: take --freeze-bn')
+        model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
     if args.compile:
         model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are
     return model.to(args.device)
 
 
-# ---- 9. errors -------------------------------------------------------------------------------------
+# ---- 9. processes --------------------------------------------------------------------------------
+
+# torchrun starts a script several times, once for each GPU. Each process draws the same batch, since all have the same
+# seed. The trunk runs on a share of it, its feature maps are gathered, and every process computes the loss of the whole
+# batch. So no script needs to know. The main process, of rank 0, prints and writes.
+
+
+def world():
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def rank():
+    return distributed.get_rank() if world() > 1 else 0
+
+
+def join_processes(device):
+    """Under torchrun, finds the other processes. Returns the device of this one."""
+    if int(os.environ.get('WORLD_SIZE', 1)) < 2:
+        return device
+    if device.type == 'cuda':
+        device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
+        torch.cuda.set_device(device)
+    if not distributed.is_initialized():
+        # Waiting for the main process to decode a large dataset must not end a run. If a process dies, torchrun ends
+        # the others.
+        distributed.init_process_group('nccl' if device.type == 'cuda' else 'gloo', timeout=timedelta(days=1))
+        if rank():
+            sys.stdout = open(os.devnull, 'w')
+    return device
+
+
+@contextmanager
+def main_process_first():
+    if rank():
+        distributed.barrier()
+    yield
+    if world() > 1 and not rank():
+        distributed.barrier()
+
+
+def from_main_process(make):
+    """What make() returns in the main process; it is called there only."""
+    box = [None if rank() else make()]
+    if world() > 1:
+        distributed.broadcast_object_list(box)
+    return box[0]
+
+
+def own_share(x):
+    """This process' share of a batch, (B, ...) -> (B', ...)"""
+    return x.tensor_split(world())[rank()] if world() > 1 else x
+
+
+def gather(f, total):
+    """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients"""
+    if world() == 1:
+        return f
+    shares = [len(part) for part in torch.arange(total).tensor_split(world())]
+    return Gather.apply(at_least_float32(f), shares)
+
+
+class Gather(torch.autograd.Function):
+    """The gradient of a share is the sum over the processes of what each computes for it.
+
+    The processes have the same loss, so this sum is as many times too large as there are processes. The average of
+    the weights' gradients, which follows, divides it again.
+    """
+    @staticmethod
+    def forward(ctx, f, shares):
+        ctx.shares = shares
+        padded = f.new_zeros(max(shares), *f.shape[1:])     # all_gather takes tensors of one shape
+        padded[:len(f)] = f
+        parts = [torch.empty_like(padded) for _ in shares]
+        distributed.all_gather(parts, padded)
+        return torch.cat([part[:share] for part, share in zip(parts, shares)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous(memory_format=torch.contiguous_format).clone()
+        distributed.all_reduce(grad)                        # the sum
+        return grad.split(ctx.shares)[rank()], None
+
+
+def average_gradients(weights):
+    grads = [weight.grad for weight in weights if weight.grad is not None]
+    if world() > 1 and grads:
+        total = torch.cat([grad.flatten() for grad in grads])
+        distributed.all_reduce(total)
+        for grad, part in zip(grads, (total / world()).split([grad.numel() for grad in grads])):
+            grad.copy_(part.view(grad.shape))
+
+
+# ---- 10. errors ----------------------------------------------------------------------------------
 
 
 class UsageError(ValueError):

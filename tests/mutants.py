@@ -223,7 +223,8 @@ MUTANTS = {
         ("            'compile'}", "            'compile', 'lr'}", '--lr beside --resume is taken and ignored'),
         ("free = {'resume', 'data', ", "free = {'resume', ", 'a run whose data moved cannot be resumed'),
         ('Path(root).expanduser()', 'Path(root)', '--data ~/x does not work'),
-        ('(run.start + 1, args.warmup + 1)', '(1, args.warmup + 1)', 'no estimate of minutes after --resume'),
+        ('number == 20 and epoch in (run.start + 1, args.warmup + 1)', 'number == 20 and epoch in (1, args.warmup + 1)',
+         'no estimate of minutes after --resume'),
         ('if line.strip()]', ']', 'an empty line damages an annotation'),
         ('BatchSampler(RandomSampler(labels)', 'BatchSampler(range(len(labels))', '--per-class 0 does not shuffle'),
         ('(s * 2 ** 20)', '(s * 2 ** 10)', 'near neighbours count as ties'),
@@ -256,6 +257,19 @@ MUTANTS = {
         ('    except torch.OutOfMemoryError:\n        chunk', '    except ZeroDivisionError:\n        chunk',
          'too little memory is not explained'),
         ("options = dict(fused=args.device.type in ('cpu', 'cuda')) | options", 'pass', 'the optimizer is not fused'),
+        # several processes
+        ('return x.tensor_split(world())[rank()] if world() > 1 else x', 'return x', 'shares are not taken'),
+        ('grad.split(ctx.shares)[rank()], None', 'grad.split(ctx.shares)[0], None', 'the gradient of another share'),
+        ('        distributed.all_reduce(grad) ', '        pass ', 'the gradient of a share is not summed'),
+        ('(total / world()).split', 'total.split', 'gradients are added and not averaged'),
+        ('average_gradients(weights)                ', 'pass                ', 'processes drift apart'),
+        ('torch.cat([part[:share] for part, share in zip(parts, shares)])', 'torch.cat(parts)', 'padding is kept'),
+        ('            sys.stdout = open(os.devnull, \'w\')', '            pass', 'all processes print'),
+        ('folder = from_main_process(lambda: run_folder(args))', 'folder = run_folder(args)',
+         'each process has a folder of its own'),
+        ("        if args.device.type != 'cuda':\n            raise UsageError('several",
+         "        if False:\n            raise UsageError('several",
+         'BatchNorm by shares'),
         # the protocol, and pictures
         ('row, recipe = row | PROTOCOL, first.protocol', 'row = row | PROTOCOL',
          "a dataset's recipe goes over the protocol"),
@@ -635,7 +649,8 @@ MUTANTS = {
 }
 
 # Tests that are likely to notice a change in a file run first, and then all others.
-FIRST = {'common.py': ['network', 'retrieval', 'flags', 'training', 'folds', 'datasets', 'runs'],
+FIRST = {'common.py': ['network', 'retrieval', 'flags', 'training', 'folds', 'datasets', 'runs', 'recipes',
+         'processes'],
          'eval.py': ['tables', 'eval', 'flags'],
          **{f'train_{name}.py': [name, 'flags', 'wiring', 'recipes'] for name in
             ('contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse')}}
