@@ -940,8 +940,9 @@ def read_folder(root, seen=None):
         splits.pop('train')
         out = {name for names in splits.values() for name in names if name in seen}
         splits = {split: {name: names[name] for name in names if name not in out} for split, names in splits.items()}
-        print(f'{root}: {len(out)} classes were in the training set of this network, or chose its epoch, and are left '
-              f'out')
+        if out:
+            print(f'{root}: {len(out)} classes were in the training set of this network, or chose its epoch, and are '
+                  f'left out')
     return [(split, path, name, None)
             for split, names in splits.items() for name in sorted(names) for path in names[name]]
 

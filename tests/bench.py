@@ -4,6 +4,7 @@
     python tests/bench.py loop               the shared loop against a bare forward/backward/optimizer loop
     python tests/bench.py losses             loss time and value against pytorch-metric-learning, if installed
     python tests/bench.py search             60,502 x 512 against one plain matrix product
+    python tests/bench.py decode             11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
     python tests/bench.py metrix             steps of train_metrix.py against clean ones; --px 224 --batch 100
     python tests/bench.py growth             how they grow with the batch: 50, 100, 200, 400
     python tests/bench.py hse                steps of train_hse.py against its baseline
@@ -12,16 +13,21 @@ Two things that are compared run in turn, several times, and the medians' ratio 
 may be busy with other work. Memory is the peak of a process of its own.
 """
 import argparse
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 import common
 
@@ -80,8 +86,8 @@ def bench_loop(options):
     optimizer, step, _ = setup()
 
     def shared():
-        run = argparse.Namespace(epoch=0, start=-1, total=0)
-        common.train_epoch(args, run, data, sampler, len(ready), shared_step, shared_optimizer, schedule)
+        run = argparse.Namespace(epoch=0, start=-1, total=10 ** 9)
+        common.train_epoch(args, run, data, sampler, shared_step, shared_optimizer, schedule)
 
     def bare():
         for x, y in ready:
@@ -105,30 +111,53 @@ def bench_losses(options):
     import train_ms
     import train_proxy_anchor
     import train_proxynca_pp
-    B, D, C = 120, 512, 100
-    device = common.pick_device(options.device)
-    torch.manual_seed(0)
-    proxies = torch.randn(C, D, device=device)
-    anchor = losses.ProxyAnchorLoss(C, D, 0.1, 32).to(device)
-    nca = losses.ProxyNCALoss(C, D, softmax_scale=9).to(device)
-    anchor.proxies.data = nca.proxies.data = proxies.clone()
-    miner, ms = miners.MultiSimilarityMiner(0.1), losses.MultiSimilarityLoss(2, 50, 0.5)
-    contrast = losses.ContrastiveLoss(0, 0.5)
-    pairs = {
-        'contrastive': (train_contrastive.contrastive_loss, contrast),
-        'multi-similarity': (lambda z, y: train_ms.multi_similarity_loss(z, y, epsilon=0.1),
-                             lambda z, y: ms(z, y, miner(z, y))),
-        'proxy-anchor': (lambda z, y: train_proxy_anchor.proxy_anchor_loss(z, y, proxies), anchor),
-        'proxynca++': (lambda z, y: train_proxynca_pp.proxynca_pp_loss(z, y, proxies), nca)}
-    y = torch.arange(B, device=device) // 4
-    noise, centres = torch.randn(B, D, device=device), torch.randn(C, D, device=device)
-    z = F.normalize(3 * noise + centres[y], dim=1).requires_grad_()      # overlapping classes: every term is at work
-    for name, (ours, theirs) in pairs.items():
-        took = in_turn({'ours': lambda f=ours: f(z, y).backward(), 'theirs': lambda f=theirs: f(z, y).backward()},
-                       20 * options.repeats, device)
-        print(f'losses: {name:16} ours {1e3 * took["ours"]:6.2f} ms, pytorch-metric-learning '
-              f'{1e3 * took["theirs"]:6.2f} ms, ratio {took["ours"] / took["theirs"]:.2f}; '
-              f'values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}')
+    device, D = common.pick_device(options.device), 512
+    for B, C in ((100, 100), (500, 100), (100, 11318), (500, 11318)):
+        torch.manual_seed(0)
+        proxies = torch.randn(C, D, device=device, requires_grad=True)
+        anchor = losses.ProxyAnchorLoss(C, D, 0.1, 32).to(device)
+        nca = losses.ProxyNCALoss(C, D, softmax_scale=9).to(device)
+        anchor.proxies.data = nca.proxies.data = proxies.detach().clone()
+        miner, ms = miners.MultiSimilarityMiner(0.1), losses.MultiSimilarityLoss(2, 50, 0.5)
+        pairs = {
+            'contrastive': (train_contrastive.contrastive_loss, losses.ContrastiveLoss(0, 0.5)),
+            'multi-similarity': (lambda z, y: train_ms.multi_similarity_loss(z, y, epsilon=0.1),
+                                 lambda z, y, ms=ms, miner=miner: ms(z, y, miner(z, y))),
+            'proxy-anchor': (lambda z, y, p=proxies: train_proxy_anchor.proxy_anchor_loss(z, y, p), anchor),
+            'proxynca++': (lambda z, y, p=proxies: train_proxynca_pp.proxynca_pp_loss(z, y, p), nca)}
+        y = torch.arange(B, device=device) // 5
+        noise, centres = torch.randn(B, D, device=device), torch.randn(C, D, device=device)
+        z = F.normalize(3 * noise + centres[y], dim=1).requires_grad_()  # overlapping classes: every term is at work
+        for name, (ours, theirs) in pairs.items():
+            took = in_turn({'ours': lambda f=ours, z=z, y=y: f(z, y).backward(),
+                            'theirs': lambda f=theirs, z=z, y=y: f(z, y).backward()}, 7 * options.repeats, device)
+            print(f'losses: B {B:3}, C {C:6,}, {name:16} ours {1e3 * took["ours"]:7.2f} ms, pytorch-metric-learning '
+                  f'{1e3 * took["theirs"]:7.2f} ms, ratio {took["ours"] / took["theirs"]:.2f}; '
+                  f'values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}', flush=True)
+
+
+def bench_decode(options, count=11788):
+    """First start, in which images are decoded; and second one, until the first batch is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        pictures = []
+        for noise in torch.rand(40, 3, 24, 32):
+            pixels = 255 * F.interpolate(noise[None], (375, 500), mode='bicubic')[0].clamp(0, 1)
+            pictures.append(BytesIO())
+            Image.fromarray(pixels.byte().permute(1, 2, 0).numpy()).save(pictures[-1], 'JPEG', quality=95)
+        for i in range(count):
+            path = Path(folder) / 'images' / f'{i * 200 // count:03}' / f'{i}.jpg'
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pictures[i % 40].getvalue())
+        load = partial(common.load_dataset, 'folder', Path(folder) / 'images', 256, 224, Path(folder) / 'cache')
+        one = statistics.median(seconds(lambda: common.read_image(path, 256)) for _ in range(50))
+        first, started = seconds(load), time.perf_counter()
+        data = load()
+        second = time.perf_counter() - started
+        next(common.batches(data.train, [list(range(100))], torch.device('cpu')))
+        print(f'decode: {count:,} JPEG files of 500 x 375, {len(pictures[0].getvalue()) / 1024:.0f} KB: first start '
+              f'{first:.0f} s, {first / count * os.cpu_count() / one:.2f} times one image {1e3 * one:.1f} ms on '
+              f'{os.cpu_count()} cores; second start {second:.2f} s, to the first batch '
+              f'{time.perf_counter() - started:.2f} s')
 
 
 def bench_search(options, n=60502, d=512):
@@ -206,7 +235,7 @@ def bench_steps(options, kinds, memory=True):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('what', nargs='?', default='all',
-                        choices=['all', 'loop', 'losses', 'search', 'metrix', 'growth', 'hse', 'peak'])
+                        choices=['all', 'loop', 'losses', 'search', 'decode', 'metrix', 'growth', 'hse', 'peak'])
     parser.add_argument('--arch', default='resnet50')
     parser.add_argument('--px', type=int, default=64)
     parser.add_argument('--batch', type=int, default=100)
@@ -222,6 +251,8 @@ def main():
         bench_losses(options)
     if options.what in ('all', 'search'):
         bench_search(options)
+    if options.what in ('all', 'decode'):
+        bench_decode(options)
     if options.what in ('all', 'metrix'):
         bench_steps(options, metrix)
     if options.what == 'growth':

@@ -263,8 +263,9 @@ def test_a_picture_of_a_batch_is_the_first_batch_of_training(run, small, monkeyp
         run(module, '--resume', 'runs/x', '--show-batch', 'batch.png')
 
 
-def test_chunks_from_the_flag_to_the_weights(run, small):
+def test_chunks_from_the_flag_to_the_weights(run, small, before_training):
     """Two steps with chunks of 3 and without end at the same weights."""
+    assert before_training(train_ms, '--freeze-bn', '--chunk', '3').model.chunk == 3
     weights = {}
     for chunk in ('0', '3'):
         run(train_ms, '--freeze-bn', '--chunk', chunk, '--name', chunk, '--precision', 'fp32', '--lr', '0.001')
