@@ -370,15 +370,16 @@ def explaining(args):
     """Says what to do about a step that does not fit in memory, and about --compile where it does not work."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        chunk = args.chunk or args.batch_size
-        raise UsageError(f'{args.device} has not enough memory for a step with a batch of {args.batch_size} images'
-                         f'{f" in chunks of {chunk}" if args.chunk else ""}; lower --batch-size, or take --chunk '
-                         f'{max(1, chunk // 4)} (with --freeze-bn), which gives the same gradients') from None
     except RuntimeError as error:
-        if not type(error).__module__.startswith('torch._'):            # not from the compiler
-            raise
-        raise UsageError(f'--compile does not work here, leave it out: {" ".join(str(error).split())[:200]}') from None
+        text = ' '.join(str(error).split())[:200]
+        if isinstance(error, torch.OutOfMemoryError) or 'out of memory' in text or "can't allocate memory" in text:
+            chunk = args.chunk or args.batch_size
+            less = f' or --chunk, to {max(1, chunk // 4)} for example; it needs --freeze-bn' if chunk > 1 else ''
+            raise UsageError(f'{args.device} has not enough memory for a step with a batch of {args.batch_size} images'
+                             f'{f" in chunks of {chunk}" if args.chunk else ""}; lower --batch-size{less}') from None
+        if args.compile and type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
+            raise UsageError(f'--compile does not work here, leave it out: {text}') from None
+        raise
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -653,10 +654,10 @@ def as_pictures(x):
 
 
 def show_batch(args, data, sampler):
-    """Saves the first batch of training as the network gets it; with --per-class, a row for each class."""
+    """Saves the crops of the first batch of training; with --per-class, a row for each class."""
     set_seed(seed_of(args, epoch=1))
     x, _ = next(batches(data.train, islice(sampler, 1), args.device, augment=args))
-    save_pictures(args.show_batch, as_pictures(x), args.per_class or 8)
+    save_pictures(args.show_batch, as_pictures(x), args.per_class if args.per_class > 1 else 8)
     print(f'{len(x)} training crops: {args.show_batch}')
 
 
@@ -778,8 +779,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     if name == 'folder':
         warn_of_copies(splits)
     data = SimpleNamespace(name=name)
-    for split, rows in splits.items():
-        paths, names, groups = zip(*rows)
+    for split in [name for name in ('train', 'query', 'gallery') if name in splits]:       # gallery needs query
+        paths, names, groups = zip(*splits[split])
         if split != 'gallery':                              # query and gallery are numbered together
             both = set(names) | {row[1] for row in splits.get('gallery', ()) if split == 'query'}
             numbers = {name: i for i, name in enumerate(sorted(both))}
@@ -811,10 +812,8 @@ def hold_out(data, fold):
 
 
 def list_images(name, root, seen=None):
-    """{split: rows [path, class name, super-class]} for train, query and, where there is one, gallery.
-
-    Refuses counts that are not the published ones, and images that are not there.
-    """
+    """{split: rows [path, class name, super-class]} for train, query and, where there is one, gallery. Refuses counts
+    that are not the published ones, and images that are not there."""
     root, facts = Path(root).expanduser(), DATASETS[name]
 
     def problem(text):
@@ -838,6 +837,8 @@ def list_images(name, root, seen=None):
     for split, expected in facts.get('counts', {}).items():
         if found.get(split) != expected:
             raise problem(f'{split} has {count(*found.get(split, (0, 0)))}, expected are {count(*expected)}')
+    if name == 'folder' and find_folders(root).keys() >= {'query', 'gallery'} and 'gallery' not in found:
+        raise problem('there is nothing to search in: gallery/ has no images of classes that are new to the network')
     for split in ('train', 'query') if seen is None else ('query',):
         if found.get(split, (0, 0))[1] < 2:
             raise problem(f'{split} has {count(*found.get(split, (0, 0)))}, at least two classes are needed')
@@ -924,7 +925,7 @@ def read_folder(root, seen=None):
     train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. Without them the first half
     of the sorted classes trains and the rest tests; with `seen`, classes that a network has seen, all others test.
     """
-    there = {path.name.lower(): path for path in root.iterdir() if path.is_dir()}
+    there = find_folders(root)
     train, test = there.get('train'), there.get('test', there.get('val'))
     if 'query' in there and 'gallery' in there:
         parts = dict(train=train, query=there['query'], gallery=there['gallery'])
@@ -945,6 +946,11 @@ def read_folder(root, seen=None):
                   f'left out')
     return [(split, path, name, None)
             for split, names in splits.items() for name in sorted(names) for path in names[name]]
+
+
+def find_folders(root):
+    """{name in lower case: path} of the folders in root"""
+    return {path.name.lower(): path for path in root.iterdir() if path.is_dir()}
 
 
 def classes_below(root):
@@ -1302,9 +1308,10 @@ BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every
             cub=BENCHMARK, cars=BENCHMARK, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 
-# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset. What the text leaves open is that of
-# the released configuration: momentum, weight decay, and the smallest crop (0.16 of the area; the text says 40 px,
-# which is 0.16 of 256). The network there is BN-Inception. A run ends by --patience, not by --epochs.
+# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset. Momentum and weight decay are those
+# of the released configuration. So is the smallest crop, 0.16, which torchvision takes as a share of the area; the text
+# has a side of 40 px, and 40 is 0.16 of 256, so perhaps a share of the side was meant. The network there is
+# BN-Inception. A run ends by --patience, not by --epochs.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,
                 batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
@@ -1419,7 +1426,7 @@ def new_file(text, suffix, start, kind):
     path = Path(text)
     if path.suffix.lower() != suffix:
         raise argparse.ArgumentTypeError(f'{text} must end in {suffix}')
-    if path.exists() and not (path.is_file() and path.read_bytes()[:len(start)] == start):
+    if path.exists() and not (path.is_file() and path.open('rb').read(len(start)) == start):
         raise argparse.ArgumentTypeError(f'{text} is there already, and is not {kind}')
     return path
 
@@ -1463,6 +1470,8 @@ def check(args):
         refuse(args, ['momentum'], f'--optimizer {args.optimizer}')
     if args.schedule != 'step':
         refuse(args, ['decay_epochs', 'decay_rate'], f'--schedule {args.schedule}')
+    if args.dataset == 'shapes':
+        refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
     if not args.fold:
         refuse(args, ['patience'], 'the test set, which chooses nothing: take --fold')
     if args.chunk and not args.freeze_bn:
@@ -1608,6 +1617,9 @@ def join_processes(device):
     if int(os.environ.get('WORLD_SIZE', 1)) < 2:
         return device
     if device.type == 'cuda':
+        if int(os.environ['LOCAL_RANK']) >= torch.cuda.device_count():
+            raise UsageError(f'there are {torch.cuda.device_count()} GPUs for {os.environ["LOCAL_WORLD_SIZE"]} '
+                             'processes; lower --nproc-per-node')
         device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
         torch.cuda.set_device(device)
     if not distributed.is_initialized():
@@ -1650,10 +1662,10 @@ def gather(f, total):
 
 
 class Gather(torch.autograd.Function):
-    """The gradient of a share is the sum over the processes of what each computes for it.
+    """The feature maps of all processes. The gradient of a share is summed over the processes.
 
-    The processes have the same loss, so this sum is as many times too large as there are processes. The average of
-    the weights' gradients, which follows, divides it again.
+    Each process computes the same loss, so this sum is world() times too large. average_gradients, which takes the
+    weights' gradients as they are then, divides by world().
     """
     @staticmethod
     def forward(ctx, f, shares):

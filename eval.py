@@ -21,9 +21,10 @@ two rows, as in Section 3.3 of the Reality Check:
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
     NMI                 of the classes and as many clusters found by k-means. It is high where there are many classes:
                         80.8 for a random ResNet-50 on SOP (Reality Check, Table 2)
-    threshold           two images whose similarity is at least this are best taken as the same class; found on the
-                        test images, as the one with the highest
-    balanced accuracy   mean of the shares of positive and of negative pairs that are told right by that threshold
+    threshold           from this similarity on, two images are best taken for the same class. Of all values it has,
+                        on the test images, the highest
+    balanced accuracy   the share of positive pairs at or above the threshold, and the share of negative pairs below
+                        it, averaged
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -34,6 +35,7 @@ Run
 """
 import argparse
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
@@ -70,7 +72,7 @@ def utilization(queries, examples):
     Here X are the clean training images; train_metrix.py --analyse adds mixed ones.
     """
     queries, examples = F.normalize(queries.float(), dim=1), F.normalize(examples.float(), dim=1)
-    nearest = common.searcher(examples)(queries, 1)[0]                                  # (Q, 1) cosines
+    nearest = torch.cat([s for _, s, _ in common.nearest(queries, examples, 1)])        # (Q, 1) cosines
     return (2 - 2 * nearest).clamp(min=0).mean().item()                                 # Metrix Eq. (12)
 
 
@@ -87,6 +89,8 @@ def normalized_mutual_information(a, b):
 
 def clusters(z, k):
     """The cluster of each image by k-means, as faiss has it, with a fixed seed.  z (N, D) -> (N,)"""
+    if sys.platform == 'darwin':
+        raise ImportError                                   # common.searcher says why
     import faiss
     z = F.normalize(z.float().cpu(), dim=1).numpy()
     kmeans = faiss.Kmeans(z.shape[1], k, niter=20, seed=1, min_points_per_centroid=1, max_points_per_centroid=len(z))
@@ -114,7 +118,10 @@ def best_threshold(z, y, steps=2000):
 
 
 def analyse(z, training, data, result):
-    """The measures of --analyse: z (N, D) and training embeddings -> {name: number}"""
+    """The measures of --analyse -> {name: number}
+
+    z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the row with R@1
+    """
     y, p = data.query.labels.to(z.device), result['R@1'] / 100
     measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'alignment': alignment(z, y),
                 'uniformity': uniformity(z), 'utilization': utilization(z, training)}
@@ -122,7 +129,7 @@ def analyse(z, training, data, result):
     try:
         measures['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
     except ImportError:
-        print('NMI is left out: its k-means needs faiss, pip install faiss-cpu')
+        print('NMI is left out: its k-means needs faiss (pip install faiss-cpu), and does not run on a Mac')
     return measures
 
 
@@ -176,7 +183,13 @@ def sheet(path, data, z, gallery, top, hardest):
     """Draws ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
     s, index = retrieve(z, gallery, top)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    order = hardest_first(s, hit) if hardest else torch.linspace(0, len(s) - 1, min(ROWS, len(s))).long()
+    # A query without any match in the gallery is no failure of the network.
+    within = int(gallery is None)
+    matched = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels] > within
+    order = hardest_first(s, hit) if hardest else torch.arange(len(s))
+    order = order[matched[order]] if matched.any() else order
+    if not hardest:
+        order = order[torch.linspace(0, len(order) - 1, min(ROWS, len(order))).long()]
     rows = order[:ROWS].tolist()
     draw_sheet(path, data.query, data.gallery, rows, index[rows], hit[rows])
     print(f'{len(rows)} queries and their nearest images: {path}')
@@ -185,6 +198,8 @@ def sheet(path, data, z, gallery, top, hardest):
 def search(args, model, images, path):
     """The images that are nearest to a photo. The photo itself, where it is one of them, is left out."""
     photo = common.read_image(args.query, model.args['resize'])
+    if path.resolve() == args.query.resolve():
+        raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
     query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size)
     z, gallery = (F.normalize(common.embed(model, part), dim=1) for part in (query, images))
     itself = [i for i, name in enumerate(images.paths) if Path(name).resolve() == args.query.resolve()][:1]
@@ -200,7 +215,7 @@ def search(args, model, images, path):
 
 
 def curves(args):
-    """R@1 and MAP@R of each run after each epoch, with matplotlib"""
+    """R@1 and MAP@R of each run after each epoch, with matplotlib; of a run with --fold on its validation classes"""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -208,9 +223,10 @@ def curves(args):
     figure = Figure(figsize=(10, 4), layout='constrained')
     for axes, key in zip(figure.subplots(1, 2), ('R@1', 'MAP@R')):
         for path in args.checkpoint:
-            rows = common.read_checkpoint(path)['rows']
+            saved = common.read_checkpoint(path)
+            rows, part = saved.get('rows', []), 'validation' if saved['args'].get('fold') else 'test'
             axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-',
-                      label=(path if path.is_dir() else path.parent).name)
+                      label=f'{(path if path.is_dir() else path.parent).name} ({part})')
         axes.set(xlabel='epoch', ylabel=f'{key}, %')
     axes.legend()
     with common.written_whole(args.curves) as file:
@@ -221,7 +237,7 @@ def curves(args):
 # ---- tables
 
 # Arguments in which the runs of a recipe may differ
-NO_RECIPE = {'seed', 'fold', 'data', 'precision', 'eval_every', 'resume', 'show_batch', 'chunk', 'compile'}
+NO_RECIPE = {'seed', 'fold', 'data', 'precision', 'eval_every', 'chunk', 'compile'}
 
 
 def interval(values):
@@ -253,18 +269,28 @@ def runs_of(paths):
     for path in paths:
         saved = common.read_checkpoint(common.best_of(path))
         flags, seen = saved['args'], seen | set(saved.get('classes', []))
-        recipe = json.dumps({name: flags[name] for name in sorted(flags.keys() - NO_RECIPE)})
+        # The same classes, or runs on different folders would count as seeds of one recipe
+        recipe = json.dumps([{name: flags[name] for name in sorted(flags.keys() - NO_RECIPE)},
+                             sorted(saved.get('classes', []))])
         folds = groups.setdefault((saved['script'], recipe), {}).setdefault(saved['seed'], {})
         if flags.get('fold') in folds:
             raise common.UsageError(f'{path} and {folds[flags.get("fold")]} have the same recipe, seed and fold')
         folds[flags.get('fold')] = path
     named = {}
     for script, recipe in groups:
-        flags = json.loads(recipe)
-        others = [json.loads(other) for name, other in groups if name == script]
+        flags = json.loads(recipe)[0]
+        others = [json.loads(other)[0] for name, other in groups if name == script]
         differs = [f' {name}={flags.get(name)}' for name in flags if any(o.get(name) != flags[name] for o in others)]
-        named[script.removeprefix('train_') + ''.join(differs)] = groups[script, recipe]
+        name = script.removeprefix('train_') + ''.join(differs)
+        if name in named:
+            raise common.UsageError(f'the networks of {name} were trained on different classes, so they are no seeds '
+                                    'of one recipe')
+        named[name] = groups[script, recipe]
     for name, seeds in named.items():
+        counts = {str(fold).split('/')[-1] for folds in seeds.values() for fold in folds}       # n of i/n, or None
+        if len(counts) > 1:
+            raise common.UsageError(f'{name}: runs with --fold and without, or of different numbers of folds, cannot '
+                                    'be one row')
         if len({frozenset(folds) for folds in seeds.values()}) > 1:
             raise common.UsageError(f'{name}: its seeds have different folds: ' + '; '.join(
                 f'seed {seed}: {", ".join(sorted(map(str, folds)))}' for seed, folds in sorted(seeds.items())))
@@ -272,34 +298,32 @@ def runs_of(paths):
 
 
 def score_runs(args, seeds, load):
-    """{setting: {seed: row}} of one recipe; seeds {seed: {fold: checkpoint}} as in runs_of. The row has its 'dim'."""
+    """{setting: {seed: row}} of one recipe; seeds {seed: {fold: checkpoint}} as in runs_of"""
     table = {}
     for seed, folds in sorted(seeds.items()):
         rows, queries, galleries = [], [], []
-        for _, path in sorted(folds.items(), key=str):
+        for path in (folds[fold] for fold in sorted(folds, key=str)):
             model = common.load_checkpoint(path, args.device, args.precision)
             data = load(model.args['resize'], model.args['image_size'])
             z, gallery = common.embed_test(model, data)
             rows, queries, galleries = [*rows, common.score(data, z, gallery)], [*queries, z], [*galleries, gallery]
             print(f'{path}: R@1 {rows[-1]["R@1"]:.2f}, MAP@R {rows[-1]["MAP@R"]:.2f}', flush=True)
-        row = {key: mean(row[key] for row in rows) for key in rows[0]} | dict(dim=z.shape[1])
-        table.setdefault('separated' if len(folds) > 1 else 'one network', {})[seed] = row
+        each = f'separated ({z.shape[1]}-dim)' if len(folds) > 1 else f'one network ({z.shape[1]}-dim)'
+        table.setdefault(each, {})[seed] = {key: mean(row[key] for row in rows) for key in rows[0]}
         if len(folds) > 1:
             z, gallery = concatenate(queries), None if gallery is None else concatenate(galleries)
-            table.setdefault('concatenated', {})[seed] = common.score(data, z, gallery) | dict(dim=z.shape[1])
+            table.setdefault(f'concatenated ({z.shape[1]}-dim)', {})[seed] = common.score(data, z, gallery)
     return table
 
 
 def show_table(rows):
     """Prints rows [recipe, setting, {seed: row}] as mean ± half width, and returns them for the JSON line."""
     keys, width, shown = ('R@1', 'RP', 'MAP@R'), max(len(name) for name, *_ in rows), []
-    print(f'{"":{width + 24}}' + ''.join(f'{key:>16}' for key in keys))
+    print(f'{"":{width + 26}}' + ''.join(f'{key:>16}' for key in keys))
     for name, setting, seeds in rows:
         values = {key: interval([row[key] for row in seeds.values()]) for key in next(iter(seeds.values()))}
-        dim = values.pop('dim')[0]
         cells = [f'{middle:.2f}' + ('' if half is None else f' ± {half:.2f}') for middle, half in map(values.get, keys)]
-        setting = f'{setting} ({dim}-dim)' if dim else setting           # a difference has no dimensions
-        print(f'{name:{width}}  {setting:22}' + ''.join(f'{cell:>16}' for cell in cells))
+        print(f'{name:{width}}  {setting:24}' + ''.join(f'{cell:>16}' for cell in cells))
         shown.append(dict(recipe=name, setting=setting, seeds=list(seeds)) |
                      {key: dict(mean=middle, interval=half) for key, (middle, half) in values.items()})
     return shown
@@ -311,22 +335,30 @@ def pair(named):
         raise common.UsageError(f'--against compares two recipes, and these are {len(named)}: {"; ".join(named)}')
     (first, a), (second, b) = named.items()
     if {seed: set(folds) for seed, folds in a.items()} != {seed: set(folds) for seed, folds in b.items()}:
-        raise common.UsageError(f'--against compares runs of the same seeds and folds; of {first} there are seeds '
-                                f'{sorted(a)}, of {second} {sorted(b)}')
+        there = [', '.join(f'seed {seed} fold {fold}' for seed, folds in sorted(runs.items()) for fold in folds)
+                 for runs in (a, b)]
+        raise common.UsageError(f'--against compares runs of the same seeds and folds; of {first} there are '
+                                f'{there[0]}; of {second} {there[1]}')
 
 
 def compare(args):
     """The table of several checkpoints; with --against, the differences of two recipes as well."""
+    interval([0, 1])                                        # if scipy is missing, that shows here and not at the end
     named, seen = runs_of([*args.checkpoint, *args.against])
     if args.against:
         pair(named)
-    dataset, load = loader(args, common.read_checkpoint(args.checkpoint[0])['args'], seen)
+    trained = [common.read_checkpoint(common.best_of(path))['args'] for path in args.checkpoint + args.against]
+    datasets = sorted({arguments.get('dataset', 'nothing') for arguments in trained})
+    if len(datasets) > 1 and not args.dataset:
+        raise common.UsageError(f'these networks were trained on {" and ".join(datasets)}: say with --dataset, and '
+                                '--data, where to evaluate them')
+    dataset, load = loader(args, trained[0], seen)
     tables = {name: score_runs(args, seeds, load) for name, seeds in named.items()}
     rows = [(name, setting, seeds) for name, table in tables.items() for setting, seeds in table.items()]
     if args.against:
-        (first, a), (second, b) = tables.items()
-        rows += [(f'{first} - {second}', setting, {seed: {key: a[setting][seed][key] - b[setting][seed][key]
-                  for key in b[setting][seed]} for seed in a[setting]}) for setting in a]
+        (first, a), (second, b) = tables.items()            # settings in the same order; their dimensions may differ
+        rows += [(f'{first} - {second}', setting.split(' (')[0], {seed: {key: ours[seed][key] - theirs[seed][key]
+                  for key in theirs[seed]} for seed in ours}) for (setting, ours), theirs in zip(a.items(), b.values())]
     counts = sorted({len(seeds) for seeds in named.values()})
     print(f'{dataset}: the mean over {" or ".join(map(str, counts))} seeds, ± its 95 % confidence interval'
           if counts != [1] else f'{dataset}: one seed of each recipe, so there is no interval')
@@ -364,7 +396,7 @@ def get_args(argv=None):
     if args.query:
         common.refuse(args, ['analyse', 'embed', 'hardest'], '--query')
     if not args.sheet:
-        common.refuse(args, ['hardest'] + ['top'] * (not args.query), 'neither --sheet nor --query')
+        common.refuse(args, ['hardest'] + ['top'] * (not args.query), 'nothing to draw: take --sheet, or --query')
     return args
 
 
@@ -375,14 +407,30 @@ def new_archive(text):
 
 def loader(args, trained, seen):
     """The dataset to evaluate, its name, and load(resize, image_size), which opens it"""
+    if not {'dataset', 'data', 'resize', 'image_size'} <= trained.keys():
+        raise common.UsageError('the checkpoint is not one of a run: it does not hold what the network was trained on')
     dataset = args.dataset or trained['dataset']
     if dataset not in ('shapes', trained['dataset']) and not args.data:
         raise common.UsageError(f'--dataset {dataset} is not what the network was trained on: say where it is, --data')
+    if dataset == 'shapes':
+        common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
 
     @cache
     def load(resize, image_size):
         return common.load_dataset(dataset, args.data or trained['data'], resize, image_size, args.cache, seen)
     return dataset, load
+
+
+def load_training(args, model):
+    """The images that the network was trained on: where they were then, or in --data if that is not there any more"""
+    trained = model.args
+    where = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
+    training = common.load_dataset(trained['dataset'], where, trained['resize'], trained['image_size'], args.cache,
+                                   fold=trained.get('fold')).train
+    if new := set(training.classes) - set(model.classes):
+        raise common.UsageError(f'--analyse needs the training images, and {where} has other ones: {len(new)} classes '
+                                f'of its training set are new to the network, among them {min(new)}')
+    return training
 
 
 def save_embeddings(path, data, z, gallery):
@@ -416,13 +464,10 @@ def evaluate(args, path):
     data = load(trained['resize'], trained['image_size'])
     if args.query:
         return search(args, model, data.gallery, args.sheet or (path if path.is_dir() else path.parent) / 'query.png')
+    training = load_training(args, model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = common.score(data, z, gallery)
     if args.analyse:
-        # Where the training found its images, or in --data if that folder is not there any more
-        where = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
-        training = common.load_dataset(trained['dataset'], where, trained['resize'], trained['image_size'], args.cache,
-                                       fold=trained.get('fold')).train
         result |= analyse(z, common.embed(model, training).to(z.device), data, result)
     print(f'{dataset}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, searched in '
           f'{"themselves" if gallery is None else f"a gallery of {len(gallery):,} images"}')

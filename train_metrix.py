@@ -66,8 +66,9 @@ def labelled_loss(s, y, valid, kind, **hyper):
     returns  (A,), the loss of each anchor; if an anchor has no positives, or no negatives, that term is 0
     """
     row = TABLE_1[kind](**hyper)
-    # In a batch of 80 x 5, each anchor has only 2 % of all pos-neg mixtures. So the examples of each anchor are
-    # gathered first: of its row, the `most` columns with the largest `valid`.
+    # An anchor has few of the columns: in a batch of 80 x 5, 2 % of the pos-neg mixtures. So the valid ones of each row
+    # are gathered first; topk of ones and zeros puts them in front. Shorter rows are filled up with columns that are
+    # not valid, and stay so.
     most = max(1, int(valid.sum(dim=1).max())) if valid.numel() else valid.shape[1]
     if most < valid.shape[1]:
         valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                  # (A, most)
@@ -232,12 +233,13 @@ class MaxOfMixed(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx, f, i, j, lam):
-        chunk = max(1, 2 ** 22 // f[0].numel())                         # pairs at a time: 2 x 16 MB of workspace
+        chunk = max(1, 2 ** 22 // f[0].numel())                         # pairs at a time: 16 MB of workspace
         best = f.new_empty(len(i), f.shape[1])                                                  # (M, c)
         position = torch.empty_like(best, dtype=torch.uint8 if f[0, 0].numel() <= 256 else torch.int32)
         # All pairs of one image i at a time, so that f_i need not be copied for each of them
-        groups = [(first, part) for first in i.unique() for part in (i == first).nonzero()[:, 0].split(chunk)]
-        for first, rows in groups:
+        groups = i.argsort(stable=True).split(torch.bincount(i, minlength=len(f)).tolist())
+        for first, rows in ((first, rows) for first, group in enumerate(groups) if len(group)
+                            for rows in group.split(chunk)):
             mixed = f[j[rows]].lerp_(f[first], lam[rows, None, None, None])     # f_j + lam (f_i - f_j), (., c, h, w)
             pooled, where = F.max_pool2d(mixed, mixed.shape[2:], return_indices=True)
             best[rows], position[rows] = pooled.flatten(1), where.flatten(1).to(position.dtype)
@@ -325,8 +327,8 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
     else:
         i, j = cross_class_pairs(end_y)
-    alpha = torch.tensor(alpha, device=y.device)
-    lam = Beta(alpha, alpha).sample(i.shape)        # (M,): a pair has one lambda and one mixture, for all anchors
+    # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
+    lam = Beta(alpha, alpha).sample(i.shape).to(y.device)
     weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0)
     i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
@@ -387,7 +389,7 @@ def analyse(args):
         print(f'{lam:8.2f} {measured:9.3f} {predicted:9.3f} {s:13.3f} {threshold:10.3f} {number:9d}')
 
     def nearest(x):                                 # squared distance of each query to its nearest row of x
-        return 2 - 2 * common.searcher(x)(q, 1)[0][:, 0]
+        return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.nearest(q, x, 1)])
 
     clean = mixed = nearest(z)
     for index in batches:

@@ -594,3 +594,23 @@ def test_a_folder_may_be_named_by_a_way_up(tmp_path, monkeypatch):
     (tmp_path / 'project').mkdir()
     monkeypatch.chdir(tmp_path / 'project')
     assert len(common.load_dataset('folder', '../photos', 24, 24).train) == 4
+
+
+def test_an_empty_gallery_is_not_the_queries(tmp_path):
+    for part in ('train', 'query'):
+        draw_folder(tmp_path / part, 'abcd', per_class=2)
+    (tmp_path / 'gallery').mkdir()
+    with pytest.raises(UsageError, match='nothing to search in: gallery/ has no images'):
+        common.load_dataset('folder', tmp_path, 24, 24, tmp_path / 'cache')
+
+
+def test_the_order_of_an_annotation_does_not_matter(tmp_path, monkeypatch):
+    small_benchmark(tmp_path / 'shop', monkeypatch, [])
+    path = tmp_path / 'shop/Eval/list_eval_partition.txt'
+    first = common.load_dataset('inshop', tmp_path / 'shop', 24, 24, tmp_path / 'cache')
+    lines = path.read_text().split('\n')
+    path.write_text('\n'.join(lines[:2] + lines[:1:-1]))
+    second = common.load_dataset('inshop', tmp_path / 'shop', 24, 24, tmp_path / 'cache')
+    for data in (first, second):
+        assert len(data.train) == 4 and len(data.query) == len(data.gallery) == 2
+        assert sorted(data.query.labels.tolist()) == sorted(data.gallery.labels.tolist()) == [0, 1]

@@ -2,10 +2,11 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import draw_folder, on_circle
+from conftest import draw_folder, on_circle, unit
 
 import common
 import eval as evaluation
@@ -82,9 +83,18 @@ def test_analyse_measures_the_test_set_and_its_distance_to_the_training_set(run,
     data = common.load_dataset('folder', folder, 32, 32, 'cache')
     z, training = common.embed(model, data.query), common.embed(model, data.train)
     assert result['alignment'] == pytest.approx(evaluation.alignment(z, data.query.labels))
+    assert (result['threshold'], result['balanced accuracy']) == pytest.approx(
+        evaluation.best_threshold(z, data.query.labels))
     assert result['uniformity'] == pytest.approx(evaluation.uniformity(z))
     nearest = torch.cdist(z.double(), training.double()).square().amin(dim=1).mean().item()
     assert result['utilization'] == pytest.approx(nearest, abs=1e-5) and nearest > 1e-3
+
+
+def test_the_standard_error_is_that_of_a_share():
+    """Of 12 queries, half of which find a match first: 100 sqrt(0.5 x 0.5 / 12)"""
+    z, data = unit(12), SimpleNamespace(query=SimpleNamespace(labels=torch.arange(12) % 3))
+    measures = evaluation.analyse(z, unit(5, seed=1), data, {'R@1': 50.0})
+    assert measures['standard error'] == pytest.approx(14.434, abs=1e-3)
 
 
 def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, folder, tmp_path, capsys):
@@ -118,3 +128,32 @@ def test_another_dataset_needs_its_folder(run, small):
     run(train_ms, '--name', 'mine')
     with pytest.raises(common.UsageError, match='--dataset cub.*--data'):
         evaluation.main(['--checkpoint', 'runs/mine', '--dataset', 'cub'])
+
+
+def test_the_analysis_wants_the_images_of_the_training(tmp_path, monkeypatch, small):
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
+    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 16 --device cpu --name mine'.split())
+    (tmp_path / 'birds').rename(tmp_path / 'gone')
+    draw_folder(tmp_path / 'cars', 'mnop', per_class=3)
+    with pytest.raises(common.UsageError, match='needs the training images, and cars has other ones: 2 cl.* m$'):
+        evaluation.main('--checkpoint runs/mine --data cars --analyse --device cpu'.split())
+
+
+def test_a_folder_beside_drawn_images_has_no_effect(tmp_path, monkeypatch, small):
+    """In training as in evaluation: the likeliest mistake with images of one's own"""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes.*add --dataset folder'):
+        train_ms.get_args(['--data', 'photos'])
+    train_ms.main('--epochs 0 --image-size 16 --device cpu --name mine'.split())
+    with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes'):
+        evaluation.main('--checkpoint runs/mine --data photos --device cpu'.split())
+
+
+def test_a_checkpoint_without_its_data_is_refused(tmp_path, small):
+    model = common.Embedder('resnet18', dim=4, weights='none')
+    common.save_checkpoint(tmp_path / 'x.pt', SimpleNamespace(script='train_ms', seed=0, resize=32, image_size=32),
+                           model)
+    for flags in ([], ['--against', str(tmp_path / 'x.pt')], ['--analyse']):
+        with pytest.raises(common.UsageError):
+            evaluation.main(['--checkpoint', str(tmp_path / 'x.pt'), '--device', 'cpu', *flags])

@@ -173,7 +173,7 @@ NOT_TOGETHER = [
     ('--checkpoint runs/ms-0-0 runs/ms-0-0', 'have the same recipe, seed and fold'),
     ('--checkpoint runs/ms-0-0 runs/ms-0-1 runs/ms-1-0', 'its seeds have different folds: seed 0: 0/2, 1/2; seed 1'),
     ('--checkpoint runs/ms-0-0 --against runs/ms-1-0', 'two recipes, and these are 1: ms'),
-    ('--checkpoint runs/ms-0-0 --against runs/con-1-0', r'of ms there are seeds \[0\], of contrastive \[1\]'),
+    ('--checkpoint runs/ms-0-0 --against runs/con-1-0', 'of ms there are seed 0 fold 0/2; of contrastive seed 1 fold'),
     ('--checkpoint runs/ms-0-0 --against runs/con-0-1', 'the same seeds and folds')]
 
 
@@ -183,11 +183,28 @@ def test_runs_that_do_not_go_together(runs):
             evaluation.main([*flags.split(), *EVAL])
 
 
+def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path):
+    """Other classes under the same flags; a run on all classes beside folds; networks of two datasets"""
+    draw_folder(tmp_path / 'other' / 'train', 'mnop', per_class=4)
+    draw_folder(tmp_path / 'other' / 'test', 'uvwx', per_class=4, seed=1)
+    for name, flags in (('elsewhere', ['--data', str(tmp_path / 'other'), '--batch-size', '6', '--seed', '1']),
+                        ('whole', ['--batch-size', '6']), ('third', ['--batch-size', '6', '--fold', '1/3'])):
+        run(train_ms, '--name', name, '--precision', 'fp32', *flags)
+    run(train_ms, '--name', 'here', '--precision', 'fp32', '--batch-size', '6')
+    for paths, message in (('here elsewhere', 'trained on different classes'),
+                           ('ms-0-0 whole', 'with --fold and without'), ('ms-0-0 third', 'different numbers of folds')):
+        with pytest.raises(common.UsageError, match=message):
+            evaluation.main(['--checkpoint', *(f'runs/{name}' for name in paths.split()), *EVAL])
+    train_ms.main('--epochs 0 --image-size 16 --device cpu --name drawn'.split())
+    with pytest.raises(common.UsageError, match='trained on folder and shapes: say with --dataset'):
+        evaluation.main(['--checkpoint', 'runs/here', 'runs/drawn', *EVAL])
+
+
 @pytest.mark.parametrize('flags, message', [
     ('a b --analyse', '--analyse has no effect with several checkpoints'),
     ('a b --sheet x.png', '--sheet has no effect with several'), ('a b --embed x.npz', '--embed'),
     ('a b --query x.jpg', '--query'), ('a --against b --analyse', '--analyse'),
-    ('a --hardest', '--hardest has no effect with neither'), ('a --top 3', '--top has no effect with neither'),
+    ('a --hardest', '--hardest has no effect with nothing to draw'), ('a --top 3', '--top has no effect with nothing'),
     ('a --query x.jpg --analyse', '--analyse has no effect with --query'), ('a --query x.jpg --embed y.npz', '--embed'),
     ('a --sheet x.jpg', 'must end in .png'), ('a --embed x.npy', 'must end in .npz'),
     ('a --curves x.png --analyse', '--analyse has no effect with --curves')])
@@ -201,9 +218,9 @@ def test_all_networks_of_a_table_see_the_same_classes(tmp_path, monkeypatch, sma
     monkeypatch.chdir(tmp_path)
     draw_folder(tmp_path / 'all', 'abcdefgh', per_class=3)
     draw_folder(tmp_path / 'few', 'abef', per_class=3)
-    for data, seed in (('all', '0'), ('few', '1')):
+    for data, beta in (('all', '50'), ('few', '40')):
         train_ms.main(['--dataset', 'folder', '--data', data, '--epochs', '0', '--image-size', '32', '--device', 'cpu',
-                       '--seed', seed, '--name', data])
+                       '--beta', beta, '--name', data])
     loaded = []
     real = common.read_folder
     monkeypatch.setattr(common, 'read_folder', lambda root, seen: loaded.append(set(seen)) or real(root, seen))
@@ -255,6 +272,9 @@ def test_sheets_of_a_data_set(tmp_path):
         side = 6 + 2 * border + 2
         return (picture(tmp_path / name)[2 + border::side, 2 + border::side, 0] // 40)[:5, :3].tolist()
     assert shown('all.png') == [[0, 1, 2], [1, 0, 2], [2, 3, 4], [3, 2, 4], [4, 3, 2]]
+    # Borders: the second column is the nearest image, the third the next one.
+    colours = picture(tmp_path / 'hard.png')[2::6 + 2 * border + 2, 2::6 + 2 * border + 2][:5, 1:3, 0].tolist()
+    assert colours == [[220, 220], [220, 0], [220, 0], [0, 220], [0, 220]]
     # 3 has no match. The others have one, and their mistakes are at 10, 70, 85 and 90 degrees.
     assert shown('hard.png') == [[3, 2, 4], [2, 3, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
 
@@ -270,6 +290,16 @@ def test_eval_draws_a_sheet_of_at_most_eight_queries(run, small, capsys):
     evaluation.main(['--checkpoint', 'runs/mine', '--sheet', 'sheet.png', '--top', '3', *EVAL])
     assert picture('sheet.png').shape == (8 * (32 + 10) + 2, 4 * (32 + 10) + 2, 3)
     json.loads(capsys.readouterr().out.strip().split('\n')[-1])
+
+
+def test_queries_that_nothing_can_match_are_no_failures(tmp_path):
+    images = plain_images([(40 * i,) * 3 for i in range(4)], [0, 0, 1, 2])
+    z = on_circle(0, 90, 91, 180)
+    evaluation.sheet(tmp_path / 'x.png', SimpleNamespace(query=images, gallery=images), z, None, 1, hardest=True)
+    side = 6 + 2 * evaluation.BORDER + 2
+    shown = picture(tmp_path / 'x.png')
+    assert shown.shape[0] == 2 * side + 2, 'images 2 and 3 are alone in their classes'
+    assert sorted((shown[2 + evaluation.BORDER::side, 2 + evaluation.BORDER, 0] // 40)[:2].tolist()) == [0, 1]
 
 
 # ---- one's own images
@@ -304,6 +334,9 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
     result = evaluation.main([*flags, '--top', '99'])
     assert len(result['nearest']) == 16 and (tmp_path / 'found.png').exists()
     assert len({row['path'] for row in result['nearest']}) == 16
+    with pytest.raises(common.UsageError, match='would replace the photo'):
+        evaluation.main([*flags[:4], '--sheet', str(tmp_path / 'photo.png'), *EVAL])
+    assert Image.open(tmp_path / 'photo.png').size == (90, 70)
     (tmp_path / 'photo.png').write_text('no picture')
     with pytest.raises(common.UsageError, match='cannot read the image'):
         evaluation.main(flags)
@@ -336,11 +369,12 @@ def test_saved_embeddings_of_a_gallery(run, small, tmp_path):
 
 
 def test_curves_are_the_rows_of_each_run(run, small, monkeypatch):
-    drawn = []
+    drawn, rows = [], {}
 
     class Axes:
         def plot(self, x, y, *_, label):
-            drawn.append((label, x, y))
+            assert label.endswith(' (test)')
+            drawn.append((label.split()[0], x, y))
 
         def set(self, **_):
             pass
@@ -357,13 +391,15 @@ def test_curves_are_the_rows_of_each_run(run, small, monkeypatch):
         def savefig(self, file, format):
             file.write(b'\x89PNG')
     for seed in '01':
-        run(train_ms, '--name', f'run{seed}', '--seed', seed, '--eval-every', '1')
+        run(train_ms, '--name', f'run{seed}', '--seed', seed)
+        saved = torch.load(f'runs/run{seed}/last.pt', weights_only=True)
+        rows[f'run{seed}'] = [{'epoch': i, 'R@1': 10. * i + int(seed), 'MAP@R': 5. * i + int(seed)} for i in range(3)]
+        torch.save(saved | dict(rows=rows[f'run{seed}']), f'runs/run{seed}/last.pt')
     module = ModuleType('matplotlib.figure')
     module.Figure = Figure
     monkeypatch.setitem(sys.modules, 'matplotlib', ModuleType('matplotlib'))
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', module)
     evaluation.main(['--checkpoint', 'runs/run0', 'runs/run1/last.pt', '--curves', 'curves.png'])
-    rows = {f'run{seed}': [json.loads(line) for line in open(f'runs/run{seed}/log.jsonl')] for seed in '01'}
     assert drawn == [(name, [row['epoch'] for row in rows[name]], [row[key] for row in rows[name]])
                      for key in ('R@1', 'MAP@R') for name in rows]
     assert common.Path('curves.png').read_bytes() == b'\x89PNG'

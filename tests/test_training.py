@@ -280,15 +280,31 @@ def test_chunks_are_refused_with_trained_batchnorm():
     assert train_ms.get_args('--dataset cub --chunk 8'.split()).chunk == 8
 
 
-@pytest.mark.parametrize('flags, advice', [('', 'batch of 8 images; lower --batch-size, or take --chunk 2 '),
-                                           ('--freeze-bn --chunk 6', 'in chunks of 6; .* take --chunk 1 ')])
-def test_too_little_memory_says_what_to_lower(run, small, monkeypatch, flags, advice):
+@pytest.mark.parametrize('error', [
+    torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB'),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError('MPS backend out of memory')])
+@pytest.mark.parametrize('flags, advice', [
+    ('', 'batch of 8 images; lower --batch-size or --chunk, to 2 for'),
+    ('--freeze-bn --chunk 1', 'of 1; lower --batch-size$'),
+    ('--freeze-bn --chunk 6', 'in chunks of 6; .* --chunk, to 1 ')])
+def test_too_little_memory_says_what_to_lower(run, small, monkeypatch, error, flags, advice):
     def step(*_, **__):
-        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')
+        raise error
     monkeypatch.setattr(train_ms, 'multi_similarity_loss', step)
     with pytest.raises(common.UsageError, match=advice):
         run(train_ms, '--name', 'x', *flags.split())
     assert (Path('runs/x') / 'last.pt').exists(), 'the network before training is there'
+
+
+@pytest.mark.parametrize('flags', ['', '--compile'])
+def test_other_errors_keep_their_traceback(run, small, monkeypatch, flags):
+    def step(*_, **__):
+        raise torch.linalg.LinAlgError('singular')
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda self: None)
+    monkeypatch.setattr(train_ms, 'multi_similarity_loss', step)
+    with pytest.raises(torch.linalg.LinAlgError):
+        run(train_ms, '--name', 'x', *flags.split())
 
 
 @pytest.mark.parametrize('name, kind', [('adam', torch.optim.Adam), ('adamw', torch.optim.AdamW),
