@@ -116,6 +116,17 @@ class Embedder(nn.Module):
         for weight in self.trunk_weights:
             weight.requires_grad_(on)
 
+    @contextmanager
+    def keeping_statistics(self, on=True):
+        """While it lasts, trained BatchNorm still normalises by the batch, but its running statistics stay."""
+        layers = [module for module in self.trunk.modules() if on and hasattr(module, 'running_mean')]
+        before = [layer.momentum for layer in layers]       # the share that a batch has in the running statistics
+        for layer in layers:
+            layer.momentum = 0.0
+        yield
+        for layer, momentum in zip(layers, before):
+            layer.momentum = momentum
+
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
         # Images up to 16 px stay in float32: they reach the last stage as one pixel, where bfloat16 gradients of
@@ -453,10 +464,14 @@ def ranked_hits(query, query_labels, gallery, gallery_labels, depth, within):
     query, gallery = F.normalize(query.float(), dim=1), F.normalize(gallery[order].float(), dim=1)
     for rows, s, index in nearest(query, gallery, depth, place if within else None):
         hit = gallery_labels[index] == query_labels[rows, None]
-        # Sorted once more. A level is a similarity in steps of 2^-20, so that rounding errors rarely matter. A match
-        # counts half a step less: so among equal levels, non-matches come first.
+        # A level is a similarity in steps of 2^-20, so that rounding errors rarely matter. Where a match and a
+        # non-match of one level are neighbours, the row is sorted once more. A match counts half a step less: so
+        # among equal levels, non-matches come first.
         level = (s * 2 ** 20).round().long()
-        yield rows, hit.gather(1, (2 * level - hit.long()).argsort(dim=1, descending=True))
+        tied = ((level[:, 1:] == level[:, :-1]) & (hit[:, 1:] != hit[:, :-1])).any(dim=1)                # (b,)
+        order = (2 * level[tied] - hit[tied].long()).argsort(dim=1, descending=True)
+        hit[tied] = hit[tied].gather(1, order)
+        yield rows, hit
 
 
 def nearest(query, gallery, k, itself=None):

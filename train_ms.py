@@ -32,7 +32,7 @@ Run
     python train_ms.py --dataset cub --data data    # the benchmark, on a GPU
 
 Expect
-    shapes, seed 0: R@1 63.1 (6.8 before training).
+    shapes, seed 0: R@1 62.6 (6.8 before training).
     The MS paper reports, with BN-Inception and 512 dimensions, R@1 65.7 on CUB, 84.1 on Cars, 78.2 on
     SOP and 89.7 on In-Shop; Metrix (Table 2), with ResNet-50, 67.8, 87.8, 76.9 and 90.1 for this loss.
 """

@@ -84,7 +84,8 @@ MUTANTS = {
         ('hit & (rank <= r)', 'hit & (rank < r)', 'RP leaves out rank R'),
         ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank', 'MAP@R counts precision at non-matches'),
         ('hit[:, :k].any', 'hit[:, :k + 1].any', 'R@K looks at K + 1'),
-        ('(2 * level - hit.long())', '(2 * level + hit.long())', 'ties count for the network'),
+        ('(2 * level[tied] - hit[tied].long())', '(2 * level[tied] + hit[tied].long())', 'ties count for the network'),
+        ('(hit[:, 1:] != hit[:, :-1])).any', '(hit[:, 1:] & ~hit[:, :-1])).any', 'only harmless ties are noticed'),
         ('order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0))',
          'order = torch.arange(len(gallery))', 'the gallery is not shuffled'),
         ('return z, None if data.gallery is data.query else', 'return z, None if True else',
@@ -257,6 +258,8 @@ MUTANTS = {
         ('isinstance(error, torch.OutOfMemoryError) or', 'False and',
          'too little memory is not explained'),
         ("options = dict(fused=args.device.type in ('cpu', 'cuda')) | options", 'pass', 'the optimizer is not fused'),
+        ('layer.momentum = 0.0', 'pass', 'statistics of BatchNorm follow mixtures'),
+        ('            layer.momentum = momentum', '            pass', 'statistics of BatchNorm never move again'),
         # several processes
         ('return x.tensor_split(world())[rank()] if world() > 1 else x', 'return x', 'shares are not taken'),
         ('grad.split(ctx.shares)[rank()], None', 'grad.split(ctx.shares)[0], None', 'the gradient of another share'),

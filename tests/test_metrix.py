@@ -1,4 +1,5 @@
 """train_metrix.py against Metrix: the equations with numbers in them, loops from the paper, direct pooling."""
+import random
 import re
 import sys
 from math import cos, exp, log, radians
@@ -852,3 +853,34 @@ def test_the_figure_lies_in_the_run_folder(run, small, monkeypatch, capsys):
     assert curves == [(0.25, 0.75), (0.1, 0.4), 'o-', (0.25, 0.75), (0.2, 0.5), 's--']
     rows.clear()
     assert train_metrix.main(['--analyse', 'runs/start', '--device', 'cpu']) == [] and len(files) == 1
+
+
+def test_clean_statistics_are_those_of_clean_images(before_training):
+    """Input mixing normalises mixtures by their own batch either way; only what the evaluation will use differs."""
+    def statistics(*flags):
+        torch.manual_seed(0)
+        held = before_training(train_metrix, '--precision', 'fp32', *flags)
+        torch.manual_seed(1)
+        random.seed(1)
+        x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+        loss = held.step(x, torch.arange(8) // 2)
+        momenta = {layer.momentum for layer in held.model.modules() if isinstance(layer, torch.nn.BatchNorm2d)}
+        return loss.item(), held.model.trunk.bn1.running_mean, momenta
+    (loss, mixed, _), (same, clean, momenta), (_, none, _) = (
+        statistics(*flags.split()) for flags in ('--mixup input', '--mixup input --clean-bn', '--mixup none'))
+    assert loss == same and momenta == {0.1}, 'the loss is the same, and the next clean batch counts again'
+    torch.testing.assert_close(clean, none)
+    assert (mixed - none).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize('flags', ['--mixup feature --clean-bn', '--mixup input --freeze-bn --clean-bn'])
+def test_clean_statistics_need_mixtures_in_a_trained_batchnorm(flags):
+    with pytest.raises(common.UsageError, match='--clean-bn has no effect'):
+        train_metrix.get_args(flags.split())
+
+
+def test_batches_of_changing_size_are_not_timed_anew(before_training, monkeypatch):
+    for mixup, timed in (('feature', True), ('input', False)):
+        monkeypatch.setattr(torch.backends.cudnn, 'benchmark', True)
+        before_training(train_metrix, '--mixup', mixup)
+        assert torch.backends.cudnn.benchmark == timed
