@@ -184,3 +184,11 @@ def test_evaluate_takes_the_k_of_the_dataset():
         row = common.evaluate(MeanColour(), SimpleNamespace(name=name, query=data, gallery=data))
         assert [key for key in row if key.startswith('R@')] == [f'R@{k}' for k in ks]
     assert row['s+'] > row['s-'], 'neighbours in colour are of one class'
+
+
+@pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
+def test_of_two_that_tie_the_other_class_comes_first(labels):
+    """Whichever the search returns first"""
+    gallery = on_circle(20, 20).float()
+    found = retrieval_metrics(on_circle(0).float(), torch.tensor([0]), gallery, torch.tensor(labels), ks=(1, 2))
+    assert (found['R@1'], found['R@2'], found['RP']) == (0, 100, 0)
