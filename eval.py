@@ -21,8 +21,8 @@ two rows, as in Section 3.3 of the Reality Check:
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
     NMI                 of the classes and as many clusters found by k-means. It is high where there are many classes:
                         80.8 for a random ResNet-50 on SOP (Reality Check, Table 2)
-    threshold           from this similarity on, two images are best taken for the same class. Of all values it has,
-                        on the test images, the highest
+    threshold           the similarity from which on two images are best taken for the same class: the value with the
+                        highest balanced accuracy on the test images
     balanced accuracy   the share of positive pairs at or above the threshold, and the share of negative pairs below
                         it, averaged
 
@@ -260,15 +260,17 @@ def concatenate(parts):
 
 
 def runs_of(paths):
-    """{name of a recipe: {seed: {fold: checkpoint}}}, where fold is None or 'i/n'; and the classes seen by any network
+    """{name of a recipe: {seed: {fold: checkpoint}}}, where fold is None or 'i/n'; the classes seen by any network; and
+    the flags of each network, dicts.
 
     A recipe is the script with all flags but the seed and what does not change the method. Its name is the script's,
     with those flags in which it differs from other recipes of this script.
     """
-    groups, seen = {}, set()
+    groups, seen, trained = {}, set(), []
     for path in paths:
         saved = common.read_checkpoint(common.best_of(path))
         flags, seen = saved['args'], seen | set(saved.get('classes', []))
+        trained.append(flags)
         # The same classes, or runs on different folders would count as seeds of one recipe
         recipe = json.dumps([{name: flags[name] for name in sorted(flags.keys() - NO_RECIPE)},
                              sorted(saved.get('classes', []))])
@@ -294,7 +296,7 @@ def runs_of(paths):
         if len({frozenset(folds) for folds in seeds.values()}) > 1:
             raise common.UsageError(f'{name}: its seeds have different folds: ' + '; '.join(
                 f'seed {seed}: {", ".join(sorted(map(str, folds)))}' for seed, folds in sorted(seeds.items())))
-    return named, seen
+    return named, seen, trained
 
 
 def score_runs(args, seeds, load):
@@ -344,11 +346,10 @@ def pair(named):
 def compare(args):
     """The table of several checkpoints; with --against, the differences of two recipes as well."""
     interval([0, 1])                                        # if scipy is missing, that shows here and not at the end
-    named, seen = runs_of([*args.checkpoint, *args.against])
+    named, seen, trained = runs_of([*args.checkpoint, *args.against])
     if args.against:
         pair(named)
-    trained = [common.read_checkpoint(common.best_of(path))['args'] for path in args.checkpoint + args.against]
-    datasets = sorted({arguments.get('dataset', 'nothing') for arguments in trained})
+    datasets = sorted({flags.get('dataset', 'nothing') for flags in trained})
     if len(datasets) > 1 and not args.dataset:
         raise common.UsageError(f'these networks were trained on {" and ".join(datasets)}: say with --dataset, and '
                                 '--data, where to evaluate them')

@@ -184,7 +184,7 @@ DEFAULTS = {
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
-    # For --protocol: the Reality Check gives losses with a vector per class 32 classes of one image.
+    # For --protocol: where a loss learns a vector per class, the Reality Check's batches are 32 classes of one image.
     'reality-check': dict(per_class=1),
 }
 # Embeddings that are not normalised lie far from their centres: with lam = 2, the gradient of the centre term

@@ -239,11 +239,11 @@ class MaxOfMixed(torch.autograd.Function):
         position = torch.empty_like(best, dtype=torch.uint8 if f[0, 0].numel() <= 256 else torch.int32)
         # All pairs of one image i at a time, so that f_i need not be copied for each of them
         groups = i.argsort(stable=True).split(torch.bincount(i, minlength=len(f)).tolist())
-        for first, rows in ((first, rows) for first, group in enumerate(groups) if len(group)
-                            for rows in group.split(chunk)):
-            mixed = f[j[rows]].lerp_(f[first], lam[rows, None, None, None])     # f_j + lam (f_i - f_j), (., c, h, w)
-            pooled, where = F.max_pool2d(mixed, mixed.shape[2:], return_indices=True)
-            best[rows], position[rows] = pooled.flatten(1), where.flatten(1).to(position.dtype)
+        for first, group in enumerate(groups):
+            for rows in group.split(chunk) if len(group) else ():
+                mixed = f[j[rows]].lerp_(f[first], lam[rows, None, None, None])  # f_j + lam (f_i - f_j), (., c, h, w)
+                pooled, where = F.max_pool2d(mixed, mixed.shape[2:], return_indices=True)
+                best[rows], position[rows] = pooled.flatten(1), where.flatten(1).to(position.dtype)
         ctx.save_for_backward(i, j, lam, position)
         ctx.shape, ctx.chunk = f.shape, chunk
         return best

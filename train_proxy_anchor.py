@@ -99,7 +99,7 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    # For --protocol: the Reality Check gives losses with a vector per class 32 classes of one image.
+    # For --protocol: where a loss learns a vector per class, the Reality Check's batches are 32 classes of one image.
     'reality-check': dict(per_class=1, proxy_lr_mult=1),
 }
 

@@ -108,7 +108,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
-    # For --protocol: the Reality Check gives losses with a vector per class 32 classes of one image.
+    # For --protocol: where a loss learns a vector per class, the Reality Check's batches are 32 classes of one image.
     'reality-check': dict(per_class=1, proxy_lr_mult=1),
 }
 
