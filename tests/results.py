@@ -1,0 +1,149 @@
+"""The runs behind README's tables, and the tables. Not collected by pytest.
+
+    python tests/results.py pilots           makes the runs of this table that results.jsonl lacks, and prints it
+    python tests/results.py birds --jobs 2   two runs at a time, each on half of the cores
+    python tests/results.py birds --jobs 0   only prints
+
+A finished run becomes a line of tests/results.jsonl; one that was stopped goes on. Any row may be added to TABLES.
+The data belong into data/, which git ignores: cub50 holds the first 50 classes of CUB-200-2011, resnet18.pth
+torchvision's IMAGENET1K_V1 weights, and omniglot the folders train and test, each with alphabets of its own.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import md5
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torchvision
+
+from eval import interval
+
+LINES = ROOT / 'tests' / 'results.jsonl'
+SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in range(4)]
+
+BIRDS = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112 '
+         '--epochs 9 --warmup 1 --eval-every 9')
+# Of the decays by steps, one fits into nine epochs: it comes after epoch 5, by the factor of each recipe.
+STEP = BIRDS + ' --decay-epochs 5'
+FIRST = {'contrastive': f'train_contrastive.py {STEP}', 'ms': f'train_ms.py {STEP}',
+         'proxy_anchor': f'train_proxy_anchor.py {STEP}', 'proxynca_pp': f'train_proxynca_pp.py {STEP}',
+         'ccl, lam 2': f'train_ccl.py {BIRDS}', 'ccl, lam 0': f'train_ccl.py {BIRDS} --lam 0',
+         'metrix ms, none': f'train_metrix.py {STEP} --loss ms --mixup none',
+         'hse ms, no hybrids': f'train_hse.py {STEP} --loss ms --alpha 0'}
+RATES = {'contrastive': 1e-4, 'ms': 3e-5, 'proxy_anchor': 1e-4, 'proxynca_pp': 4e-3, 'ccl, lam 2': 0.02,
+         'ccl, lam 0': 0.02, 'metrix ms, none': 1e-4, 'hse ms, no hybrids': 1e-4}       # those of the recipes
+CHOSEN = {'contrastive': '3.3e-05', 'ms': '3e-05', 'proxy_anchor': '3.3e-05', 'proxynca_pp': '0.012',
+          'ccl, lam 2': '0.02', 'ccl, lam 0': '0.02'}                   # by the table 'pilots'
+FINE = STEP + ' --lr 3.3e-05'               # for all other rows: chosen there for each loss without mixing and hybrids
+SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
+
+# {table: (repeats of each command, {row: command}, [(row, row that it is compared with)])}
+TABLES = {
+    # One fold and one seed choose each learning rate, by the validation MAP@R.
+    'pilots': (['--seed 0'], {f'{name}, lr {rate:.2g}': f'{FIRST[name]} --fold 0/4 --lr {rate:.2g}' for name in FIRST
+                              for rate in (RATES[name] / 3, RATES[name], RATES[name] * 3)}, []),
+    'birds': (SEEDS, {name: f'{FIRST[name]} --lr {CHOSEN[name]}' for name in CHOSEN},
+              [(name, 'contrastive') for name in CHOSEN if name != 'contrastive'] + [('ccl, lam 2', 'ccl, lam 0')]),
+    'metrix': (SEEDS, {f'{loss}, {mixup}': f'train_metrix.py {FINE} --loss {loss} --mixup {mixup}'
+                       for loss in ('proxy_anchor', 'ms', 'contrastive') for mixup in ('none', 'feature', 'embed')},
+               [(f'{loss}, {mixup}', f'{loss}, none')
+                for loss in ('proxy_anchor', 'ms', 'contrastive') for mixup in ('feature', 'embed')]),
+    'hse': (SEEDS, {f'{loss}, {what}': f'train_hse.py {FINE} --loss {loss}{flag}'
+                    for loss in ('ms', 'proxy_anchor') for what, flag in (('alone', ' --alpha 0'), ('hybrids', ''))},
+            [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor')]),
+    'shapes': (SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
+    'omniglot': (SEEDS, {name: f'train_{name}.py --dataset folder --data data/omniglot' for name in SCRIPTS}, []),
+    # Why hybrids and mixing lose where a network starts from scratch
+    'scratch': (FOLDS, {'hse, alone': 'train_hse.py --alpha 0',
+                        'hse, alpha 1e-9': 'train_hse.py --alpha 1e-9',
+                        'hse, alpha 1e-9, append': 'train_hse.py --alpha 1e-9 --hybrids append',
+                        'hse, alpha 0.01': 'train_hse.py --alpha 0.01',
+                        'hse, alpha 0.02': 'train_hse.py --alpha 0.02',
+                        'hse, alpha 0.05': 'train_hse.py --alpha 0.05',
+                        'hse, alpha 0.05, temperature 1': 'train_hse.py --alpha 0.05 --temperature 1',
+                        'hse, alpha 0.05, append': 'train_hse.py --alpha 0.05 --hybrids append'},
+                [(row, 'hse, alone') for row in ('hse, alpha 1e-9', 'hse, alpha 1e-9, append', 'hse, alpha 0.01',
+                                                 'hse, alpha 0.02', 'hse, alpha 0.05', 'hse, alpha 0.05, temperature 1',
+                                                 'hse, alpha 0.05, append')]),
+}
+
+
+def finished():
+    """{command: its line}"""
+    lines = LINES.read_text().splitlines() if LINES.exists() else []
+    return {line['command']: line for line in map(json.loads, lines)}
+
+
+def run(command, threads):
+    """Makes one run, and writes its line."""
+    name = 'results-' + md5(command.encode()).hexdigest()[:8]
+    folder, start = ROOT / 'runs' / name, time.time()
+    words = command.split() + ['--resume' if (folder / 'last.pt').exists() else '--name']
+    words += [f'runs/{name}' if words[-1] == '--resume' else name]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': str(threads)},
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(f'{command}\n{done.stdout[-1000:]}', flush=True)
+        return
+    rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
+        f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
+    line = dict(command=command, before=rows[0], last=rows[-1], seconds=round(time.time() - start), machine=machine,
+                recipe=next((text for text in done.stdout.splitlines() if ' batches of ' in text), ''),
+                python=sys.version.split()[0], torch=torch.__version__, torchvision=torchvision.__version__)
+    with LINES.open('a') as file:
+        file.write(json.dumps(line) + '\n')
+    print(f'{line["seconds"]:5d} s   R@1 {rows[-1]["R@1"]:5.2f}   MAP@R {rows[-1]["MAP@R"]:5.2f}   {command}', flush=True)
+
+
+def cell(values):
+    middle, half = interval(values)
+    return f'{middle:.1f}' if half is None else f'{middle:.1f} ± {half:.1f}'
+
+
+def show(repeats, commands, pairs):
+    """Prints two tables: each row with its gain over the network before training, and differences between rows."""
+    done = finished()
+    lines = {row: {repeat: done[f'{command} {repeat}'] for repeat in repeats if f'{command} {repeat}' in done}
+             for row, command in commands.items()}
+    keys = ['R@1', 'MAP@R']
+    print('| | R@1 | MAP@R | R@1, gain by training | MAP@R, gain by training | runs | minutes |')
+    print('|---|---|---|---|---|---|---|')
+    for row, runs in lines.items():
+        if runs:
+            cells = [cell([run['last'][key] for run in runs.values()]) for key in keys]
+            cells += [cell([run['last'][key] - run['before'][key] for run in runs.values()]) for key in keys]
+            minutes = sum(run['last']['minutes'] for run in runs.values()) / len(runs)
+            print(f'| {row} | {" | ".join(cells)} | {len(runs)} | {minutes:.1f} |')
+    print('\n| difference, in pairs of the same seed or fold | R@1 | MAP@R | pairs |\n|---|---|---|---|')
+    for row, base in pairs:
+        both = sorted(lines[row].keys() & lines[base].keys())
+        if both:
+            cells = [cell([lines[row][r]['last'][key] - lines[base][r]['last'][key] for r in both]) for key in keys]
+            print(f'| {row} - {base} | {" | ".join(cells)} | {len(both)} |')
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('tables', nargs='+', choices=list(TABLES))
+    parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
+    options = parser.parse_args()
+    for repeats, commands, pairs in map(TABLES.get, options.tables):
+        if options.jobs:
+            missing = [f'{command} {repeat}' for repeat in repeats for command in commands.values()]
+            missing = [command for command in missing if command not in finished()]
+            with ThreadPoolExecutor(options.jobs) as pool:
+                list(pool.map(lambda command: run(command, max(1, os.cpu_count() // options.jobs)), missing))
+        show(repeats, commands, pairs)
+
+
+if __name__ == '__main__':
+    main()
