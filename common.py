@@ -31,6 +31,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import sys
 import time
 import zipfile
@@ -217,7 +218,8 @@ class BalancedSampler(Sampler):
         self.members = [part.tolist() for part in order.split(counts.tolist()) if len(part)]    # indices, per class
         self.per_class, self.generator = per_class, generator
         self.classes = min(batch_size // per_class, len(self.members))
-        self.batches = max(1, len(labels) // (self.classes * per_class))
+        self.batch_size = self.classes * per_class
+        self.batches = max(1, len(labels) // self.batch_size)
         single = int((counts == 1).sum())
         if single and per_class > 1:
             print(f'warning: {single} of {len(self.members)} training classes have one image only: the sampler repeats '
@@ -316,7 +318,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     with lock, Run(args, folder, data, total, parts) as run, explaining(args):
         print_recipe(args, model, data, sampler, epochs, folder)
         if not run.rows:                                    # the network before training is epoch 0
-            run.record(dict(epoch=0, loss=None) | evaluate(model, data))
+            run.record(dict(epoch=0, loss=None, images_per_second=None) | evaluate(model, data))
         while run.epoch < epochs and not run.out_of_patience():         # run.record counts run.epoch up
             set_seed(seed_of(args, run.epoch + 1))
             model.train()
@@ -508,7 +510,7 @@ def searcher(gallery):
 
 
 def mean_similarities(z, y):
-    """Mean cosine of all positive pairs, and of all negative pairs; z (N, D), y (N,) -> two numbers.
+    """Mean cosine of all positive pairs, and of all negative pairs; z (N, D), y (N,) -> two numbers, None of no pairs.
 
     The cosines of all pairs of vectors, each with itself included, add up to the squared length of the sum of the
     vectors. So no (N, N) matrix is needed.
@@ -516,13 +518,16 @@ def mean_similarities(z, y):
     z, n = F.normalize(z.double(), dim=1), torch.bincount(y).double()    # n (C,) images of each class
     sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)           # (C, D)
     # - len(z): the N pairs of a vector with itself are left out
-    positive, pairs = sums.square().sum().item() - len(z), n.square().sum().item() - len(z)
-    negative = z.sum(dim=0).square().sum().item() - len(z) - positive
-    return positive / max(pairs, 1), negative / max(len(z) * (len(z) - 1) - pairs, 1)
+    positive, pairs = sums.square().sum().item() - len(z), int(n.square().sum()) - len(z)
+    negative, others = z.sum(dim=0).square().sum().item() - len(z) - positive, len(z) * (len(z) - 1) - pairs
+    return positive / pairs if pairs else None, negative / others if others else None
 
 
 def evaluate(model, data):
-    """What a row of the log says about the test set: retrieval, and the mean similarities s+ and s- of queries."""
+    """What a row of the log says about the test set: retrieval, and the mean similarities s+ and s- of queries.
+
+    s+ is missing where no two queries have the same class.
+    """
     return score(data, *embed_test(model, data))
 
 
@@ -541,8 +546,8 @@ def score(data, z, gallery=None):
     """The row of `evaluate` for these embeddings of data.query and, where it is apart, of data.gallery"""
     gallery_labels = None if gallery is None else data.gallery.labels
     metrics = retrieval_metrics(z, data.query.labels, gallery, gallery_labels, DATASETS[data.name]['ks'])
-    metrics['s+'], metrics['s-'] = mean_similarities(z, data.query.labels.to(z.device))
-    return metrics
+    similarities = zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device)))
+    return metrics | {name: s for name, s in similarities if s is not None}
 
 
 # ---- 5. images -------------------------------------------------------------------------------------
@@ -584,7 +589,7 @@ class Images:
         part = copy(self)
         part.sizes, part.ends, part.paths = self.sizes[indices], self.ends[indices], self.paths[indices]
         kept, part.labels = self.labels[indices].unique(return_inverse=True)
-        part.classes = [self.classes[c] for c in kept.tolist()]
+        part.classes = [self.classes[c] for c in kept.tolist()] if self.classes else ()
         part.groups = None if self.groups is None else self.groups[indices]
         return part
 
@@ -624,7 +629,7 @@ def batches(images, index_lists, device, augment=None):
         list(crops)                                         # waits for the threads
         if gpu:                                             # from pinned memory, copies need not wait for the GPU
             flips, y = flips.pin_memory(), y.pin_memory()
-        x, flips, y = (t.to(device, non_blocking=True) for t in (x, flips, y))
+        x, flips, y = (t.to(device, non_blocking=gpu) for t in (x, flips, y))
         x = x.permute(0, 3, 1, 2) / 255                     # (B, 3, S, S)
         x = torch.where(flips[:, None, None, None], x.flip(3), x)
         if augment and augment.jitter:
@@ -693,6 +698,8 @@ def decode(paths, resize, what, cache):
     with locked(file.parent, wait=True):                    # of two runs, the second waits
         if decoded := read_decoded(file, len(paths)):
             return decoded
+        if file.exists():
+            print(f'{file} is damaged: decoding anew', file=sys.stderr)
         print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
         sizes = []
         with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
@@ -714,8 +721,6 @@ def read_decoded(file, count):
         # As floats, because the numbers of a damaged file may be too large for an integer.
         if (sizes > 0).all() and 3 * sizes.astype(float).prod(axis=1).sum() + 8 * count == length:
             return raw, sizes
-    if file.exists():
-        print(f'{file} is damaged: decoding anew', file=sys.stderr)
     return None
 
 
@@ -725,7 +730,7 @@ def read_image(path, side):
         # Only the formats of IMG_EXTENSIONS, whatever a file is called: for some others PIL starts a program.
         with Image.open(path, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']) as image:
             if max(image.size) > 50 * min(image.size):
-                raise ValueError(f'{image.size[0]} x {image.size[1]} pixels')
+                raise ValueError(f'{image.size[0]} x {image.size[1]} pixels, one side over 50 times the other')
             return np.asarray(transforms.functional.resize(to_rgb(image), side))
     except Exception as error:                              # every image format has errors of its own
         raise UsageError(f'cannot read the image {path}: {error}; replace or remove it') from None
@@ -769,11 +774,11 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
 
     name        shapes, cub, cars, sop, inshop or folder
     root        folder that holds what the dataset's site unpacks; not used by shapes
-    resize      shorter side of the stored images, pixels;  image_size  side of the square crops; where one is
-                missing it follows the other, where both are, they are those of the training recipes
+    resize      shorter side of the stored images, pixels;  image_size  side of the square crops. If only one of them
+                is given, the other follows from it; if neither is, both are those of the training recipes.
     cache       folder for the decoded images
-    seen        for folder: names of classes that a network has seen. They are left out of the test set, and
-                without train/ and test/ all other classes belong to it.
+    seen        for an evaluation: names of the classes that a network has seen; () for none. There is no .train then.
+                Of a folder, they are left out of the test set; without train/ and test/ all others belong to it.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
     share theirs. Raises UsageError if files or counts are not as published.
@@ -793,14 +798,16 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
         splits = dict(train=splits['train'])
     if name == 'folder':
         warn_of_copies(splits)
+    if seen is not None:                                    # an evaluation need not wait for training images
+        splits.pop('train', None)
     data = SimpleNamespace(name=name)
-    for split in [name for name in ('train', 'query', 'gallery') if name in splits]:       # gallery needs query
-        paths, names, groups = zip(*splits[split])
+    for split in [split for split in ('train', 'query', 'gallery') if split in splits]:     # gallery needs query
+        paths, classes, groups = zip(*splits[split])
         if split != 'gallery':                              # query and gallery are numbered together
-            both = set(names) | {row[1] for row in splits.get('gallery', ()) if split == 'query'}
-            numbers = {name: i for i, name in enumerate(sorted(both))}
+            both = {*classes, *(row[1] for row in splits.get('gallery', ()) if split == 'query')}
+            numbers = {class_: i for i, class_ in enumerate(sorted(both))}
         pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
-        labels = torch.tensor([numbers[name] for name in names])
+        labels = torch.tensor([numbers[class_] for class_ in classes])
         groups = None if groups[0] is None else torch.tensor(groups)
         setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups, paths))
     if fold:
@@ -874,7 +881,8 @@ def list_images(name, root, seen=None):
 
 def warn_of_copies(splits):
     """Warns of test images that have a copy in any split, as far as length and first bytes tell: they are too easy."""
-    files = [(row[0], split) for split in sorted(splits) for row in splits[split]]          # train is the last
+    # In this order train is the last, so a copy in it is found as the copy of a test image.
+    files = [(row[0], split) for split in sorted(splits) for row in splits[split]]
     lengths = [path.stat().st_size for path, _ in files]
     shared, first, copies = Counter(lengths), {}, []
     for (path, split), length in zip(files, lengths):
@@ -886,8 +894,8 @@ def warn_of_copies(splits):
             elif split != 'train':
                 first[start] = path
     if copies:
-        print(f'warning: {len(copies)} test images have a copy, which flatters the result; the first are '
-              f'{copies[0][0]} and {copies[0][1]}', file=sys.stderr)
+        print(f'warning: {len(copies)} files are copies of test images, which flatters the result; the first is '
+              f'{copies[0][1]}, a copy of {copies[0][0]}', file=sys.stderr)
 
 
 def words(path):
@@ -1082,7 +1090,7 @@ class Run:
             file.write(''.join(json.dumps(row) + '\n' for row in self.rows).encode())
 
     def record(self, row):
-        """Saves a finished epoch and prints it afterwards, so that a screen that fails cannot cost an epoch."""
+        """Saves a finished epoch before it prints it, so that an error in printing loses nothing."""
         row['minutes'] = self.minutes + (time.time() - self.since) / 60
         if 'R@1' in row:
             self.rows.append(row)
@@ -1115,7 +1123,7 @@ class Run:
         form = {'epoch': 'd', 'loss': '.4f', 's+': '.3f', 's-': '.3f', 'no_positive': '.0%',
                 'images_per_second': '.0f', 'minutes': '.1f'}
         short = dict(no_positive='no-pos', images_per_second='img/s', minutes='min')
-        keys = ['epoch', 'loss', *(key for key in self.rows[0] if key[:2] in ('R@', 'MA', 's+', 's-')), *short]
+        keys = ['epoch', 'loss', *(key for key in self.rows[0] if key.startswith(('R@', 'MAP', 's+', 's-'))), *short]
         if self.untitled:
             print(' '.join(f'{short.get(key, key):>7}' for key in keys))
             self.untitled = False
@@ -1142,20 +1150,21 @@ class Run:
                   f'choose on the test set.)')
         if row.get('unmatched'):
             print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
-        print(f'Next: python eval.py --checkpoint {self.folder}/{"best" if self.args.fold else "last"}.pt')
+        print(f'Next: python eval.py --checkpoint {best_of(self.folder)}')
 
 
 def print_recipe(args, model, data, sampler, epochs, folder):
     """What is going to run, before it runs."""
     searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
-    batch = f'{args.per_class} images per class' if args.per_class else 'in random order'
+    size = getattr(sampler, 'batch_size', args.batch_size)  # smaller where there are few classes
+    batch = f'{size} ({f"{args.per_class} images per class" if args.per_class else "in random order"})'
     until = f' or until {args.patience} evaluations bring no gain' if args.fold else ''
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
           f'{len(data.query):,}{searched} {"validation" if args.fold else "test"} images of '
           f'{len(data.query.labels.unique()):,} classes\n'
           f'{args.arch}, weights {args.weights}, BatchNorm {"frozen" if args.freeze_bn else "trained"}, {args.pool} '
           f'pooling, {args.dim} dimensions, crops of {args.image_size} px from {args.resize} px\n'
-          f'{args.optimizer}, lr {args.lr:g}, schedule {args.schedule}, batches of {args.batch_size} ({batch}), '
+          f'{args.optimizer}, lr {args.lr:g}, schedule {args.schedule}, batches of {batch}, '
           f'{epochs} epochs of {len(sampler)} steps{until}, seed {args.seed}, {args.device} in {model.precision}; '
           f'{folder}/')
 
@@ -1273,7 +1282,7 @@ def locked(folder, wait=False):
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 raise UsageError(f'{folder} is in use by another run') from None
-        for left in folder.glob('*.tmp'):
+        for left in folder.glob('*.*.[0-9]*.tmp'):          # as written_whole names them
             left.unlink()
         yield
 
@@ -1288,7 +1297,7 @@ def written_whole(path):
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
-    except BrokenPipeError:                                 # from the screen: something was printed meanwhile
+    except BrokenPipeError:                                 # from a print within the with block, not from this file
         raise
     except (OSError, RuntimeError) as error:                # torch.save reports a full disk as a RuntimeError
         cause = str(error.__context__ or error).split('\n')[0]
@@ -1301,7 +1310,8 @@ def written_whole(path):
 def live(text, done=False):
     """A line that is overwritten while work goes on. Where output goes to no terminal, only its last state shows."""
     if sys.stdout.isatty():
-        print(f'\r{text:<110}', end='\n' if done else '', flush=True)
+        width = shutil.get_terminal_size().columns - 1      # a longer line would not be overwritten as a whole
+        print(f'\r{text if done else text[:width]:<{width}}', end='\n' if done else '', flush=True)
     elif done:
         print(text, flush=True)
 
@@ -1385,7 +1395,7 @@ def parser(doc, notes=''):
     g.add_argument('--freeze-bn', action=argparse.BooleanOptionalAction, help='BatchNorm keeps statistics and weights')
     g = p.add_argument_group('training')
     g.add_argument('--epochs', type=at_least(0), help='passes over the training set')
-    g.add_argument('--steps', type=at_least(0), default=0, help='stop after so many steps; 0: after --epochs')
+    g.add_argument('--steps', type=at_least(0), default=0, help='stop after so many steps, if not before; 0: never')
     g.add_argument('--batch-size', type=at_least(2), help='images in a batch, B')
     g.add_argument('--per-class', type=at_least(0), help='images per class in a batch, K; 0: images in random order')
     g.add_argument('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer')
@@ -1679,8 +1689,8 @@ def gather(f, total):
 class Gather(torch.autograd.Function):
     """The feature maps of all processes. The gradient of a share is summed over the processes.
 
-    Each process computes the same loss, so this sum is world() times too large. average_gradients, which takes the
-    weights' gradients as they are then, divides by world().
+    Each process computes the same loss, so this sum is world() times its gradient. average_gradients corrects that: it
+    divides the sum of the weights' gradients by world().
     """
     @staticmethod
     def forward(ctx, f, shares):

@@ -3,8 +3,9 @@
 The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
 Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
 
-Of a folder, all classes are evaluated except those of the networks' own training and validation sets, whose names
-the checkpoints hold. If the folder has train/ and test/ (or query/ and gallery/), only test/ is evaluated.
+Of a folder, all classes are evaluated except those that the networks were trained or validated on, whose names the
+checkpoints hold. If it has train/ and test/ (or val/), only test/ is evaluated; if it has query/ and gallery/, the
+images of query/ are searched in gallery/.
 
 Several checkpoints give a table with a row for each recipe: the mean over its seeds, and the 95 % confidence interval
 of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count as one run, and give
@@ -19,12 +20,14 @@ two rows, as in Section 3.3 of the Reality Check:
     uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better        (the same)
     utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
-    NMI                 of the classes and as many clusters found by k-means. It is high where there are many classes:
-                        80.8 for a random ResNet-50 on SOP (Reality Check, Table 2)
-    threshold           the similarity from which on two images are best taken for the same class: the value with the
-                        highest balanced accuracy on the test images
-    balanced accuracy   the share of positive pairs at or above the threshold, and the share of negative pairs below
-                        it, averaged
+    NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
+                        many classes it is high for any network: 80.8 for a random ResNet-50 on SOP (Reality Check,
+                        Table 2)
+    threshold           two images are called the same class if their similarity is at least this. It is the value
+                        with the highest balanced accuracy on the test images, so that accuracy is optimistic.
+    balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
+                        pairs below it
+Alignment needs two queries of one class, and the threshold a match; without them they are left out.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -37,6 +40,7 @@ import argparse
 import json
 import sys
 from functools import cache
+from glob import glob
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -71,24 +75,20 @@ def utilization(queries, examples):
     u(Q, X) = 1/|Q| sum_{q in Q} min_{x in X} || f(q) - f(x) ||^2.  queries (Q, D), examples (X, D) -> float, 0 to 4
     Here X are the clean training images; train_metrix.py --analyse adds mixed ones.
     """
-    queries, examples = F.normalize(queries.float(), dim=1), F.normalize(examples.float(), dim=1)
-    nearest = torch.cat([s for _, s, _ in common.nearest(queries, examples, 1)])        # (Q, 1) cosines
-    return (2 - 2 * nearest).clamp(min=0).mean().item()                                 # Metrix Eq. (12)
+    s, _ = retrieve(queries, examples, 1)                                # (Q, 1) cosines
+    return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)
 
 
 def normalized_mutual_information(a, b):
     """2 I(a; b) / (H(a) + H(b)), in percent, of two assignments of N images to groups.  a, b (N,) integers from 0"""
     joint = torch.bincount(a * (int(b.max()) + 1) + b, minlength=(int(a.max()) + 1) * (int(b.max()) + 1))
     joint = joint.view(int(a.max()) + 1, -1).double() / len(a)
-
-    def entropy(p):
-        return -(p * p.log()).nansum().item()                            # 0 log 0 is 0
-    both = entropy(joint.sum(dim=0)) + entropy(joint.sum(dim=1))
-    return 100 * 2 * (both - entropy(joint)) / both if both else 100.0
+    h_a, h_b, h = (torch.special.entr(p).sum().item() for p in (joint.sum(dim=1), joint.sum(dim=0), joint))
+    return 100 * 2 * (h_a + h_b - h) / (h_a + h_b) if h_a + h_b else 100.0
 
 
 def clusters(z, k):
-    """The cluster of each image by k-means, as faiss has it, with a fixed seed.  z (N, D) -> (N,)"""
+    """The cluster of each image by the k-means of faiss, with a fixed seed.  z (N, D) -> (N,)"""
     if sys.platform == 'darwin':
         raise ImportError                                   # common.searcher says why
     import faiss
@@ -98,34 +98,44 @@ def clusters(z, k):
     return torch.from_numpy(kmeans.index.search(z, 1)[1][:, 0])
 
 
-def best_threshold(z, y, steps=2000):
-    """The similarity that best tells same from different, over all pairs: z (N, D), y (N,) -> threshold, accuracy
+def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
+    """The similarity that best tells same from different: z (N, D), y (N,) -> threshold, accuracy
 
-    A pair is called the same if its similarity is at least the threshold, one of `steps` values from -1 to 1. The
-    accuracy, in percent, is balanced: the mean of those on positive and on negative pairs.
+    The pairs are those of queries, or with a gallery (G, D) of a query and an image of it. A pair is called the same
+    if its similarity is at least the threshold, one of `steps` values from -1 to 1. The accuracy, in percent, is
+    balanced: the mean of those on positive and on negative pairs.
     """
+    within = gallery is None
     z = F.normalize(z.float(), dim=1)
+    gallery, labels = (z, y) if within else (F.normalize(gallery.float(), dim=1), gallery_labels.to(y.device))
     counts = torch.zeros(2 * steps, dtype=torch.long, device=z.device)   # of negative pairs, then of positive ones
-    for rows in torch.arange(len(z), device=z.device).split(max(1, 2 ** 24 // len(z))):
-        level = ((z[rows] @ z.T + 1) * steps / 2).long().clamp(0, steps - 1)            # (b, N)
-        level += steps * (y[rows, None] == y)
-        level = level[rows[:, None] != torch.arange(len(z), device=z.device)]           # no image with itself
-        counts += torch.bincount(level, minlength=2 * steps)
-    negative, positive = counts.double().view(2, steps)
-    right = positive.flip(0).cumsum(0).flip(0) / positive.sum().clamp_min(1)            # at the threshold or above
-    right = right + (negative.cumsum(0) - negative) / negative.sum().clamp_min(1)       # below it
-    return 2 * int(right.argmax()) / steps - 1, 50 * right.max().item()
+    for rows in torch.arange(len(z), device=z.device).split(max(1, 2 ** 24 // len(gallery))):
+        level = ((z[rows] @ gallery.T + 1) * steps / 2).long().clamp(0, steps - 1)      # (b, G)
+        level += steps * (y[rows, None] == labels)
+        if within:                                                       # no image with itself
+            level = level[rows[:, None] != torch.arange(len(z), device=z.device)]
+        counts += torch.bincount(level.flatten(), minlength=2 * steps)
+    counts = counts.double().view(2, steps)
+    # Of the negative and of the positive pairs, the shares below each threshold
+    negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
+    accuracy = (negative + 1 - positive) / 2
+    return 2 * int(accuracy.argmax()) / steps - 1, 100 * accuracy.max().item()
 
 
-def analyse(z, training, data, result):
+def analyse(z, training, data, result, gallery=None):
     """The measures of --analyse -> {name: number}
 
     z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the row with R@1
+    gallery (G, D)             of data.gallery; None where queries are searched in themselves
     """
     y, p = data.query.labels.to(z.device), result['R@1'] / 100
-    measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'alignment': alignment(z, y),
-                'uniformity': uniformity(z), 'utilization': utilization(z, training)}
-    measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y)
+    measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'uniformity': uniformity(z),
+                'utilization': utilization(z, training)}
+    if 's+' in result:
+        measures['alignment'] = alignment(z, y)
+    if result.get('unmatched', 0) < len(y):
+        labels = None if gallery is None else data.gallery.labels
+        measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y, gallery, labels)
     try:
         measures['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
     except ImportError:
@@ -164,10 +174,11 @@ def draw_sheet(path, queries, gallery, rows, index, hit=None):
 def retrieve(z, gallery, k):
     """Similarities and positions of the k nearest of each query, (N, k); without a gallery the query is left out."""
     within = gallery is None
-    z, gallery = F.normalize(z.float(), dim=1), F.normalize((z if within else gallery).float(), dim=1)
+    z = F.normalize(z.float(), dim=1)
+    gallery = z if within else F.normalize(gallery.float(), dim=1)
     itself = torch.arange(len(z), device=z.device) if within else None
-    parts = list(common.nearest(z, gallery, min(k, len(gallery) - within), itself))
-    return torch.cat([s for _, s, _ in parts]).cpu(), torch.cat([index for *_, index in parts]).cpu()
+    _, s, index = zip(*common.nearest(z, gallery, min(k, len(gallery) - within), itself))
+    return torch.cat(s).cpu(), torch.cat(index).cpu()
 
 
 def hardest_first(s, hit):
@@ -175,7 +186,8 @@ def hardest_first(s, hit):
 
     s, hit  (N, k) similarities of the nearest images, and whether they match
     """
-    mistake = s.masked_fill(hit, -1).amax(dim=1)                         # (N,), at most 1
+    mistake = s.masked_fill(hit, -1).amax(dim=1)                         # (N,)
+    # A quarter of a similarity is between -1/4 and 1/4, so it orders only queries with the same number of matches.
     return (hit.sum(dim=1) - mistake / 4).argsort(stable=True)
 
 
@@ -198,7 +210,7 @@ def sheet(path, data, z, gallery, top, hardest):
 def search(args, model, images, path):
     """The images that are nearest to a photo. The photo itself, where it is one of them, is left out."""
     photo = common.read_image(args.query, model.args['resize'])
-    if path.resolve() == args.query.resolve():
+    if path.resolve() in {args.query.resolve(), *(Path(name).resolve() for name in images.paths)}:
         raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
     query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size)
     z, gallery = (F.normalize(common.embed(model, part), dim=1) for part in (query, images))
@@ -215,19 +227,20 @@ def search(args, model, images, path):
 
 
 def curves(args):
-    """R@1 and MAP@R of each run after each epoch, with matplotlib; of a run with --fold on its validation classes"""
+    """Draws R@1 and MAP@R of each run over its epochs, with matplotlib; with --fold those on the validation classes."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise common.UsageError('--curves needs matplotlib: pip install matplotlib') from None
     figure = Figure(figsize=(10, 4), layout='constrained')
-    for axes, key in zip(figure.subplots(1, 2), ('R@1', 'MAP@R')):
-        for path in args.checkpoint:
-            saved = common.read_checkpoint(path)
-            rows, part = saved.get('rows', []), 'validation' if saved['args'].get('fold') else 'test'
-            axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-',
-                      label=f'{(path if path.is_dir() else path.parent).name} ({part})')
-        axes.set(xlabel='epoch', ylabel=f'{key}, %')
+    panels = dict(zip(('R@1', 'MAP@R'), figure.subplots(1, 2)))
+    for path in args.checkpoint:
+        saved = common.read_checkpoint(path)
+        rows, part = saved.get('rows', []), 'validation' if saved['args'].get('fold') else 'test'
+        name = (path if path.is_dir() else path.resolve().parent).name
+        for key, axes in panels.items():
+            axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-', label=f'{name} ({part})')
+            axes.set(xlabel='epoch', ylabel=f'{key}, %')
     axes.legend()
     with common.written_whole(args.curves) as file:
         figure.savefig(file, format='png')
@@ -282,7 +295,7 @@ def runs_of(paths):
     for script, recipe in groups:
         flags = json.loads(recipe)[0]
         others = [json.loads(other)[0] for name, other in groups if name == script]
-        differs = [f' {name}={flags.get(name)}' for name in flags if any(o.get(name) != flags[name] for o in others)]
+        differs = [f' {name}={flags[name]}' for name in flags if any(o.get(name) != flags[name] for o in others)]
         name = script.removeprefix('train_') + ''.join(differs)
         if name in named:
             raise common.UsageError(f'the networks of {name} were trained on different classes, so they are no seeds '
@@ -304,11 +317,13 @@ def score_runs(args, seeds, load):
     table = {}
     for seed, folds in sorted(seeds.items()):
         rows, queries, galleries = [], [], []
-        for path in (folds[fold] for fold in sorted(folds, key=str)):
+        for _, path in sorted(folds.items()):
             model = common.load_checkpoint(path, args.device, args.precision)
             data = load(model.args['resize'], model.args['image_size'])
             z, gallery = common.embed_test(model, data)
-            rows, queries, galleries = [*rows, common.score(data, z, gallery)], [*queries, z], [*galleries, gallery]
+            rows.append(common.score(data, z, gallery))
+            queries.append(z)
+            galleries.append(gallery)
             print(f'{path}: R@1 {rows[-1]["R@1"]:.2f}, MAP@R {rows[-1]["MAP@R"]:.2f}', flush=True)
         each = f'separated ({z.shape[1]}-dim)' if len(folds) > 1 else f'one network ({z.shape[1]}-dim)'
         table.setdefault(each, {})[seed] = {key: mean(row[key] for row in rows) for key in rows[0]}
@@ -397,7 +412,11 @@ def get_args(argv=None):
     if args.query:
         common.refuse(args, ['analyse', 'embed', 'hardest'], '--query')
     if not args.sheet:
-        common.refuse(args, ['hardest'] + ['top'] * (not args.query), 'nothing to draw: take --sheet, or --query')
+        common.refuse(args, ['hardest'], 'no sheet: take --sheet')
+    if not (args.sheet or args.query):
+        common.refuse(args, ['top'], 'nothing to draw: take --sheet or --query')
+    for paths in (args.checkpoint, args.against):           # shells of Windows leave a pattern like runs/ms-* as it is
+        paths[:] = [Path(found) for path in paths for found in sorted(glob(str(path))) or [path]]
     return args
 
 
@@ -407,7 +426,7 @@ def new_archive(text):
 
 
 def loader(args, trained, seen):
-    """The dataset to evaluate, its name, and load(resize, image_size), which opens it"""
+    """The name of the dataset to evaluate, and a function load(resize, image_size) that opens it"""
     if not {'dataset', 'data', 'resize', 'image_size'} <= trained.keys():
         raise common.UsageError('the checkpoint is not one of a run: it does not hold what the network was trained on')
     dataset = args.dataset or trained['dataset']
@@ -436,12 +455,15 @@ def load_training(args, model):
 
 def save_embeddings(path, data, z, gallery):
     """An NPZ file with embeddings (N, D), labels (N,), paths (N,) and the classes' names; of a gallery as well"""
-    images = {'': (data.query, z)} | ({} if gallery is None else {'gallery_': (data.gallery, gallery)})
-    arrays = {name + key: value for name, (part, z) in images.items() for key, value in dict(
-        embeddings=F.normalize(z, dim=1).cpu().numpy(), labels=part.labels.numpy(), paths=part.paths).items()}
+    arrays, count = dict(classes=np.array(data.query.classes)), 0
+    for prefix, images, embeddings in (('', data.query, z), ('gallery_', data.gallery, gallery)):
+        if embeddings is not None:
+            arrays |= {f'{prefix}embeddings': F.normalize(embeddings, dim=1).cpu().numpy(),
+                       f'{prefix}labels': images.labels.numpy(), f'{prefix}paths': images.paths}
+            count += len(images)
     with common.written_whole(path) as file:
-        np.savez(file, classes=np.array(data.query.classes), **arrays)
-    print(f'embeddings of {sum(len(part) for part, _ in images.values()):,} images: {path}')
+        np.savez(file, **arrays)
+    print(f'embeddings of {count:,} images: {path}')
 
 
 def main(argv=None):
@@ -469,7 +491,7 @@ def evaluate(args, path):
     z, gallery = common.embed_test(model, data)
     result = common.score(data, z, gallery)
     if args.analyse:
-        result |= analyse(z, common.embed(model, training).to(z.device), data, result)
+        result |= analyse(z, common.embed(model, training).to(z.device), data, result, gallery)
     print(f'{dataset}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, searched in '
           f'{"themselves" if gallery is None else f"a gallery of {len(gallery):,} images"}')
     for name, value in result.items():

@@ -359,7 +359,9 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.load(args)
-    num_classes, y, groups = data.train.num_classes, data.train.labels, data.train.groups
+    num_classes, y = data.train.num_classes, data.train.labels
+    # A fold may lack whole super-classes, so that a batch cannot have equally many classes of all of them.
+    groups = None if args.fold else data.train.groups
     if args.alpha > 0 or args.show_hybrids:
         check_batch(args, num_classes, groups)
     super_class = torch.zeros(num_classes, dtype=torch.long)    # (C,) of each class; 0 where a dataset has none

@@ -423,7 +423,8 @@ def analyse(args):
 # Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay
 # rates (none for ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come
 # warm-up, clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and
-# decays every 10 epochs, which is its default; some of its commands have 5 or 20.
+# decays every 10 epochs, which is its default; some of its commands have 5 or 20. On SOP and In-Shop
+# its commands freeze BatchNorm for contrastive with mixing, and train it without; here it is trained.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -440,6 +441,7 @@ DEFAULTS = {
 }
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
 DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)
+DEFAULTS['sop', 'contrastive'] = dict(m=0.5, warmup=5)
 
 # {loss: {hyper-parameter: its flag}}, for the losses that can be trained
 HYPER = {'contrastive': dict(m='m', reduction='reduction'), 'ms': dict(beta='beta', gamma='gamma', m='m'),

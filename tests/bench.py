@@ -54,6 +54,15 @@ def in_turn(works, repeats, device=None):
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def peak_memory(reset=False):
+    """Most memory that this process has held so far, or since the last reset, in GB; Linux only, else NaN"""
+    if sys.platform != 'linux':
+        return float('nan')
+    if reset:
+        Path('/proc/self/clear_refs').write_text('5')
+    return int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]) / 2 ** 20
+
+
 def network_flags(options):
     return ['--arch', options.arch, '--weights', 'none', '--image-size', str(options.px), '--resize', str(options.px),
             '--batch-size', str(options.batch), '--per-class', '5', '--dim', '512', '--device', options.device,
@@ -95,9 +104,15 @@ def bench_loop(options):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    took = in_turn(dict(shared=shared, bare=bare), options.repeats, args.device)
-    print(f'loop: {options.arch}, {options.px} px, batch {options.batch}: shared {took["shared"] / len(ready):.3f} s a '
-          f'step, bare on ready crops {took["bare"] / len(ready):.3f} s, ratio {took["shared"] / took["bare"]:.3f}')
+
+    def loading():
+        for _ in common.batches(data.train, sampler, args.device, augment=args):
+            pass
+    took = in_turn(dict(shared=shared, bare=bare, loading=loading), options.repeats, args.device)
+    precision = common.pick_precision(args.precision, args.device)
+    print(f'loop: {options.arch}, {options.px} px, batch {options.batch}, {precision}: shared '
+          f'{took["shared"] / len(ready):.3f} s a step, bare on ready crops {took["bare"] / len(ready):.3f} s, ratio '
+          f'{took["shared"] / took["bare"]:.3f}; crops alone take {took["loading"] / took["shared"]:.1%} of the time')
 
 
 def bench_losses(options):
@@ -171,9 +186,12 @@ def bench_search(options, n=60502, d=512):
         for rows in z.split(4096):
             rows @ z.T
     for ks in ((1, 2, 4, 8), (1, 10, 100, 1000)):
+        before = peak_memory(reset=True)
+        common.retrieval_metrics(z, y, ks=ks)
+        more = peak_memory() - before
         took = in_turn({'metrics': lambda ks=ks: common.retrieval_metrics(z, y, ks=ks), 'product': product}, 1, device)
         print(f'search: {n:,} x {d}, K up to {ks[-1]}: metrics {took["metrics"]:.1f} s, one product '
-              f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}')
+              f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}; {more:.1f} GB more memory')
 
 
 def script_step(options, kind):
@@ -209,11 +227,8 @@ def bench_peak(options):
     step()
     if device.type == 'cuda':
         print(torch.cuda.max_memory_allocated() / 2 ** 30)
-    elif sys.platform == 'linux':                           # of this process; ru_maxrss counts its parent too
-        status = Path('/proc/self/status').read_text()
-        print(int(status.split('VmHWM:')[1].split()[0]) / 2 ** 20)
     else:
-        print('nan')
+        print(peak_memory())
 
 
 def bench_steps(options, kinds, memory=True):

@@ -41,7 +41,7 @@ MUTANTS = {
          'batches are not shuffled'),
         ('torch.randperm(len(items), generator=self.generator)', 'torch.randperm(len(items))',
          "the sampler's generator has no effect"),
-        ('max(1, len(labels) // (self.classes * per_class))', '1', 'an epoch has one batch'),
+        ('max(1, len(labels) // self.batch_size)', '1', 'an epoch has one batch'),
         ('drop_last=True', 'drop_last=False', 'the incomplete last batch is used'),
         ('if not args.per_class:', 'if True:', '--per-class has no effect'),
         ('self.classes = min(batch_size // per_class, len(self.members))', 'self.classes = batch_size // per_class',
@@ -273,6 +273,12 @@ MUTANTS = {
         ("        if args.device.type != 'cuda':\n            raise UsageError('several",
          "        if False:\n            raise UsageError('several",
          'BatchNorm by shares'),
+        # found by reading
+        ("folder.glob('*.*.[0-9]*.tmp')", "folder.glob('*.tmp')", 'files of others are deleted'),
+        ('return positive / pairs if pairs else None,', 'return positive / max(pairs, 1),', 's+ of no pairs is 0'),
+        ("        splits.pop('train', None)", '        pass', 'an evaluation decodes training images'),
+        ('self.batch_size = self.classes * per_class', 'self.batch_size = batch_size', 'another batch is printed'),
+        ('{text if done else text[:width]:<{width}}', '{text:<{width}}', 'a long line is not overwritten'),
         # the protocol, and pictures
         ('row, recipe = row | PROTOCOL, first.protocol', 'row = row | PROTOCOL',
          "a dataset's recipe goes over the protocol"),
@@ -300,8 +306,8 @@ MUTANTS = {
         ("'utilization': utilization(z, training)", "'utilization': utilization(z, z)",
          'utilization of a set in itself'),
         ("fold=trained.get('fold')).train", ').train', 'utilization by validation images'),
-        ('(2 - 2 * nearest)', '(1 - nearest)', 'utilization by cosines'),
-        ('common.nearest(queries, examples, 1)', 'common.nearest(examples, queries, 1)',
+        ('(2 - 2 * s)', '(1 - s)', 'utilization by cosines'),
+        ('retrieve(queries, examples, 1)', 'retrieve(examples, queries, 1)',
          'utilization the other way round'),
         ('model = common.load_checkpoint(path, args.device, args.precision)\n    trained',
          'model = common.load_checkpoint(path, args.device)\n    trained',
@@ -339,7 +345,13 @@ MUTANTS = {
          'any images count as those of training'),
         # pictures, and one's own images
         ('order = order[matched[order]] if', 'order = order if', 'queries without a match fill the sheet'),
-        ('if path.resolve() == args.query.resolve():', 'if False:', 'the photo is replaced by the drawing'),
+        ('{args.query.resolve(), *(Path(name)', '{*(Path(name)', 'the photo is replaced by the drawing'),
+        ('(Path(name).resolve() for name in images.paths)}', '()}', 'an image is replaced by the drawing'),
+        ('for found in sorted(glob(str(path))) or [path]]', 'for found in [path]]', 'patterns are not resolved'),
+        ("    if 's+' in result:", '    if True:', 'alignment of no pairs'),
+        ("    if result.get('unmatched', 0) < len(y):", '    if True:', 'a threshold without positive pairs'),
+        ('best_threshold(z, y, gallery, labels)', 'best_threshold(z, y)', 'the threshold of pairs of queries'),
+        ('gallery_labels.to(y.device))', 'y)', 'the gallery has the labels of the queries'),
         ('hit[row, n] else RED', 'not hit[row, n] else RED', 'the colours are swapped'),
         ('picture[BORDER:-BORDER, BORDER:-BORDER]', 'picture[:-2 * BORDER, :-2 * BORDER]',
          'images are not in their border'),
@@ -352,18 +364,19 @@ MUTANTS = {
         ('k = min(args.top, len(images) - len(itself))', 'k = args.top', '--top beyond the number of images'),
         ("args.sheet or (path", "(path", 'search ignores --sheet'),
         ('() if args.query else', '', 'a photo is not searched in training classes'),
-        ('embeddings=F.normalize(z, dim=1)', 'embeddings=-F.normalize(z, dim=1)', 'other embeddings are saved'),
-        ('paths=part.paths).items()', 'paths=data.query.paths).items()', 'the gallery has the paths of the queries'),
+        ("embeddings': F.normalize(embeddings, dim=1)", "embeddings': -F.normalize(embeddings, dim=1)",
+         'other embeddings are saved'),
+        ("paths': images.paths}", "paths': data.query.paths}", 'the gallery has the paths of the queries'),
         ('for row in rows], [row[key] for row in rows]', 'for row in rows], [row["R@1"] for row in rows]',
          'both curves show R@1'),
         # measures
-        ('return 100 * 2 * (both - entropy(joint)) / both', 'return 100 * (both - entropy(joint)) / both',
+        ('return 100 * 2 * (h_a + h_b - h)', 'return 100 * (h_a + h_b - h)',
          'NMI up to 50'),
         ('z = F.normalize(z.float().cpu(), dim=1).numpy()', 'z = z.float().cpu().numpy()', 'clusters of lengths'),
         ('level = level[rows[:, None] != torch.arange(len(z), device=z.device)]', 'level = level.flatten()',
          'the threshold counts an image with itself'),
-        ('(negative.cumsum(0) - negative)', 'negative.cumsum(0)', 'negatives at the threshold count as below'),
-        ('level += steps * (y[rows, None] == y)', 'level += steps * (y[rows, None] != y)',
+        ('(counts.cumsum(dim=1) - counts)', 'counts.cumsum(dim=1)', 'pairs at the threshold count as below'),
+        ('level += steps * (y[rows, None] == labels)', 'level += steps * (y[rows, None] != labels)',
          'same and different are swapped'),
         ('100 * (p * (1 - p) / len(y)) ** 0.5', '100 * (p * (1 - p)) ** 0.5', 'the error of one query'),
     ],
@@ -494,6 +507,8 @@ MUTANTS = {
          'dropped embeddings are normalised again'),
     ],
     'train_metrix.py': [
+        ("['sop', 'contrastive'] = dict(m=0.5, warmup=5)", "['sop', 'contrastive'] = dict(m=0.5)",
+         'warm-up of contrastive on SOP'),
         ('return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)',
          'return (1 - lam) * x.index_select(0, i) + lam * x.index_select(0, j)', 'i and j are swapped in the mixture'),
         ('x.index_select(0, i) +', 'x.index_select(0, i).detach() +', 'end i is detached'),
@@ -655,6 +670,7 @@ MUTANTS = {
         ("dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult)",
          "dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult, weight_decay=0.0)",
          'no weight decay on the proxies'),
+        ('None if args.fold else data', 'data', 'a fold of SOP cannot be trained'),
         ('floor = 16 * torch', 'floor = 2 ** 20 * torch', 'in float32, near images have distance 0'),
     ],
 }
@@ -672,7 +688,7 @@ def survives(mutant):
     file, old, new, why = mutant
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / ROOT.name
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', 'runs', 'cache', '__pycache__', '.*_cache'))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.*', 'runs', 'cache', 'data', '__pycache__'))
         text = (copy / file).read_text()
         assert text.count(old) == 1, f'{file}: {old!r} stands there {text.count(old)} times'
         (copy / file).write_text(text.replace(old, new))

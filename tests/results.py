@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torchvision
 
 from eval import interval
 
+ROOT = Path(__file__).parents[1]
 LINES = ROOT / 'tests' / 'results.jsonl'
 SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in range(4)]
 
@@ -101,7 +101,7 @@ def run(command, threads):
                 python=sys.version.split()[0], torch=torch.__version__, torchvision=torchvision.__version__)
     with LINES.open('a') as file:
         file.write(json.dumps(line) + '\n')
-    print(f'{line["seconds"]:5d} s   R@1 {rows[-1]["R@1"]:5.2f}   MAP@R {rows[-1]["MAP@R"]:5.2f}   {command}', flush=True)
+    print(f'{line["seconds"]:5d} s  R@1 {rows[-1]["R@1"]:5.2f}  MAP@R {rows[-1]["MAP@R"]:5.2f}  {command}', flush=True)
 
 
 def cell(values):

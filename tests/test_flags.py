@@ -1,5 +1,6 @@
 """Every flag: what it accepts, where it would have no effect, and what is printed about it."""
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,22 @@ def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
     out = capsys.readouterr().out
     assert 'BatchNorm trained' in out and 'batches of 8 (in random order), 1 epochs of 3 steps' in out
     assert re.search(r'cpu in (bf16|fp32); runs/z/', out)
+
+
+def test_the_size_of_a_batch_is_printed_as_it_is(small, tmp_path, monkeypatch, capsys):
+    """The recipe asks for 64 images, and three classes of 4 images are 12."""
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'x', list('abcdef'), per_class=5)
+    train_ms.main('--dataset folder --data x --device cpu --steps 1 --image-size 16 --dim 4'.split())
+    assert 'batches of 12 (4 images per class)' in capsys.readouterr().out
+
+
+def test_a_line_that_will_be_overwritten_is_no_wider_than_the_screen(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    monkeypatch.setenv('COLUMNS', '20')
+    common.live('x' * 50)
+    common.live('y' * 50, done=True)
+    assert capsys.readouterr().out == '\r' + 'x' * 19 + '\r' + 'y' * 50 + '\n'
 
 
 def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, capsys):

@@ -8,7 +8,6 @@ from conftest import draw_folder
 import common
 import eval as evaluation
 import train_ccl
-import train_hse
 import train_ms
 import train_proxy_anchor
 from common import UsageError
@@ -50,6 +49,12 @@ def test_a_subset_has_its_own_images_sizes_and_super_classes():
     assert y.tolist() == [2, 0] and torch.equal(x, next(common.batches(whole, [[12, 3]], torch.device('cpu')))[0])
 
 
+def test_a_subset_of_images_whose_classes_have_no_names():
+    whole = common.Images(torch.zeros(24, dtype=torch.uint8).numpy(), [(2, 2)] * 2, torch.arange(2), 2)
+    part = whole.subset(torch.tensor([1]))
+    assert part.labels.tolist() == [0] and part.num_classes == 1 and not len(part.classes)
+
+
 @pytest.mark.parametrize('fold', ['4/4', '-1/4', '0/1', '0', '1/2/3', 'a/b', '', '0.5/2'])
 def test_what_is_no_fold_is_refused(fold):
     with pytest.raises(UsageError, match='argument --fold'):
@@ -86,19 +91,6 @@ def test_labels_proxies_centres_and_noise_know_the_training_blocks_only(before_t
     assert held.data.train.labels.tolist() != (torch.arange(20) // 5).tolist()
 
 
-def test_super_classes_go_with_the_training_blocks(run, small, monkeypatch):
-    real, seen = common.load_dataset, []
-
-    def with_groups(*positional, **named):
-        data = real(*positional, **named)
-        data.train.groups = data.train.labels // 2
-        return data
-    monkeypatch.setattr(common, 'load_dataset', with_groups)
-    monkeypatch.setattr(common, 'train', lambda *positional: seen.append(positional[-1]))
-    run(train_hse, '--fold', '0/3', '--alpha', '0')
-    assert len(seen[0].samplers) == 2
-
-
 # ---- the best epoch
 
 
@@ -130,6 +122,13 @@ def test_the_best_epoch_by_validation_is_kept(tmp_path, monkeypatch, small, caps
     out = capsys.readouterr().out
     assert '% of the validation images' in out and 'This is epoch 2, which has the highest validation MAP@R' in out
     assert out.endswith('eval.py --checkpoint runs/x/best.pt\n') and '4 validation images of 2 classes' in out
+
+
+def test_a_fold_without_training_names_a_checkpoint_that_is_there(tmp_path, monkeypatch, small, capsys):
+    monkeypatch.chdir(tmp_path)
+    train_with(monkeypatch, [10], '--fold', '0/3', '--epochs', '0', '--name', 'x')
+    assert capsys.readouterr().out.endswith('eval.py --checkpoint runs/x/last.pt\n')
+    assert (tmp_path / 'runs/x/last.pt').exists() and not (tmp_path / 'runs/x/best.pt').exists()
 
 
 def test_patience_ends_a_run(tmp_path, monkeypatch, small):

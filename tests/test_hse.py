@@ -382,6 +382,21 @@ def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatc
         assert sorted((y[:, 0] % 2).tolist()) == [0, 0, 1, 1]
 
 
+def test_a_fold_may_lack_super_classes_and_does_without_them(run, small, monkeypatch):
+    """With three super-classes, batches of 8 cannot have equally many classes of each."""
+    load = common.load
+
+    def load_grouped(args):
+        data = load(args)
+        data.train.groups = data.train.labels % 3
+        return data
+
+    monkeypatch.setattr(common, 'load', load_grouped)
+    with pytest.raises(common.UsageError, match='of each super-class'):
+        run(train_hse, '--hybrids', 'append')
+    assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
+
+
 def test_too_few_classes_of_a_super_class_are_refused():
     groups = torch.arange(12).repeat_interleave(9)
     for flags, enough in (('--num 3', 180), ('--num 4 --hybrids replace', 240)):

@@ -75,8 +75,8 @@ OTHERS = {
         '--loss contrastive': dict(m=0.5), '--dataset folder --loss contrastive': dict(m=0.5),
         '--dataset cub --loss contrastive': dict(m=0.5, decay_rate=0.1),
         '--dataset cars --loss contrastive': dict(m=0.5, decay_rate=0.1),
-        '--dataset sop --loss contrastive': dict(m=0.5, decay_rate=0.25),
-        '--dataset inshop --loss contrastive': dict(m=0.5, decay_rate=0.25),
+        '--dataset sop --loss contrastive': dict(m=0.5, decay_rate=0.25, warmup=5),
+        '--dataset inshop --loss contrastive': dict(m=0.5, decay_rate=0.25, warmup=1),
         '--dataset cub --mixup feature': dict(epochs=100, mixup=['feature'], m=0.77)},
     'train_hse': {
         '': dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1, axis='top-bottom',

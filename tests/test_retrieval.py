@@ -132,6 +132,12 @@ def test_mean_similarities_against_the_matrix():
     assert negative == pytest.approx(s[~same].mean().item())
 
 
+def test_mean_similarities_of_no_pairs_are_none():
+    z = on_circle(0, 90, 180)
+    assert common.mean_similarities(z, torch.arange(3)) == (None, pytest.approx(-1 / 3))
+    assert common.mean_similarities(z, torch.zeros(3, dtype=torch.long)) == (pytest.approx(-1 / 3), None)
+
+
 @pytest.mark.parametrize('value', [math.nan, math.inf])
 def test_embeddings_that_are_no_numbers_are_an_error(value):
     good, bad = torch.randn(6, 3), torch.randn(6, 3)

@@ -1,6 +1,7 @@
 """eval.py: tables over seeds and folds, comparisons, pictures, searching and saved embeddings."""
 import json
 import math
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -63,6 +64,15 @@ def test_the_best_threshold_by_trying_all():
     assert accuracy == pytest.approx(100 * max(tried), abs=0.3) and 60 < accuracy < 99
     assert ((s[same] >= threshold).double().mean() + (s[~same] < threshold).double().mean()).item() * 50 == \
         pytest.approx(accuracy, abs=0.3)
+
+
+def test_the_threshold_with_a_gallery_is_about_pairs_of_a_query_and_an_image_of_it():
+    """Matches are 10 degrees apart, others 80 or 100; the queries, all of different classes, are 90 degrees apart."""
+    z, gallery = on_circle(0, 90), on_circle(10, 100, -80)
+    threshold, accuracy = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([0, 1, 2]))
+    assert accuracy == 100 and math.cos(math.radians(80)) < threshold + 1e-3 <= math.cos(math.radians(10)) + 1e-3
+    swapped = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([1, 0, 2]))[1]
+    assert swapped < 70, 'labels of the gallery count'
 
 
 def test_a_threshold_between_two_angles():
@@ -204,7 +214,7 @@ def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path):
     ('a b --analyse', '--analyse has no effect with several checkpoints'),
     ('a b --sheet x.png', '--sheet has no effect with several'), ('a b --embed x.npz', '--embed'),
     ('a b --query x.jpg', '--query'), ('a --against b --analyse', '--analyse'),
-    ('a --hardest', '--hardest has no effect with nothing to draw'), ('a --top 3', '--top has no effect with nothing'),
+    ('a --hardest', '--hardest has no effect with no sheet'), ('a --top 3', '--top has no effect with nothing'),
     ('a --query x.jpg --analyse', '--analyse has no effect with --query'), ('a --query x.jpg --embed y.npz', '--embed'),
     ('a --sheet x.jpg', 'must end in .png'), ('a --embed x.npy', 'must end in .npz'),
     ('a --curves x.png --analyse', '--analyse has no effect with --curves')])
@@ -337,6 +347,10 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
     with pytest.raises(common.UsageError, match='would replace the photo'):
         evaluation.main([*flags[:4], '--sheet', str(tmp_path / 'photo.png'), *EVAL])
     assert Image.open(tmp_path / 'photo.png').size == (90, 70)
+    shutil.copytree(folder / 'test', tmp_path / 'gallery')
+    Image.open(folder / 'test' / 'car1' / '2.jpg').save(tmp_path / 'gallery' / 'car1' / 'query.png')
+    with pytest.raises(common.UsageError, match='would replace the photo'):
+        evaluation.main([*flags[:4], '--data', 'gallery', '--sheet', 'gallery/car1/query.png', *EVAL])
     (tmp_path / 'photo.png').write_text('no picture')
     with pytest.raises(common.UsageError, match='cannot read the image'):
         evaluation.main(flags)
@@ -355,6 +369,37 @@ def test_saved_embeddings(run, small, folder):
     common.Path('out.npz').write_text('my thesis')
     with pytest.raises(common.UsageError, match='not an archive of numpy'):
         evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
+
+
+def test_one_query_of_each_class(run, small, tmp_path, capsys):
+    """There are no two queries of one class, so nothing is said of their similarity; the threshold is about matches."""
+    run(train_ms, '--name', 'mine')
+    for part, seed, per_class in (('train', 0, 4), ('query', 1, 1), ('gallery', 2, 3)):
+        draw_folder(tmp_path / 'one' / part, ['x', 'y'] if part != 'train' else ['t', 'u'], per_class, seed=seed)
+    row = run(train_ms, '--name', 'other', '--data', 'one', '--batch-size', '4')
+    assert 's+' not in row and -1 <= row['s-'] <= 1
+    result = evaluation.main(['--checkpoint', 'runs/other', '--analyse', *EVAL])
+    assert not {'s+', 'alignment'} & result.keys() and -1 <= result['threshold'] <= 1
+    shutil.rmtree(tmp_path / 'one' / 'gallery' / 'x')
+    shutil.rmtree(tmp_path / 'one' / 'query' / 'y')
+    draw_folder(tmp_path / 'one' / 'query', ['z'], 1)
+    result = evaluation.main(['--checkpoint', 'runs/other', '--analyse', *EVAL])
+    assert result['unmatched'] == 2 and not {'threshold', 'balanced accuracy'} & result.keys()
+
+
+def test_an_evaluation_does_not_wait_for_training_images(run, small, folder):
+    run(train_ms, '--name', 'mine')
+    evaluation.main(['--checkpoint', 'runs/mine', '--cache', 'fresh', *EVAL])
+    assert [path.name.split('-')[1] for path in common.Path('fresh').glob('*.bin')] == ['query']
+
+
+def test_a_pattern_that_the_shell_left_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('a-2', 'a-1', 'b'):
+        (tmp_path / 'runs' / name).mkdir(parents=True)
+    args = evaluation.get_args(['--checkpoint', 'runs/a-*', 'runs/c*', '--against', 'runs/[b]'])
+    assert list(map(str, args.checkpoint)) == ['runs/a-1', 'runs/a-2', 'runs/c*']
+    assert list(map(str, args.against)) == ['runs/b']
 
 
 def test_saved_embeddings_of_a_gallery(run, small, tmp_path):
@@ -401,7 +446,7 @@ def test_curves_are_the_rows_of_each_run(run, small, monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', module)
     evaluation.main(['--checkpoint', 'runs/run0', 'runs/run1/last.pt', '--curves', 'curves.png'])
     assert drawn == [(name, [row['epoch'] for row in rows[name]], [row[key] for row in rows[name]])
-                     for key in ('R@1', 'MAP@R') for name in rows]
+                     for name in rows for key in ('R@1', 'MAP@R')]
     assert common.Path('curves.png').read_bytes() == b'\x89PNG'
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     with pytest.raises(common.UsageError, match='pip install matplotlib'):
