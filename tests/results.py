@@ -4,16 +4,17 @@
     python tests/results.py birds --jobs 2   two runs at a time, each on half of the cores
     python tests/results.py birds --jobs 0   only prints
 
-A finished run becomes a line of tests/results.jsonl; one that was stopped goes on. Any row may be added to TABLES.
-The data belong into data/, which git ignores: cub50 holds the first 50 classes of CUB-200-2011, resnet18.pth
-torchvision's IMAGENET1K_V1 weights, and omniglot the folders train and test, each with alphabets of its own.
+A finished run becomes a line of tests/results.jsonl; a run that was stopped is resumed. Any row may be added to TABLES.
+The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
+of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
+omniglot has the folders train, the five alphabets of images_background_small1, and test, those of small2 without Greek
+and Latin, which are in both.
 """
 import argparse
 import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from pathlib import Path
@@ -31,7 +32,7 @@ SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in rang
 
 BIRDS = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112 '
          '--epochs 9 --warmup 1 --eval-every 9')
-# Of the decays by steps, one fits into nine epochs: it comes after epoch 5, by the factor of each recipe.
+# Schedules by steps decay once in these nine epochs, after epoch 5, by the factor of the recipe.
 STEP = BIRDS + ' --decay-epochs 5'
 FIRST = {'contrastive': f'train_contrastive.py {STEP}', 'ms': f'train_ms.py {STEP}',
          'proxy_anchor': f'train_proxy_anchor.py {STEP}', 'proxynca_pp': f'train_proxynca_pp.py {STEP}',
@@ -42,7 +43,9 @@ RATES = {'contrastive': 1e-4, 'ms': 3e-5, 'proxy_anchor': 1e-4, 'proxynca_pp': 4
          'ccl, lam 0': 0.02, 'metrix ms, none': 1e-4, 'hse ms, no hybrids': 1e-4}       # those of the recipes
 CHOSEN = {'contrastive': '3.3e-05', 'ms': '3e-05', 'proxy_anchor': '3.3e-05', 'proxynca_pp': '0.012',
           'ccl, lam 2': '0.02', 'ccl, lam 0': '0.02'}                   # by the table 'pilots'
-FINE = STEP + ' --lr 3.3e-05'               # for all other rows: chosen there for each loss without mixing and hybrids
+# train_metrix.py and train_hse.py with ms have their own pilots; with the other losses they take over this rate, which
+# is also the one of train_proxy_anchor.py and train_contrastive.py.
+FINE = STEP + ' --lr 3.3e-05'
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
 
 # {table: (repeats of each command, {row: command}, [(row, row that it is compared with)])}
@@ -83,25 +86,26 @@ def finished():
 
 
 def run(command, threads):
-    """Makes one run, and writes its line."""
+    """Makes one run, and writes its line. Whether that worked."""
     name = 'results-' + md5(command.encode()).hexdigest()[:8]
-    folder, start = ROOT / 'runs' / name, time.time()
-    words = command.split() + ['--resume' if (folder / 'last.pt').exists() else '--name']
-    words += [f'runs/{name}' if words[-1] == '--resume' else name]
+    folder = ROOT / 'runs' / name
+    words = command.split() + (['--resume', f'runs/{name}'] if (folder / 'last.pt').exists() else ['--name', name])
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': str(threads)},
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         print(f'{command}\n{done.stdout[-1000:]}', flush=True)
-        return
+        return False
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
-    line = dict(command=command, before=rows[0], last=rows[-1], seconds=round(time.time() - start), machine=machine,
+    line = dict(command=command, before=rows[0], last=rows[-1], seconds=round(60 * rows[-1]['minutes']),
+                machine=machine,
                 recipe=next((text for text in done.stdout.splitlines() if ' batches of ' in text), ''),
                 python=sys.version.split()[0], torch=torch.__version__, torchvision=torchvision.__version__)
     with LINES.open('a') as file:
         file.write(json.dumps(line) + '\n')
     print(f'{line["seconds"]:5d} s  R@1 {rows[-1]["R@1"]:5.2f}  MAP@R {rows[-1]["MAP@R"]:5.2f}  {command}', flush=True)
+    return True
 
 
 def cell(values):
@@ -123,7 +127,8 @@ def show(repeats, commands, pairs):
             cells += [cell([run['last'][key] - run['before'][key] for run in runs.values()]) for key in keys]
             minutes = sum(run['last']['minutes'] for run in runs.values()) / len(runs)
             print(f'| {row} | {" | ".join(cells)} | {len(runs)} | {minutes:.1f} |')
-    print('\n| difference, in pairs of the same seed or fold | R@1 | MAP@R | pairs |\n|---|---|---|---|')
+    if pairs:
+        print('\n| difference, in pairs of the same seed or fold | R@1 | MAP@R | pairs |\n|---|---|---|---|')
     for row, base in pairs:
         both = sorted(lines[row].keys() & lines[base].keys())
         if both:
@@ -136,13 +141,15 @@ def main():
     parser.add_argument('tables', nargs='+', choices=list(TABLES))
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
     options = parser.parse_args()
+    worked = []
     for repeats, commands, pairs in map(TABLES.get, options.tables):
         if options.jobs:
-            missing = [f'{command} {repeat}' for repeat in repeats for command in commands.values()]
-            missing = [command for command in missing if command not in finished()]
+            done, wanted = finished(), [f'{command} {repeat}' for repeat in repeats for command in commands.values()]
+            missing = [command for command in wanted if command not in done]
             with ThreadPoolExecutor(options.jobs) as pool:
-                list(pool.map(lambda command: run(command, max(1, os.cpu_count() // options.jobs)), missing))
+                worked += pool.map(lambda command: run(command, max(1, os.cpu_count() // options.jobs)), missing)
         show(repeats, commands, pairs)
+    sys.exit(not all(worked))
 
 
 if __name__ == '__main__':
