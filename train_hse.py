@@ -34,9 +34,8 @@ Run
 
 Expect
     shapes, seed 0: R@1 58.3 (6.8 before training). Rounding alone moves it by several points.
-    The paper (Tables 2 and 3) reports, with EPSHN, ResNet-50 and 512 dimensions, R@1 67.4 on CUB (8 images
-    per class) and 85.4 on Cars (16); without hybrids 64.9 and 83.1 (both 16). With Multi-Similarity it has
-    78.7 on SOP, and 78.2 without hybrids.
+    The paper (Table 2) reports with EPSHN, ResNet-50 and 512 dimensions R@1 67.4 on CUB (8 images per
+    class) and 85.4 on Cars (16); without hybrids, and with 16 images per class, 64.9 and 83.1.
 """
 import math
 from functools import partial

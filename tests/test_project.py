@@ -8,6 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, SCRIPTS
 from mutants import MUTANTS
+from results import TABLES, finished
 
 
 def test_importing_has_no_effect(tmp_path):
@@ -102,3 +103,15 @@ def test_mutants_still_fit_their_files(file):
     for old, new, why in MUTANTS[file]:
         assert text.count(old) == 1 and old != new and why, f'{old!r} stands {text.count(old)} times in {file}'
         ast.parse(text.replace(old, new))
+
+
+def test_the_commands_of_the_results_are_commands():
+    """Each row of tests/results.py, as its script reads it; and finished runs have the rows that the tables show."""
+    for repeats, commands, pairs in TABLES.values():
+        for command in commands.values():
+            script, *words = command.split()
+            args = __import__(script.removesuffix('.py')).get_args([*words, *repeats[0].split(), '--device', 'cpu'])
+            assert args.seed == 0 and args.dataset in ('shapes', 'folder')
+        assert {row for pair in pairs for row in pair} <= commands.keys()
+    for line in finished().values():
+        assert {'R@1', 'MAP@R', 'minutes'} <= line['last'].keys() and line['before']['epoch'] == 0
