@@ -1,8 +1,8 @@
 """train_ccl.py -- Center Contrastive Loss: an image is contrasted with one learned centre per class.
 
-Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. arXiv 2023. The authors announce code,
-but none was found. They say that it is adapted from the code of Boudiaf et al., A unifying mutual
-information view of metric learning (ECCV 2020), which is called the base code here.
+Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458. The authors
+announce code, but none was found. They say that it is adapted from the code of Boudiaf et al., A
+unifying mutual information view of metric learning (ECCV 2020), which is called the base code here.
 
 Idea
     A memory bank, embeddings kept from earlier batches, offers many samples to contrast with, but
@@ -33,7 +33,7 @@ Run
     python train_ccl.py                                     # offline, a few minutes on two CPU cores
     python train_ccl.py --lam 0                             # NSoftmax, Eq. (8), the paper's baseline
     python train_ccl.py --lam 0 --margin 0.1                # CosFace, the large margin of Eq. (11)
-    python train_ccl.py --margin 0.1                        # with margin and centre term, like CCL* in Table 2
+    python train_ccl.py --margin 0.1                        # like CCL* in Table 2, whose margin is not stated
     python train_ccl.py --variant proxynca                  # one of four other losses, see --help
     python train_ccl.py --dataset cub --data data           # the benchmark, on a GPU
 

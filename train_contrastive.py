@@ -2,8 +2,8 @@
 
 Hadsell, Chopra, LeCun. Dimensionality Reduction by Learning an Invariant Mapping. CVPR 2006. Three
 later papers write this loss in three ways. The equations below have the numbers of these papers: A
-Metric Learning Reality Check (Musgrave et al., ECCV 2020), HSE (Yang et al., ICCV 2023) and Metrix
-(Venkataramanan et al., ICLR 2022, arXiv:2106.04990).
+Metric Learning Reality Check (Musgrave et al., ECCV 2020, arXiv:2003.08505), HSE (Yang et al., ICCV
+2023) and Metrix (Venkataramanan et al., ICLR 2022, arXiv:2106.04990).
 
 Idea
     Two images of one class should lie on one point, and two images of different classes at least a
@@ -178,7 +178,7 @@ What differs from the papers
     2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB; a negative margin on positives acts like 0. It reports P@1, which is R@1, of 59.7 on CUB,
+       CUB; a negative margin on positives only adds a constant. It reports P@1, which is R@1, of 59.7 on CUB,
        69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks concatenated 68.1,
        81.8 and 73.1.
 What differs from the released code

@@ -423,7 +423,7 @@ What differs from the paper
        class, because it replaces the last ones.
     3. The network is always ResNet-50, although the paper has BN-Inception for ms on CUB and Cars, and
        the learning rates of the base losses are not their own, but those of the released code.
-    4. GridMask with blocks of 250 px (Table 4) needs crops of more than 250 px.
+    4. GridMask with blocks of 250 px (Table 4) needs crops of more than 250 px: --image-size 256.
     5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch.
 What differs from the released code
     6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis

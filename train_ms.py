@@ -1,8 +1,8 @@
 """train_ms.py -- Multi-Similarity loss: the harder a pair, the more it counts.
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric
-Learning. CVPR 2019. The equation below is Eq. (2) of Metrix (Venkataramanan et al., ICLR 2022,
-arXiv:2106.04990), written with the letters of the MS paper.
+Learning. CVPR 2019. arXiv:1904.06627. The equation below is Eq. (2) of Metrix (Venkataramanan et al.,
+ICLR 2022, arXiv:2106.04990), written with the letters of the MS paper.
 
 Idea
     In a batch, an image (the anchor) has many positives, images of its class, and many negatives,
@@ -112,10 +112,10 @@ DEFAULTS = {
     'shapes': dict(),
     'folder': dict(),
     'cub': CUB,
-    # Our choice: as many iterations as on CUB, where an epoch of Cars has 100. In a public thread, a user
-    # says that the paper's 84.1 needs batches of more than 450.
+    # Our choice: as many iterations as on CUB, where an epoch of Cars has 100. In the issues of the released
+    # code, a user says that the paper's 84.1 needs batches of more than 450.
     'cars': CUB | dict(epochs=30, decay_epochs=12),
-    # A user who cites the appendix of the paper reports batches of 1,000 on SOP.
+    # There, a user who cites the appendix of the paper reports batches of 1,000 on SOP.
     'sop': METRIX,
     'inshop': METRIX,
 }
@@ -154,16 +154,16 @@ NOTES = """
 What differs from the paper
     1. The network is a ResNet-50, with average pooling on CUB and Cars, which is the authors' setting
        for it. Their published results are those of BN-Inception with max pooling.
-    2. On CUB and Cars, lambda is 0.5, as in the released code. According to two public
-       re-implementations, the paper has 1.
+    2. On CUB and Cars, lambda is 0.5, as in the released code (github.com/msight-tech/research-ms-loss).
+       According to two re-implementations, one in issue 4 of that repository, the paper has 1.
     3. SOP and In-Shop, for which nothing was released, have the recipe of Metrix's MS baseline.
        train_metrix.py --mixup none is that baseline with the settings of the Metrix paper.
 What differs from the released code
     4. On CUB and Cars, beta is 50, as in the two re-implementations. The released code has 40.
     5. The released code does not recognise the pair of an image with itself by its index, but drops
        all positives above a similarity of 1 - 1e-5, and so exact duplicates too. It stops with an
-       error at an anchor without positives. Here such an anchor has only its push, or nothing if
-       there is a miner, and still counts in the mean.
+       error at an anchor without positives. Here such an anchor adds only its push, or 0 with the
+       miner, and is counted in the mean.
     6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
        stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
 """

@@ -162,10 +162,10 @@ What differs from the paper
     3. The learning rates are those of the released configurations. The author says that those in the
        paper's first version are misprints.
 What differs from the released code
-    4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has a separate
-       optimizer for them; here there is one, which keeps its moments. Clipping by value includes the
-       proxies here. At the start their gradients are about 2 / (T |p|) = 6.4 at most, so clipping at
-       10 does not change them.
+    4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has
+       a separate optimizer for these epochs. Here one optimizer serves all, so its running averages
+       carry over. Clipping by value includes the proxies here. At the start their gradients are about
+       2 / (T |p|) = 6.4 at most, so clipping at 10 does not change them.
     5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
     6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
        training normalises them.
