@@ -446,8 +446,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
         for k in ks:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         r = matches[rows]                                                # (b,)
-        hit, r = hit[r > 0], r[r > 0, None]                              # rule 3; r is now (b', 1)
-        rank = torch.arange(1, depth + 1, device=hit.device)
+        hit, r = hit[r > 0, :int(r.max())], r[r > 0, None]               # rule 3; r is now (b', 1)
+        rank = torch.arange(1, hit.shape[1] + 1, device=hit.device)
         hit = hit & (rank <= r)                                          # among the R nearest
         p = hit.cumsum(dim=1) / rank * hit                               # Reality Check Eq. (4)
         average += (p.sum(dim=1) / r[:, 0]).tolist()                     # Reality Check Eq. (3)
