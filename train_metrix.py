@@ -33,8 +33,7 @@ Symbols
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
-    python train_metrix.py --epochs 0 --name start           # saves an untrained network
-    python train_metrix.py --analyse runs/start              # prints Fig. 2 for that network
+    python train_metrix.py --epochs 0 --name start; python train_metrix.py --analyse runs/start     # Fig. 2, untrained
     The last row of Table 6, with one hard negative per anchor in input mixing:
     python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
 

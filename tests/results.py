@@ -4,7 +4,8 @@
     python tests/results.py birds --jobs 2   two runs at a time, each on half of the cores
     python tests/results.py birds --jobs 0   only prints
 
-A finished run becomes a line of tests/results.jsonl; a run that was stopped is resumed. Any row may be added to TABLES.
+A finished run becomes a line of tests/results.jsonl; a run that was stopped is resumed. Its checkpoint, of 100 to 150
+MB, stays in runs/ and may be deleted then. Any row may be added to TABLES.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, the five alphabets of images_background_small1, and test, those of small2 without Greek
