@@ -34,7 +34,8 @@ Run
     python train_contrastive.py --dataset cub --data data    # the benchmark, on a GPU
 
 Expect
-    shapes, seed 0: R@1 49.5 (6.8 before training).
+    Here, three seeds with 95 % intervals, in bfloat16 on a CPU: R@1 51.5 ± 0.4 on shapes (before
+    training 7.4), and 57.5 ± 2.4 on 25 species of birds, fine-tuned (before training 52.8).
     Metrix (Table 2) reports, with ResNet-50 and 512 dimensions, R@1 64.7 on CUB, 81.6 on Cars, 74.9 on
     SOP and 86.4 on In-Shop for this loss.
 """

@@ -31,7 +31,8 @@ Run
     python train_proxy_anchor.py --dataset cub --data data    # the benchmark, on a GPU
 
 Expect
-    shapes, seed 0: R@1 66.5 (6.8 before training).
+    Here, three seeds with 95 % intervals, in bfloat16 on a CPU: R@1 69.2 ± 9.9 on shapes (before
+    training 7.4), and 59.9 ± 0.3 on 25 species of birds, fine-tuned (before training 52.8).
     The paper (Table 7) reports, with ResNet-50 and 512 dimensions, R@1 69.7 on CUB and 87.7 on Cars.
 """
 import torch
