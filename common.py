@@ -510,10 +510,10 @@ def searcher(gallery):
 
 
 def mean_similarities(z, y):
-    """Mean cosine of all positive pairs, and of all negative pairs; z (N, D), y (N,) -> two numbers, None of no pairs.
+    """Mean cosine of all positive pairs, and of all negative pairs; z (N, D), y (N,) -> two numbers.
 
-    The cosines of all pairs of vectors, each with itself included, add up to the squared length of the sum of the
-    vectors. So no (N, N) matrix is needed.
+    A number is None if there is no such pair. The cosines of all pairs of vectors, each with itself included, add up
+    to the squared length of the sum of the vectors. So no (N, N) matrix is needed.
     """
     z, n = F.normalize(z.double(), dim=1), torch.bincount(y).double()    # n (C,) images of each class
     sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)           # (C, D)
@@ -1395,7 +1395,7 @@ def parser(doc, notes=''):
     g.add_argument('--freeze-bn', action=argparse.BooleanOptionalAction, help='BatchNorm keeps statistics and weights')
     g = p.add_argument_group('training')
     g.add_argument('--epochs', type=at_least(0), help='passes over the training set')
-    g.add_argument('--steps', type=at_least(0), default=0, help='stop after so many steps, if not before; 0: never')
+    g.add_argument('--steps', type=at_least(0), default=0, help='limit on the number of steps; 0: none')
     g.add_argument('--batch-size', type=at_least(2), help='images in a batch, B')
     g.add_argument('--per-class', type=at_least(0), help='images per class in a batch, K; 0: images in random order')
     g.add_argument('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer')

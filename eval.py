@@ -210,11 +210,12 @@ def sheet(path, data, z, gallery, top, hardest):
 def search(args, model, images, path):
     """The images that are nearest to a photo. The photo itself, where it is one of them, is left out."""
     photo = common.read_image(args.query, model.args['resize'])
-    if path.resolve() in {args.query.resolve(), *(Path(name).resolve() for name in images.paths)}:
+    here, places = args.query.resolve(), [Path(name).resolve() for name in images.paths]
+    if path.resolve() in [here, *places]:
         raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
     query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size)
     z, gallery = (F.normalize(common.embed(model, part), dim=1) for part in (query, images))
-    itself = [i for i, name in enumerate(images.paths) if Path(name).resolve() == args.query.resolve()][:1]
+    itself = [i for i, place in enumerate(places) if place == here][:1]
     k = min(args.top, len(images) - len(itself))
     _, s, index = next(common.nearest(z, gallery, k, torch.tensor(itself) if itself else None))
     found = [dict(similarity=round(value, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
@@ -240,7 +241,8 @@ def curves(args):
         name = (path if path.is_dir() else path.resolve().parent).name
         for key, axes in panels.items():
             axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-', label=f'{name} ({part})')
-            axes.set(xlabel='epoch', ylabel=f'{key}, %')
+    for key, axes in panels.items():
+        axes.set(xlabel='epoch', ylabel=f'{key}, %')
     axes.legend()
     with common.written_whole(args.curves) as file:
         figure.savefig(file, format='png')

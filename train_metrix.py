@@ -38,8 +38,8 @@ Run
     python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
 
 Expect
-    Here, three seeds with 95 % intervals, in bfloat16 on a CPU: R@1 61.3 ± 1.5 on shapes (before
-    training 7.4), and 55.8 ± 1.4 on 25 species of birds, fine-tuned with ms and feature mixing (before training 52.8).
+    Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 61.3 ± 1.5 on
+    shapes, and from 52.8 to 55.8 ± 1.4 on 25 species of birds, by fine-tuning with ms and feature mixing.
     The paper (Table 2) reports for ms with feature mixing, ResNet-50 and 512 dimensions, R@1 71.4 on
     CUB, 89.6 on Cars, 81.0 on SOP, 92.2 on In-Shop; without mixing 67.8, 87.8, 76.9 and 90.1.
 """

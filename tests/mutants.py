@@ -345,8 +345,8 @@ MUTANTS = {
          'any images count as those of training'),
         # pictures, and one's own images
         ('order = order[matched[order]] if', 'order = order if', 'queries without a match fill the sheet'),
-        ('{args.query.resolve(), *(Path(name)', '{*(Path(name)', 'the photo is replaced by the drawing'),
-        ('(Path(name).resolve() for name in images.paths)}', '()}', 'an image is replaced by the drawing'),
+        ('in [here, *places]:', 'in places:', 'the photo is replaced by the drawing'),
+        ('in [here, *places]:', 'in [here]:', 'an image is replaced by the drawing'),
         ('for found in sorted(glob(str(path))) or [path]]', 'for found in [path]]', 'patterns are not resolved'),
         ("    if 's+' in result:", '    if True:', 'alignment of no pairs'),
         ("    if result.get('unmatched', 0) < len(y):", '    if True:', 'a threshold without positive pairs'),

@@ -113,7 +113,7 @@ def cell(values):
 
 
 def show(repeats, commands, pairs):
-    """Prints two tables: each row with its gain over the network before training, and differences between rows."""
+    """Prints each row with its gain over the network before training; then, if there are pairs, their differences."""
     done = finished()
     lines = {row: {repeat: done[f'{command} {repeat}'] for repeat in repeats if f'{command} {repeat}' in done}
              for row, command in commands.items()}

@@ -359,21 +359,27 @@ def test_who_goes_through_the_network_and_who_into_the_base_loss(before_training
     assert torch.allclose(z, held.model(images[:seen[0]]), atol=1e-6), 'under their own labels'
 
 
-def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatch):
-    """As on SOP: 2 super-classes x 2 classes x 2 images, one combination for each, hybrids appended."""
-    load, seen = common.load, []
+def give_super_classes(monkeypatch, number):
+    """Data that are loaded from here on have so many super-classes, which the classes belong to in turn."""
+    load = common.load
 
     def load_grouped(args):
         data = load(args)
-        data.train.groups = data.train.labels % 2
+        data.train.groups = data.train.labels % number
         return data
+    monkeypatch.setattr(common, 'load', load_grouped)
+
+
+def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatch):
+    """As on SOP: 2 super-classes x 2 classes x 2 images, one combination for each, hybrids appended."""
+    seen = []
+    give_super_classes(monkeypatch, 2)
 
     def watched(images, labels, *args, **kwargs):
         hybrids, sources = make_hybrids(images, labels, *args, **kwargs)
         seen.append((len(images), labels[sources]))
         return hybrids, sources
 
-    monkeypatch.setattr(common, 'load', load_grouped)
     monkeypatch.setattr(train_hse, 'make_hybrids', watched)
     run(train_hse, '--hybrids', 'append', '--combinations', '2')
     assert len(seen) == 2
@@ -384,14 +390,7 @@ def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatc
 
 def test_a_fold_may_lack_super_classes_and_does_without_them(run, small, monkeypatch):
     """With three super-classes, batches of 8 cannot have equally many classes of each."""
-    load = common.load
-
-    def load_grouped(args):
-        data = load(args)
-        data.train.groups = data.train.labels % 3
-        return data
-
-    monkeypatch.setattr(common, 'load', load_grouped)
+    give_super_classes(monkeypatch, 3)
     with pytest.raises(common.UsageError, match='of each super-class'):
         run(train_hse, '--hybrids', 'append')
     assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
