@@ -10,8 +10,8 @@ Idea
     margin apart. A pair that has reached this goal costs nothing and gets no gradient (but with
     cosines, --form similarity, positives are always pulled). All pairs of a batch take part. A random
     batch of 100 CUB images has about 9,800 negative pairs and 97 positive ones, both counted in both
-    directions, so each kind is averaged separately. The mean is over the pairs that miss their goal;
-    over all pairs, it would include thousands of zeros and be almost 0.
+    directions, so each kind is averaged separately. The mean is over the pairs that miss their goal:
+    over all negative pairs, it would include thousands of zeros and be almost 0.
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -30,12 +30,12 @@ Symbols
 
 Run
     python train_contrastive.py                              # offline, a few minutes on two CPU cores
-    python train_contrastive.py --form similarity            # Metrix Eq. (1)
+    python train_contrastive.py --form similarity            # Metrix Eq. (1), with means for its sums
     python train_contrastive.py --dataset cub --data data    # the benchmark, on a GPU
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 51.5 ± 0.4 on
-    shapes, and from 52.8 to 57.5 ± 2.4 on 25 species of birds, by fine-tuning.
+    shapes, and from 52.8 to 57.5 ± 2.4 on 25 species of birds, by fine-tuning a ResNet-18 (see README).
     Metrix (Table 2) reports, with ResNet-50 and 512 dimensions, R@1 64.7 on CUB, 81.6 on Cars, 74.9 on
     SOP and 86.4 on In-Shop for this loss.
 """
@@ -54,7 +54,8 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     pos_margin  distance up to which a positive pair costs nothing
     neg_margin  distance from which on a negative pair costs nothing
     power       1 or 2, exponent of the amount by which a pair misses its goal
-    returns     scalar >= 0; without positive pairs, or if all reach their goal, that part is 0; negatives alike
+    returns     scalar >= 0; if there are no positive pairs, or all of them reach their goal, their part is 0; and
+                so is that of the negative ones
     """
     d = distances(common.at_least_float32(z))                            # (B, B)
     positive, negative = pairs(y)
@@ -68,7 +69,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """(B, B) bool masks of the positive and of the negative pairs. No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: a duplicate is another image
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: a duplicate is no self-pair
     return same & ~itself, ~same
 
 
@@ -76,10 +77,10 @@ def distances(z):
     """Euclidean distances of all pairs of unit vectors, (B, D) -> (B, B)
 
     Two points that coincide, or that differ by rounding only, have distance 0 and gradient 0: there is no direction
-    to push them in, and they do not count among the pairs that miss their goal.
+    to push them in. If they are of different classes, the pair still costs the margin.
     """
     s = z @ z.T                                                          # (B, B)
-    length2 = s.diagonal()                           # squared lengths: 1 up to rounding, coarse in half precision
+    length2 = s.diagonal()                           # squared lengths; not quite 1 where z was in half precision
     d2 = length2[:, None] + length2[None, :] - 2 * s
     # Squared distances up to this floor are rounding noise. In float32 it is a distance of 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
@@ -118,8 +119,10 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
-# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
+# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
+# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
+# gradients. per_class=0 means batches in random order.
 # The benchmark rows are the contrastive baseline in the released code of Metrix.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=0,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,
@@ -149,6 +152,7 @@ def get_args(argv=None):
     add('--reduction', choices=['mean', 'sum'], default='mean',
         help='form similarity: mean or sum over the pairs of an anchor')
     args = common.parse(parser, DEFAULTS, argv)
+    # A flag of the other form would have no effect, so it is refused.
     unread = {'distance': ['margin', 'reduction'], 'similarity': ['pos_margin', 'neg_margin', 'power']}
     common.refuse(args, unread[args.form], f'--form {args.form}')
     return args
@@ -172,14 +176,15 @@ def main(argv=None):
 
 NOTES = """
 What differs from the papers
-    1. A margin of 0.5 as a distance is a cosine of 0.875, and as a cosine it is a distance of 1.0.
-       Metrix prints the cosine form and HSE the squared form. The code that both released uses
-       distances, not squared, with margin 0.5, averaged over the pairs that miss their goal. The
-       results of Metrix come from it, and it is the default here.
+    1. The loss of Hadsell et al. is the squared form, up to a factor of 1/2, on vectors that are not of
+       unit length; there y is 1 for a negative pair. HSE prints the squared form and Metrix the cosine
+       form (--form similarity --reduction sum). The code that both released uses distances, not
+       squared, with margin 0.5, averaged over the pairs that miss their goal; this is the default here.
+       A margin of 0.5 as a distance is a cosine of 0.875, and as a cosine it is a distance of 1.0.
     2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB; a negative margin on positives only adds a constant. It reports P@1, which is R@1, of 59.7
+       CUB; with --power 1, a negative margin on positives only adds a constant. It reports P@1, which is R@1, of 59.7
        on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks concatenated
        68.1, 81.8 and 73.1.
 What differs from the released code

@@ -17,13 +17,12 @@ Equations
               with sums over the examples (x, y) of anchor a, and functions from Table 1
     Eq. (8)   V(a), the mixed examples of anchor a with their labels. What is mixed are a positive and a
               negative of a (pos-neg pairs), or a itself and a negative (anc-neg pairs).
-    Eq. (9)   l~(a): Eq. (7) over V(a)
+    Eq. (9)   l~(a): Eq. (7) over V(a); for ms this is Eq. (15), for contrastive Eq. (14)
     Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
     paper          here          flag               meaning
-    y              y, weights    -                  (A, V), (A, M) labels from 0 to 1, of V clean or M mixed
-                                                    examples for A anchors; elsewhere y are class labels (B,)
+    y              y, weights    -                  (A, V), (A, M) labels from 0 to 1; elsewhere y are classes (B,)
     x, x'          i, j          -                  (M,) the two ends of each mixture, as indices
     lambda         lam           --alpha            (M,) share of end i, from Beta(alpha, alpha)
     w              strength      --strength         weight of the mixed loss
@@ -38,8 +37,9 @@ Run
     python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
 
 Expect
-    Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 61.3 ± 1.5 on
-    shapes, and from 52.8 to 55.8 ± 1.4 on 25 species of birds, by fine-tuning with ms and feature mixing.
+    Measured with ms, three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 61.3 ± 1.5 on
+    shapes, with feature mixing. On birds, by fine-tuning a ResNet-18, it rises from 52.8 to 55.8 ± 1.4 with
+    feature mixing, and to 57.2 ± 0.6 without: the paper's gain does not show there (see README).
     The paper (Table 2) reports for ms with feature mixing, ResNet-50 and 512 dimensions, R@1 71.4 on
     CUB, 89.6 on Cars, 81.0 on SOP, 92.2 on In-Shop; without mixing 67.8, 87.8, 76.9 and 90.1.
 """
@@ -60,21 +60,15 @@ import common
 def labelled_loss(s, y, valid, kind, **hyper):
     """The generic loss, Eq. (7): an example counts as a positive with weight y, as a negative with weight 1 - y.
 
-    s        (A, V) similarities of A anchors and V examples, clean or mixed; half precision is raised to float32
+    s        (A, V) similarities of A anchors and V examples, clean (not mixed) or mixed; half precision is raised
+             to float32
     y        (A, V) labels from 0 to 1, for each anchor
     valid    (A, V) bool, whether the anchor has this example
     kind     name of a row of TABLE_1;  hyper  hyper-parameters of that row
     returns  (A,), the loss of each anchor; if an anchor has no positives, or no negatives, that term is 0
     """
     row = TABLE_1[kind](**hyper)
-    # An anchor has few of the columns: in a batch of 80 x 5, 2 % of the pos-neg mixtures. So the valid ones of each row
-    # are gathered first; topk of ones and zeros puts them in front. Shorter rows are filled up with columns that are
-    # not valid, and stay so.
-    most = max(1, int(valid.sum(dim=1).max())) if valid.numel() else valid.shape[1]
-    if most < valid.shape[1]:
-        valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                  # (A, most)
-        s, y, valid = s.gather(1, columns), y.gather(1, columns), valid.bool()
-    s = common.at_least_float32(s)
+    s, y, valid = drop_invalid(common.at_least_float32(s), y, valid)
     y = y.to(s.dtype)
     positive, negative = y * valid, (1 - y) * valid                      # (A, V) weights
     pull = row.sigma_pos(row.sum_pos(row.rho_pos(s), positive))          # (A,)
@@ -82,6 +76,18 @@ def labelled_loss(s, y, valid, kind, **hyper):
     pull = pull.masked_fill(~positive.any(dim=1), 0)
     push = push.masked_fill(~negative.any(dim=1), 0)
     return row.tau(pull + push)     # Eq. (7); with labels 0 and 1 it is Eq. (3), over mixed examples Eq. (9)
+
+
+def drop_invalid(s, y, valid):
+    """Moves the valid columns of each row to the front, and cuts all rows to the longest.  (A, V) -> (A, most)
+
+    This saves time and memory: in a batch of 20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
+    """
+    most = int(valid.sum(dim=1).max())
+    if most == valid.shape[1]:
+        return s, y, valid
+    valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                      # ones before zeros
+    return s.gather(1, columns), y.gather(1, columns), valid.bool()
 
 
 # ---- Table 1
@@ -128,10 +134,13 @@ def contrastive(m=0.5, reduction='mean'):
         rho_neg=lambda x: (x - m).clamp_min(0), sum_neg=lambda t, weight: total(t, weight, (weight > 0) & (t > 0)))
 
 
-log1p_exp = partial(F.softplus, threshold=50)        # log(1 + exp(x)); by default it is x from 20 on, coarse in float64
+# log(1 + exp(x)). Above its threshold softplus returns x; the default of 20 would be coarse in float64.
+log1p_exp = partial(F.softplus, threshold=50)
 TABLE_1 = {
     'contrastive': contrastive,
-    'ms': lambda beta=18.0, gamma=75.0, m=0.77: Row(                     # Eq. (2), for mixed examples Eq. (15)
+    # 1/beta log(1 + sum y exp(-beta (s - m))) + 1/gamma log(1 + sum (1 - y) exp(gamma (s - m))): for mixed examples
+    # Eq. (15), with labels 0 and 1 Eq. (2)
+    'ms': lambda beta=18.0, gamma=75.0, m=0.77: Row(
         rho_pos=lambda x: -beta * (x - m), sigma_pos=lambda x: log1p_exp(x) / beta,
         rho_neg=lambda x: gamma * (x - m), sigma_neg=lambda x: log1p_exp(x) / gamma),
     # As in the Proxy-Anchor paper. Table 1 of Metrix differs: s - delta on negatives, too, and factors 1 / alpha.
@@ -176,10 +185,10 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     s = z @ z.T                                                                                 # (B, B)
     positive = y[:, None] == y                                      # Eq. (5): these have label 1,
     negative = ~positive                                            # Eq. (6): and these label 0
-    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                 # but itself
+    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)     # no anchor is a positive of itself
     if epsilon is not None:
-        # The miner of train_ms.py. Up to epsilon, it drops positives that are more similar than all negatives, and
-        # negatives that are less similar than all positives. "not >=" instead of "<" keeps pairs with NaN.
+        # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
+        # negatives that are less similar than every positive by that much. "not >=" and not "<" keeps pairs with NaN.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -190,7 +199,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
 def proxynca_pp(v, first, second, lam, proxies, temperature=1 / 9):
     """ProxyNCA++ for queries v (M, D) whose class is `first` with share lam, `second` with share 1 - lam -> scalar
 
-    Cross-entropy over the C proxies of -|v - p|^2 / T. Its softmax cancels the lengths; 2 v.p / T is left.
+    Cross-entropy over the C proxies of -|v - p|^2 / temperature. Its softmax cancels the lengths: what is left is
+    2 v.p / temperature.
     """
     v, proxies = common.at_least_float32(v, proxies)
     logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
@@ -319,7 +329,7 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
             anchor = len(y) + torch.arange(len(anchor_y), device=y.device)
             end_z, end_y = torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
     negatives = anchor_y[:, None] != y                                                          # (A, B)
-    if k is not None:                               # topk may exceed an anchor's negatives: hence the & at the end
+    if k is not None:                               # k may exceed an anchor's negatives: hence the & at the end
         s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
         hardest = s.topk(min(k, len(y)), dim=1).indices
         negatives = torch.zeros_like(negatives).scatter(1, hardest, True) & negatives
@@ -359,10 +369,13 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     """Fig. 2: P(Pos(a, v)) for ms with embedding mixing, over batches (lists of indices) of a set z (N, D), y (N,)
 
     Returns a row for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)).
+    measured is the share of pairs whose derivative is not positive, predicted the share whose similarity is at most
+    the threshold of Eq. (24).
     """
     seen, hyper = [], dict(beta=beta, gamma=gamma, m=m)
     for index in batches:
-        zb, yb = z[index].double(), y[index]        # in float32, tiny derivatives would become 0 and count as positive
+        # float64: where beta and gamma are some hundreds, tiny derivatives would be 0 in float32, and count as positive
+        zb, yb = z[index].double(), y[index]
         i, j = cross_class_pairs(yb)
         lam = Beta(alpha, alpha).sample(i.shape).double()
         weights, valid = mixtures('pos-neg', yb, i, j, lam, torch.arange(len(yb)), yb, yb[:, None] != yb)
@@ -418,8 +431,10 @@ def analyse(args):
 # ---- recipes and flags
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
-# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
+# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
+# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
+# gradients. per_class=0 means batches in random order.
 # Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay
 # rates (none for ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come
 # warm-up, clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and
@@ -594,12 +609,13 @@ What differs from the paper
        target, lam CE(v, y_i) + (1 - lam) CE(v, y_j), for two images of different classes.
     6. Fig. 2 and utilization are measured on 20 batches with embedding mixing. In the paper, Fig. 2 is
        about the whole dataset, and utilization about what Metrix mixed over a number of epochs.
-What differs from the released code, which has contrastive, and ms with embedding mixing
+What differs from the released code, which mixes for contrastive, and for ms with embeddings
     7. All positives, all anchors and each anchor's own hard negatives take part. In the code, feature
        and embedding mixing have only the first positive of an anchor, anc-neg pairs only exist for
        anchors without a positive, and hard negatives are looked up among those of the first anchor.
-    8. The code has Euclidean distances for similarities, one lambda per batch, k = 1, Adam, and 60
-       epochs for contrastive. Its ms with embedding mixing is not Eq. (15).
+    8. The code has Euclidean distances for similarities, one lambda per batch, k = 1, w = 0.3 for anc-neg
+       pairs of embeddings, Adam, and 60 epochs for contrastive. Its ms with embedding mixing is not
+       Eq. (15).
     9. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.

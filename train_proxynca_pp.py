@@ -19,6 +19,7 @@ Equations
     Proxy-Anchor Eq. (1)          --loss proxynca:
                                   l(X) = sum_x -log( exp(s(x,p+)) / sum_{p- in P-} exp(s(x,p-)) )
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
+    Since |x - p|^2 = 2 - 2 s(x,p), the exponents of Eq. (1) are half of those of ProxyNCA++ with T = 1.
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
 
 Symbols
@@ -35,9 +36,9 @@ Run
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 59.2 ± 8.4 on
-    shapes, and from 52.4 to 54.9 ± 2.9 on 25 species of birds, by fine-tuning.
+    shapes, and from 52.4 to 54.9 ± 2.9 on 25 species of birds, by fine-tuning a ResNet-18 (see README).
     CCL (Table 2) quotes from the paper, for ResNet-50 and 512 dimensions, R@1 69.0 on CUB, 86.5 on Cars,
-    80.7 on SOP and 90.4 on In-Shop; crops have 256 px there.
+    80.7 on SOP and 90.4 on In-Shop. The released configurations, like the rows here, have crops of 256 px.
 """
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     returns      scalar >= 0, the mean over the batch; 0 with one class
     """
     # -|x - p|^2 / T = (2 x.p - |x|^2 - 1) / T for a unit p. The softmax over p cancels what does not depend on
-    # p, and 2 x.p / T is left: with T = 1/9, the logits are 18 cosines.
+    # p, and 2 x.p / T is left: with T = 1/9, a logit is 18 times a cosine.
     return F.cross_entropy(2 / temperature * cosines(z, proxies), y)
 
 
@@ -91,12 +92,14 @@ def new_proxies(num_classes, dim):
 
 
 # The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. shapes, and
-# folder without pretrained weights, start from common.DEMO; with them, folder takes the row of cub.
+# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
+# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
+# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
+# gradients. per_class=0 means batches in random order.
 # The benchmark rows are the released configurations, except for dim and schedule (notes 1 and 2 at
-# the end). With eps = 1, far larger than the root of its second moments, Adam no longer scales its
-# steps, and acts like SGD with momentum. This is why the proxies can have learning rates of 240 to
-# 2,400.
+# the end). Adam divides its steps by eps + the root of its running mean of squared gradients. With
+# eps = 1, far larger than this root, it acts like SGD with momentum. This is why the proxies can have
+# learning rates of 240 to 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
            decay_epochs=20, decay_rate=0.1, warmup=5, clip=10.0)
@@ -109,7 +112,8 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
-    # For --protocol: where a loss learns a vector per class, the Reality Check's batches are 32 classes of one image.
+    # For --protocol. With losses that learn a vector per class, the Reality Check has batches of 32 classes x 1
+    # image, and searches the learning rate of these vectors, 1e-6 to 1. At --lr, 1e-6, they hardly move.
     'reality-check': dict(per_class=1, proxy_lr_mult=1),
 }
 
@@ -154,10 +158,11 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The authors first train on half of the training classes, note at which epochs R@1 and NMI on the
-       other half stop rising, and then train on all classes, lowering the learning rate at these
-       epochs and stopping at the best one. Here the schedule is fixed: as many epochs as theirs have
-       at most, and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
+    1. The authors first train on half of the training classes, note at which epochs R@1 and NMI (which
+       scores clusters) on the other half stop rising, and then train on all classes, lowering the
+       learning rate at these epochs and stopping at the best one. Here the schedule is fixed: as many
+       epochs as theirs have at most, and x0.1 once after half of them. On In-Shop the rate stays
+       constant, as in their code.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
        (--dim 2048), and the paper reports both.
     3. The learning rates are those of the released configurations. The author says that those in the
@@ -165,8 +170,9 @@ What differs from the paper
 What differs from the released code
     4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has
        a separate optimizer for these epochs. Here one optimizer serves all, so its running averages
-       carry over. Clipping by value includes the proxies here. At the start their gradients are about
-       2 / (T |p|) = 6.4 at most, so clipping at 10 does not change them.
+       carry over. Clipping includes the proxies here, and only the network in the released code. At the
+       start the gradients of proxies are at most about 2 / (T |p|) = 6.4, since |p| is about
+       sqrt(512) / 8 = 2.8, so clipping at 10 does not change them.
     5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
     6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
        training normalises them.

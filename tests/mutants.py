@@ -516,7 +516,7 @@ MUTANTS = {
         ('f[j[rows]].lerp_(f[first]', 'f[i[rows]].lerp_(f[j[rows]]', 'i and j are swapped in mixed features'),
         ('valid.to(torch.uint8).topk(most, dim=1', '(~valid).to(torch.uint8).topk(most, dim=1',
          'examples that are not valid are gathered'),
-        ('most = max(1, int(valid.sum(dim=1).max()))', 'most = max(1, int(valid.sum(dim=1).min()))',
+        ('most = int(valid.sum(dim=1).max())', 'most = int(valid.sum(dim=1).min())',
          'anchors with more examples lose some'),
         ('((i[rows], lam[rows]), (j[rows], 1 - lam[rows]))', '((i[rows], lam[rows]),)',
          'end j of mixed features is detached'),

@@ -8,8 +8,8 @@ A finished run becomes a line of tests/results.jsonl; a run that was stopped is 
 MB, stays in runs/ and may be deleted then. Any row may be added to TABLES.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
-omniglot has the folders train, the five alphabets of images_background_small1, and test, those of small2 without Greek
-and Latin, which are in both.
+omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
+small1 lacks: Japanese (katakana), Sanskrit and Tagalog.
 """
 import argparse
 import json
@@ -44,13 +44,18 @@ RATES = {'contrastive': 1e-4, 'ms': 3e-5, 'proxy_anchor': 1e-4, 'proxynca_pp': 4
          'ccl, lam 0': 0.02, 'metrix ms, none': 1e-4, 'hse ms, no hybrids': 1e-4}       # those of the recipes
 CHOSEN = {'contrastive': '3.3e-05', 'ms': '3e-05', 'proxy_anchor': '3.3e-05', 'proxynca_pp': '0.012',
           'ccl, lam 2': '0.02', 'ccl, lam 0': '0.02'}                   # by the table 'pilots'
-# train_metrix.py and train_hse.py with ms have their own pilots; with the other losses they take over this rate, which
-# is also the one of train_proxy_anchor.py and train_contrastive.py.
+# The pilots of train_metrix.py and train_hse.py have ms without mixing and without hybrids. All their rows take over
+# that rate, which is also the one chosen for train_proxy_anchor.py and train_contrastive.py.
 FINE = STEP + ' --lr 3.3e-05'
-SCRATCH = {'alone': '--alpha 0', 'alpha 1e-9': '--alpha 1e-9',
-           'alpha 1e-9, append': '--alpha 1e-9 --hybrids append', 'alpha 0.01': '--alpha 0.01',
-           'alpha 0.05': '--alpha 0.05', 'alpha 0.05, append': '--alpha 0.05 --hybrids append',
-           'alpha 0.05, temperature 1': '--alpha 0.05 --temperature 1'}
+MIXING = [(loss, mixup) for loss in ('proxy_anchor', 'ms', 'contrastive', 'proxynca_pp')
+          for mixup in ('none', 'feature', 'embed')] + [('proxy_anchor', 'input')]
+SCRATCH = {'alpha 0': 'hse.py --alpha 0', 'alpha 1e-9': 'hse.py --alpha 1e-9',
+           'alpha 1e-9, append': 'hse.py --alpha 1e-9 --hybrids append', 'alpha 0.01': 'hse.py --alpha 0.01',
+           'alpha 0.02': 'hse.py --alpha 0.02', 'alpha 0.05': 'hse.py --alpha 0.05',
+           'alpha 0.05, append': 'hse.py --alpha 0.05 --hybrids append',
+           'alpha 0.05, temperature 1': 'hse.py --alpha 0.05 --temperature 1',
+           'none': 'metrix.py --mixup none', 'feature': 'metrix.py --mixup feature',
+           'input': 'metrix.py --mixup input', 'input, clean BatchNorm': 'metrix.py --mixup input --clean-bn'}
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
 
 # {table: (repeats of each command, {row: command}, [(row, row that it is compared with)])}
@@ -61,20 +66,21 @@ TABLES = {
     'birds': (SEEDS, {name: f'{FIRST[name]} --lr {CHOSEN[name]}' for name in CHOSEN},
               [(name, 'contrastive') for name in CHOSEN if name != 'contrastive'] + [('ccl, lam 2', 'ccl, lam 0')]),
     'metrix': (SEEDS, {f'{loss}, {mixup}': f'train_metrix.py {FINE} --loss {loss} --mixup {mixup}'
-                       for loss in ('proxy_anchor', 'ms', 'contrastive') for mixup in ('none', 'feature', 'embed')},
-               [(f'{loss}, {mixup}', f'{loss}, none')
-                for loss in ('proxy_anchor', 'ms', 'contrastive') for mixup in ('feature', 'embed')]),
+                       for loss, mixup in MIXING},
+               [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXING if mixup != 'none']),
     # The same at the rate of the recipe, three times as high
     'fast': (SEEDS, {mixup: f'train_metrix.py {STEP} --lr 1e-4 --loss proxy_anchor --mixup {mixup}'
                      for mixup in ('none', 'feature')}, [('feature', 'none')]),
     'hse': (SEEDS, {f'{loss}, {what}': f'train_hse.py {FINE} --loss {loss}{flag}'
-                    for loss in ('ms', 'proxy_anchor') for what, flag in (('alone', ' --alpha 0'), ('hybrids', ''))},
-            [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor')]),
+                    for loss in ('ms', 'proxy_anchor', 'epshn')
+                    for what, flag in (('alone', ' --alpha 0'), ('hybrids', ''))},
+            [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
     'shapes': (SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
     'omniglot': (SEEDS, {name: f'train_{name}.py --dataset folder --data data/omniglot' for name in SCRIPTS}, []),
-    # Why hybrids and mixing lose where a network starts from scratch
-    'scratch': (FOLDS, {name: f'train_hse.py {flags}' for name, flags in SCRATCH.items()},
-                [(name, 'alone') for name in SCRATCH if name != 'alone']),
+    # From random weights. At alpha 1e-9 there are hybrids in the batch and in BatchNorm, but their loss weighs nothing.
+    'scratch': (FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
+                [(name, 'alpha 0') for name in SCRATCH if name.startswith('alpha ') and name != 'alpha 0']
+                + [(name, 'none') for name in ('feature', 'input', 'input, clean BatchNorm')]),
 }
 
 
@@ -85,7 +91,7 @@ def finished():
 
 
 def run(command, threads):
-    """Makes one run, and writes its line. Whether that worked."""
+    """Makes one run, and writes its line -> whether it succeeded"""
     name = 'results-' + md5(command.encode()).hexdigest()[:8]
     folder = ROOT / 'runs' / name
     words = command.split() + (['--resume', f'runs/{name}'] if (folder / 'last.pt').exists() else ['--name', name])

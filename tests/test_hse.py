@@ -286,6 +286,12 @@ def test_epshn_by_hand():
     assert epshn_loss(z, y).item() == pytest.approx(sum(terms) / 5, abs=1e-12), '250 has no positive'
 
 
+def test_epshn_skips_a_negative_that_is_as_similar_as_the_positive():
+    z = torch.tensor([[1, 0], [0.6, 0.8], [0.6, -0.8], [0, 1]], dtype=torch.float64)
+    terms = [softplus(-0.6 / 0.1), softplus((-0.28 - 0.6) / 0.1)]            # the other two have no negative
+    assert epshn_loss(z, torch.tensor([0, 0, 1, 1])).item() == pytest.approx(sum(terms) / 2, abs=1e-12)
+
+
 def test_npair_by_hand():
     """Two classes; a third image of class 0 and a class of one image take no part."""
     z, y = on_circle(0, 100, 30, 140, 10, 200), torch.tensor([0, 1, 0, 1, 0, 2])

@@ -775,6 +775,14 @@ def test_metrix_eq25_is_exact_for_a_single_mixture():
     assert sum(row[-1] for row in rows) == 400              # two anchors have one mixture each
 
 
+def test_the_table_of_positivity_has_the_mean_similarity_of_anchors_and_mixtures(monkeypatch):
+    z, y = on_circle(0, 40, 55), torch.tensor([0, 0, 1])
+    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.25))
+    (row,) = train_metrix.positivity(z, y, [[0, 1, 2]])
+    v = F.normalize(0.25 * z[[1, 0]] + 0.75 * z[[2, 2]], dim=1)                   # of anchor 0, of anchor 1
+    assert row[3] == pytest.approx((z[:2] * v).sum(dim=1).mean().item(), abs=1e-12)
+
+
 def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
     """And the mean similarity stands beside Fig. 2's table."""
     run(train_metrix, '--name', 'x', '--batch-size', '6', '--per-class', '3')

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import results
 from conftest import ROOT, SCRIPTS
 from mutants import MUTANTS
-from results import TABLES, finished
 
 
 def test_importing_has_no_effect(tmp_path):
@@ -105,13 +105,24 @@ def test_mutants_still_fit_their_files(file):
         ast.parse(text.replace(old, new))
 
 
+def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch, capsys):
+    def line(before, last):
+        return dict(before={'R@1': before, 'MAP@R': before}, last={'R@1': last, 'MAP@R': last, 'minutes': 1})
+    runs = {'a --seed 0': line(1, 6), 'b --seed 0': line(2, 4), 'a --seed 1': line(1, 9)}
+    monkeypatch.setattr(results, 'finished', lambda: runs)
+    results.show(['--seed 0', '--seed 1'], {'with': 'a', 'without': 'b'}, [('with', 'without')])
+    out = capsys.readouterr().out
+    assert '| without | 4.0 | 4.0 | 2.0 | 2.0 | 1 | 1.0 |' in out and '| with | 7.5 ± 19.1 | 7.5 ± 19.1 | 6.5 ±' in out
+    assert '| with - without | 2.0 | 2.0 | 1 |' in out, 'only the seed that both have'
+
+
 def test_the_commands_of_the_results_are_commands():
     """Each row of tests/results.py, as its script reads it; and finished runs have the rows that the tables show."""
-    for repeats, commands, pairs in TABLES.values():
+    for repeats, commands, pairs in results.TABLES.values():
         for command in commands.values():
             script, *words = command.split()
             args = __import__(script.removesuffix('.py')).get_args([*words, *repeats[0].split(), '--device', 'cpu'])
             assert args.seed == 0 and args.dataset in ('shapes', 'folder')
         assert {row for pair in pairs for row in pair} <= commands.keys()
-    for line in finished().values():
+    for line in results.finished().values():
         assert {'R@1', 'MAP@R', 'minutes'} <= line['last'].keys() and line['before']['epoch'] == 0
