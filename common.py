@@ -161,35 +161,9 @@ class Embedder(nn.Module):
         return self.head(self.features(x))
 
 
-def load_resnet(arch, weights):
-    """A torchvision ResNet. A file of weights may be torchvision's or a checkpoint of these scripts."""
-    if weights == 'imagenet':
-        try:
-            return torchvision.models.get_model(arch, weights='IMAGENET1K_V1')
-        except Exception as error:                          # no connection, a full disk, a wrong hash
-            url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            raise UsageError(f'the ImageNet weights {url} could not be fetched ({error}); download that file '
-                             f'elsewhere and pass it with --weights FILE, or use --weights none') from None
-    resnet = torchvision.models.get_model(arch, weights=None)
-    if weights != 'none':
-        saved = read_file(weights)
-        with distrusting(weights):
-            state = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()}
-            # Loading is strict, so a key that does not fit is an error. The classifier will not be used: what the file
-            # holds for it is ignored.
-            trunk = {key: value for key, value in state.items() if not key.startswith(('fc.', 'linear.'))}
-            classifier = {key: value for key, value in resnet.state_dict().items() if key.startswith('fc.')}
-            load_state(resnet, trunk | classifier)
-    return resnet
-
-
 def at_least_float32(*tensors):
-    """Raises half precision to float32, and all tensors to the widest type among them.
-
-    Losses do so with what they are given: exp() overflows float16 above 11, and bfloat16 has two to three decimal
-    digits.
-    One tensor gives a tensor, several give a list.
-    """
+    """Raises half precision to float32, and all tensors to the widest type among them: exp() overflows float16 above
+    11, and bfloat16 has two to three decimal digits. One tensor gives a tensor, several give a list."""
     dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     raised = [t.to(dtype) for t in tensors]
     return raised if len(raised) > 1 else raised[0]
@@ -206,9 +180,9 @@ class BalancedSampler(Sampler):
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // (P K) batches. No batch has a class twice, and all classes come up about equally often. Nor
-    has a batch an image twice, and the images of a class come up about equally often; only in a class of fewer
-    than K images some repeat.
+    An epoch has N // (P K) batches, at least one. No batch has a class twice, and all classes come up about equally
+    often. Nor has a batch an image twice, and the images of a class come up about equally often; only in a class of
+    fewer than K images some repeat.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -235,13 +209,9 @@ class BalancedSampler(Sampler):
         def deal(deck, items, number):
             """Takes `number` items from the top of a deck of cards. If fewer are left, all other items are shuffled and
             put below them; if there are fewer items than that, they repeat."""
-            if len(deck) < number:
-                deck += shuffled([item for item in items if item not in deck])
             while len(deck) < number:
-                deck += shuffled(items)
-            dealt = deck[:number]
-            del deck[:number]
-            return dealt
+                deck += shuffled([item for item in items if item not in deck] or items)
+            return [deck.pop(0) for _ in range(number)]
 
         class_deck, image_decks = [], [[] for _ in self.members]
         for _ in range(self.batches):
@@ -345,6 +315,7 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     epoch, losses, without_positive, seen, start = run.epoch + 1, [], 0, 0, time.time()
     uncounted = 0                                           # images before `start`
+    fresh = epoch in (run.start + 1, args.warmup + 1)       # steps take another time: here, and when the trunk trains
     steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
     lists = islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
@@ -360,39 +331,22 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
         seen += len(y)
-        if args.compile and number == 1 and epoch in (run.start + 1, args.warmup + 1):      # a frozen trunk is another
+        if args.compile and number == 1 and fresh:          # the trunk is compiled anew when it begins to train
             live(f'first step, with compiling: {time.time() - start:.0f} s; img/s leaves it out', done=True)
             start, uncounted = time.time(), seen
-        if number % 20 == 0 or number == steps:             # rarely, because the GPU must wait for it
+        if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
             finite = torch.stack(losses).isfinite()
             if not finite.all():
                 first = int(finite.logical_not().nonzero()[0])
                 raise UsageError(f'the loss is {losses[first].item()} at epoch {epoch}, step {first + 1} of {steps}; '
                                  f'the last checkpoint is unharmed; try a lower --lr, or --precision fp32')
             live(f'{epoch:7d} {torch.stack(losses).mean():7.4f}   step {number} of {steps}')
-        left = run.total - schedule.last_epoch              # once more after the warm-up, when steps take longer
-        if left and number == 20 and epoch in (run.start + 1, args.warmup + 1):
+        left = run.total - schedule.last_epoch
+        if left and number == 20 and fresh:
             minutes = (time.time() - start) / number * left / 60
             live(f'{left:,} steps to come, about {minutes:.1f} min, not counting evaluations', done=True)
     return dict(epoch=epoch, loss=torch.stack(losses).mean().item(), no_positive=float(without_positive) / seen,
                 images_per_second=(seen - uncounted) / (time.time() - start))
-
-
-@contextmanager
-def explaining(args):
-    """Says what to do about a step that does not fit in memory, and about --compile where it does not work."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = ' '.join(str(error).split())[:200]
-        if isinstance(error, torch.OutOfMemoryError) or 'out of memory' in text or "can't allocate memory" in text:
-            chunk = args.chunk or args.batch_size
-            less = f' or --chunk, to {max(1, chunk // 4)} for example; it needs --freeze-bn' if chunk > 1 else ''
-            raise UsageError(f'{args.device} has not enough memory for a step with a batch of {args.batch_size} images'
-                             f'{f" in chunks of {chunk}" if args.chunk else ""}; lower --batch-size{less}') from None
-        if args.compile and type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
-            raise UsageError(f'--compile does not work here, leave it out: {text}') from None
-        raise
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -471,8 +425,8 @@ def ranked_hits(query, query_labels, gallery, gallery_labels, depth, within):
         # among equal levels, non-matches come first.
         level = (s * 2 ** 20).round().long()
         tied = ((level[:, 1:] == level[:, :-1]) & (hit[:, 1:] != hit[:, :-1])).any(dim=1)                # (b,)
-        order = (2 * level[tied] - hit[tied].long()).argsort(dim=1, descending=True)
-        hit[tied] = hit[tied].gather(1, order)
+        resorted = (2 * level[tied] - hit[tied].long()).argsort(dim=1, descending=True)
+        hit[tied] = hit[tied].gather(1, resorted)
         yield rows, hit
 
 
@@ -485,14 +439,13 @@ def nearest(query, gallery, k, itself=None):
     search = searcher(gallery)
     b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
-        if itself is None:
-            yield rows, *search(query[rows], k)
-            continue
-        s, index = search(query[rows], k + 1)
-        drop = index == itself[rows, None]                               # (b, k + 1)
-        # If many images equal the query, it may not be among its own results. Then the last one is dropped.
-        drop[:, -1] |= ~drop.any(dim=1)
-        yield rows, s[~drop].view(-1, k), index[~drop].view(-1, k)
+        s, index = search(query[rows], k + (itself is not None))
+        if itself is not None:
+            drop = index == itself[rows, None]                           # (b, k + 1)
+            # If many images equal the query, it may not be among its own results. Then the last one is dropped.
+            drop[:, -1] |= ~drop.any(dim=1)
+            s, index = s[~drop].view(-1, k), index[~drop].view(-1, k)
+        yield rows, s, index
 
 
 def searcher(gallery):
@@ -585,11 +538,11 @@ class Images:
         return int(self.labels.max()) + 1
 
     def subset(self, indices):
-        """The images at these positions, a LongTensor, with their classes numbered anew from 0"""
-        part = copy(self)
-        part.sizes, part.ends, part.paths = self.sizes[indices], self.ends[indices], self.paths[indices]
+        """The images at these positions, a LongTensor (n,), with their classes numbered anew from 0"""
+        part, rows = copy(self), indices.numpy()
+        part.sizes, part.ends, part.paths = self.sizes[rows], self.ends[rows], self.paths[rows]
         kept, part.labels = self.labels[indices].unique(return_inverse=True)
-        part.classes = [self.classes[c] for c in kept.tolist()] if self.classes else ()
+        part.classes = [self.classes[c] for c in kept.tolist()] if self.classes else []
         part.groups = None if self.groups is None else self.groups[indices]
         return part
 
@@ -651,9 +604,7 @@ def jitter_colours(x, strength):
 
     x (B, 3, S, S) in [0, 1]; factors lie evenly between 1 - strength and 1 + strength.
     """
-    def grey(x):
-        return (x * x.new_tensor([0.2989, 0.587, 0.114])[:, None, None]).sum(dim=1, keepdim=True)    # (B, 1, S, S)
-
+    grey = transforms.functional.rgb_to_grayscale                        # (B, 3, S, S) -> (B, 1, S, S)
     # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
     others = [torch.zeros_like, lambda x: grey(x).mean(dim=(1, 2, 3), keepdim=True), grey]
     for i in torch.randperm(3).tolist():
@@ -741,6 +692,8 @@ def to_rgb(image):
     image = ImageOps.exif_transpose(image)
     if image.mode[0] in 'IF':
         grey = np.asarray(image, dtype=np.float64)
+        if not np.isfinite(grey).all():
+            raise ValueError('some of its pixels are NaN or infinite')
         low, high = (0, 65535) if image.mode[0] == 'I' and 0 <= grey.min() and grey.max() <= 65535 else \
             (grey.min(), grey.max())
         image = Image.fromarray((255 * (grey - low) / max(high - low, 1e-12)).round().astype(np.uint8))
@@ -777,7 +730,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     resize      shorter side of the stored images, pixels;  image_size  side of the square crops. If only one of them
                 is given, the other follows from it; if neither is, both are those of the training recipes.
     cache       folder for the decoded images
-    seen        for an evaluation: names of the classes that a network has seen; () for none. There is no .train then.
+    seen        for an evaluation, which reads no .train: names of the classes that a network has seen; () for none.
                 Of a folder, they are left out of the test set; without train/ and test/ all others belong to it.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
@@ -801,11 +754,11 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     if seen is not None:                                    # an evaluation need not wait for training images
         splits.pop('train', None)
     data = SimpleNamespace(name=name)
-    for split in [split for split in ('train', 'query', 'gallery') if split in splits]:     # gallery needs query
-        paths, classes, groups = zip(*splits[split])
-        if split != 'gallery':                              # query and gallery are numbered together
-            both = {*classes, *(row[1] for row in splits.get('gallery', ()) if split == 'query')}
-            numbers = {class_: i for i, class_ in enumerate(sorted(both))}
+    for split, rows in splits.items():
+        paths, classes, groups = zip(*rows)
+        # Query and gallery are numbered together.
+        together = rows if split == 'train' else splits['query'] + splits.get('gallery', [])
+        numbers = {class_: i for i, class_ in enumerate(sorted({row[1] for row in together}))}
         pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
         labels = torch.tensor([numbers[class_] for class_ in classes])
         groups = None if groups[0] is None else torch.tensor(groups)
@@ -852,9 +805,16 @@ def list_images(name, root, seen=None):
         raise UsageError("the annotation of Cars196 needs scipy: pip install 'torchvision[scipy]'") from None
     except Exception as error:                              # cut short, or a web page under its name
         raise problem(f'its annotation is damaged ({error})') from None
-    splits, count = {}, '{:,} images of {:,} classes'.format
+    splits = {}
     for split, *row in rows:
         splits.setdefault(split, []).append(row)
+    check_images(name, root, splits, seen, problem)
+    return splits
+
+
+def check_images(name, root, splits, seen, problem):
+    """Raises problem(text) where counts are not the published ones, images are not there, or a test class trains."""
+    facts, count = DATASETS[name], '{:,} images of {:,} classes'.format
     found = {split: (len(part), len({row[1] for row in part})) for split, part in splits.items()}
     for split, expected in facts.get('counts', {}).items():
         if found.get(split) != expected:
@@ -876,7 +836,6 @@ def list_images(name, root, seen=None):
         if name != 'folder':
             raise error
         print(f'warning: {error}', file=sys.stderr)
-    return splits
 
 
 def warn_of_copies(splits):
@@ -980,17 +939,17 @@ def classes_below(root):
     """{path of the class below root: sorted paths of its images}; hidden files and folders are left out."""
     classes, visited, other = {}, set(), []
     for folder, folders, files in os.walk(root, followlinks=True):
-        if os.path.realpath(folder) in visited:             # a link leads back up
+        if os.path.realpath(folder) in visited:             # a link to a folder that was read already
             folders.clear()
             continue
         visited.add(os.path.realpath(folder))
-        folders[:] = [name for name in folders if name[0] != '.']
+        folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
         paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
         images = [path for path in paths if path.is_file()
                   and path.suffix.lower() in torchvision.datasets.folder.IMG_EXTENSIONS]
-        if images:
+        if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
             classes[Path(folder).relative_to(root).as_posix()] = images
-        elif paths:
+        elif paths and not images:
             other.append(folder)
     if other:
         print(f'warning: {len(other)} folders hold files, but no images of a kind that is read here; the first is '
@@ -1070,7 +1029,7 @@ class Run:
                 self.epoch, self.rows, self.minutes = int(saved['epoch']), list(saved['rows']), float(saved['minutes'])
                 if not self.rows or any('R@1' not in row for row in self.rows):
                     raise ValueError('its rows are not those of a log')
-            if last.exists() and read_checkpoint(last).get('epoch', 0) > self.epoch:
+            if args.resume != last and last.exists() and read_checkpoint(last).get('epoch', 0) > self.epoch:
                 print(f'note: {last} holds a later epoch than {args.resume}, and will be overwritten')
             self.write_log()                                # exactly the rows of the checkpoint
         self.start, self.since = self.epoch, time.time()
@@ -1170,7 +1129,8 @@ def print_recipe(args, model, data, sampler, epochs, folder):
 
 
 def run_folder(args):
-    """runs/<name>/, which is made; without --name it is script, dataset and the next free number."""
+    """runs/<name>/; without --name it is script, dataset and the next free number, and is made, so that no other run
+    takes it."""
     if args.resume:
         return args.resume.parent
     if args.name:
@@ -1195,11 +1155,10 @@ def save_checkpoint(path, args, model, **more):
                          f'that; try a lower --lr, or --precision fp32')
     plain = (bool, int, float, str, list)                   # no paths: a checkpoint must not decide what is written
     kept = {key: value for key, value in vars(args).items() if isinstance(value, plain) and key != 'script'}
-    versions = dict(python=sys.version.split()[0], torch=torch.__version__, torchvision=torchvision.__version__)
+    versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
         torch.save(dict(script=args.script, args=kept, seed=args.seed,
-                        versions={name: str(version) for name, version in versions.items()},
-                        embedder=model.config, model=model.state_dict(), **more), file)
+                        versions=versions, embedder=model.config, model=model.state_dict(), **more), file)
 
 
 def read_checkpoint(path):
@@ -1250,6 +1209,26 @@ def read_file(path):
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
+def load_resnet(arch, weights):
+    """A torchvision ResNet. A file of weights may be torchvision's or a checkpoint of these scripts."""
+    if weights == 'imagenet':
+        try:
+            return torchvision.models.get_model(arch, weights='IMAGENET1K_V1')
+        except Exception as error:                          # no connection, a full disk, a wrong hash
+            url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
+            raise UsageError(f'the ImageNet weights {url} could not be fetched ({error}); download that file '
+                             f'elsewhere and pass it with --weights FILE, or use --weights none') from None
+    resnet = torchvision.models.get_model(arch, weights=None)
+    if weights != 'none':
+        saved = read_file(weights)
+        with distrusting(weights):
+            # The classifier will not be used. Loading is strict, so any other key that does not fit is an error.
+            state = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
+                     if not key.startswith(('fc.', 'linear.'))}
+            load_state(nn.Sequential(OrderedDict(list(resnet.named_children())[:-2])), state)
+    return resnet
+
+
 def load_state(part, state):
     """part.load_state_dict(state). Of a network, torch checks names and shapes; this adds: weights are real numbers."""
     for key, value in part.state_dict().items() if isinstance(part, nn.Module) else ():
@@ -1266,7 +1245,7 @@ def distrusting(path):
     except UsageError:
         raise
     except Exception as error:
-        reason = 'it holds more than weights, and such a file can run any code' \
+        reason = 'it is not a file of plain weights, and other files could run any code' \
             if isinstance(error, pickle.UnpicklingError) else ' '.join(str(error).split())[:300]
         raise UsageError(f'{path} cannot be used; is it damaged, or of another script, --arch or --dim? '
                          f'{type(error).__name__}: {reason}') from None
@@ -1456,9 +1435,7 @@ def new_file(text, suffix, start, kind):
     return path
 
 
-def new_picture(text):
-    """An argparse type: the path of a PNG file to be written"""
-    return new_file(text, '.png', b'\x89PNG', 'a picture')
+new_picture = partial(new_file, suffix='.png', start=b'\x89PNG', kind='a picture')        # an argparse type
 
 
 def parse(parser, DEFAULTS, argv=None):
@@ -1467,7 +1444,8 @@ def parse(parser, DEFAULTS, argv=None):
     DEFAULTS  a script's recipes: rows of defaults for flags, one per dataset; further rows under (dataset,
               choice) where a recipe also depends on the script's --loss or --variant
     Returns the flags as a namespace, with three more names: script; changed, the set of flags that differ from
-    their defaults; and device as a torch.device. No file of weights is opened here.
+    their defaults; and device as a torch.device. No file of weights is opened here. Under torchrun, this process joins
+    the others.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script = Path(parser.prog).stem
@@ -1622,7 +1600,7 @@ def build(args, **options):
     return model.to(args.device)
 
 
-# ---- 9. processes --------------------------------------------------------------------------------
+# ---- 9. processes ----------------------------------------------------------------------------------
 
 # torchrun starts a script several times, once for each GPU. Each process draws the same batch, since all have the same
 # seed. The trunk runs on a share of it, its feature maps are gathered, and every process computes the loss of the whole
@@ -1717,11 +1695,29 @@ def average_gradients(weights):
             grad.copy_(part.view(grad.shape))
 
 
-# ---- 10. errors ----------------------------------------------------------------------------------
+# ---- 10. errors ------------------------------------------------------------------------------------
 
 
 class UsageError(ValueError):
     """A mistake in use. Its text says in one line what is wrong, where, and what to do."""
+
+
+@contextmanager
+def explaining(args):
+    """Says what to do where memory is too small, or --compile does not work."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = ' '.join(str(error).split())[:200]
+        if isinstance(error, torch.OutOfMemoryError) or 'out of memory' in text or "can't allocate memory" in text:
+            chunk = args.chunk or args.batch_size
+            less = f' or --chunk, to {max(1, chunk // 4)} for example; it needs --freeze-bn' if chunk > 1 else ''
+            raise UsageError(f'{args.device} has not enough memory; in training, a step has a batch of '
+                             f'{args.batch_size} images{f" in chunks of {chunk}" if args.chunk else ""}; '
+                             f'lower --batch-size{less}') from None
+        if args.compile and type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
+            raise UsageError(f'--compile does not work here, leave it out: {text}') from None
+        raise
 
 
 def cli(main):

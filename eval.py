@@ -39,7 +39,7 @@ Run
 import argparse
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from glob import glob
 from pathlib import Path
 from statistics import mean, stdev
@@ -214,10 +214,8 @@ def search(args, model, images, path):
     if path.resolve() in [here, *places]:
         raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
     query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size)
-    z, gallery = (F.normalize(common.embed(model, part), dim=1) for part in (query, images))
-    itself = [i for i, place in enumerate(places) if place == here][:1]
-    k = min(args.top, len(images) - len(itself))
-    _, s, index = next(common.nearest(z, gallery, k, torch.tensor(itself) if itself else None))
+    images = images.subset(torch.tensor([i for i, place in enumerate(places) if place != here]))
+    s, index = retrieve(*(common.embed(model, part) for part in (query, images)), args.top)
     found = [dict(similarity=round(value, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
              for value, i in zip(s[0].tolist(), index[0].tolist())]
     for row in found:
@@ -239,8 +237,9 @@ def curves(args):
         saved = common.read_checkpoint(path)
         rows, part = saved.get('rows', []), 'validation' if saved['args'].get('fold') else 'test'
         name = (path if path.is_dir() else path.resolve().parent).name
-        for key, axes in panels.items():
-            axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-', label=f'{name} ({part})')
+        with common.distrusting(path):
+            for key, axes in panels.items():
+                axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-', label=f'{name} ({part})')
     for key, axes in panels.items():
         axes.set(xlabel='epoch', ylabel=f'{key}, %')
     axes.legend()
@@ -289,7 +288,7 @@ def runs_of(paths):
         # The same classes, or runs on different folders would count as seeds of one recipe
         recipe = json.dumps([{name: flags[name] for name in sorted(flags.keys() - NO_RECIPE)},
                              sorted(saved.get('classes', []))])
-        folds = groups.setdefault((saved['script'], recipe), {}).setdefault(saved['seed'], {})
+        folds = groups.setdefault((saved['script'], recipe), {}).setdefault(flags.get('seed'), {})
         if flags.get('fold') in folds:
             raise common.UsageError(f'{path} and {folds[flags.get("fold")]} have the same recipe, seed and fold')
         folds[flags.get('fold')] = path
@@ -397,7 +396,8 @@ def get_args(argv=None):
     add('--data', help='its folder; if not given, that of the training')
     add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
     add('--analyse', action='store_true', help='the further measures above')
-    add('--embed', type=new_archive, metavar='NPZ', help='save embeddings, labels, classes and paths')
+    archive = partial(common.new_file, suffix='.npz', start=b'PK', kind='an archive of numpy')
+    add('--embed', type=archive, metavar='NPZ', help='save embeddings, labels, classes and paths')
     add('--sheet', type=common.new_picture, metavar='PNG', help='draw some queries and their nearest images')
     add('--hardest', action='store_true', help='sheet: the queries with the worst results first')
     add('--query', type=Path, metavar='PHOTO', help='print and draw the images nearest to this one')
@@ -417,14 +417,14 @@ def get_args(argv=None):
         common.refuse(args, ['hardest'], 'no sheet: take --sheet')
     if not (args.sheet or args.query):
         common.refuse(args, ['top'], 'nothing to draw: take --sheet or --query')
-    for paths in (args.checkpoint, args.against):           # shells of Windows leave a pattern like runs/ms-* as it is
-        paths[:] = [Path(found) for path in paths for found in sorted(glob(str(path))) or [path]]
+    args.checkpoint, args.against = ([found for path in paths for found in matching(path)]
+                                     for paths in (args.checkpoint, args.against))
     return args
 
 
-def new_archive(text):
-    """An argparse type: the path of an NPZ file to be written"""
-    return common.new_file(text, '.npz', b'PK', 'an archive of numpy')
+def matching(path):
+    """The paths that match a pattern like runs/ms-*, which shells of Windows, and main(), leave as it is"""
+    return [path] if path.exists() else [Path(found) for found in sorted(glob(str(path)))] or [path]
 
 
 def loader(args, trained, seen):

@@ -286,6 +286,29 @@ def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     assert 'warning: 1 folders hold files, but no images' in capsys.readouterr().err
 
 
+def test_images_beside_the_classes_are_none(tmp_path):
+    """A sheet that eval.py drew there, for example"""
+    draw_folder(tmp_path, 'abcd', per_class=1)
+    shutil.copy(tmp_path / 'a/0.jpg', tmp_path / 'sheet.jpg')
+    splits = common.list_images('folder', tmp_path)
+    assert names(splits['train']) == ['a', 'b'] and names(splits['query']) == ['c', 'd']
+
+
+def test_classes_do_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
+    draw_folder(tmp_path, 'abcd', per_class=1)
+    (tmp_path / 'a/link').symlink_to(tmp_path / 'd')        # one folder under two names: the first one counts
+    walk = os.walk
+
+    def backwards(*args, **options):
+        for folder, folders, files in walk(*args, **options):
+            folders.sort(reverse=True)
+            yield folder, folders, files
+
+    monkeypatch.setattr(os, 'walk', backwards)
+    splits = common.list_images('folder', tmp_path)
+    assert names(splits['train']) == ['a', 'a/link'] and names(splits['query']) == ['b', 'c']
+
+
 def test_fewer_than_two_classes_are_refused(tmp_path):
     draw_folder(tmp_path / 'train', ['a'], per_class=2)
     draw_folder(tmp_path / 'test', ['b', 'c'], per_class=2)
@@ -396,6 +419,12 @@ def test_folders_with_the_same_names_lengths_and_times_do_not_share_a_cache(tmp_
     (tmp_path / 'one').rename(tmp_path / 'old')
     (tmp_path / 'two').rename(tmp_path / 'one')
     assert common.load_dataset('folder', tmp_path / 'one', cache=tmp_path / 'cache').train[0].mean() == 200
+
+
+def test_a_picture_with_nan_is_refused(tmp_path):
+    Image.fromarray(np.array([[0, 1], [2, np.nan]], dtype=np.float32)).save(tmp_path / 'x.tif')
+    with pytest.raises(UsageError, match='x.tif: some of its pixels are NaN'):
+        common.read_image(tmp_path / 'x.tif', 8)
 
 
 def test_the_cache_of_a_folder_belongs_to_its_place(tmp_path):

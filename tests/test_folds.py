@@ -52,7 +52,8 @@ def test_a_subset_has_its_own_images_sizes_and_super_classes():
 def test_a_subset_of_images_whose_classes_have_no_names():
     whole = common.Images(torch.zeros(24, dtype=torch.uint8).numpy(), [(2, 2)] * 2, torch.arange(2), 2)
     part = whole.subset(torch.tensor([1]))
-    assert part.labels.tolist() == [0] and part.num_classes == 1 and not len(part.classes)
+    assert part.labels.tolist() == [0] and part.num_classes == 1 and part.classes == []
+    assert len(part) == 1 and part[0].shape == (2, 2, 3), 'one image is a set, too'
 
 
 @pytest.mark.parametrize('fold', ['4/4', '-1/4', '0/1', '0', '1/2/3', 'a/b', '', '0.5/2'])

@@ -400,6 +400,8 @@ def test_a_pattern_that_the_shell_left_as_it_is(tmp_path, monkeypatch):
     args = evaluation.get_args(['--checkpoint', 'runs/a-*', 'runs/c*', '--against', 'runs/[b]'])
     assert list(map(str, args.checkpoint)) == ['runs/a-1', 'runs/a-2', 'runs/c*']
     assert list(map(str, args.against)) == ['runs/b']
+    (tmp_path / 'runs' / '[b]').mkdir()
+    assert list(map(str, evaluation.get_args(['--checkpoint', 'runs/[b]']).checkpoint)) == ['runs/[b]']
 
 
 def test_saved_embeddings_of_a_gallery(run, small, tmp_path):
