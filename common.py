@@ -1358,8 +1358,9 @@ def parser(doc, notes=''):
     """The flags that all scripts share. The first word of `doc`, a script's docstring, is the script's name."""
     p = Parser(prog=doc.split()[0], description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
     g = p.add_argument_group('data')
-    g.add_argument('--dataset', choices=list(DATASETS), default='shapes', help='shapes is built in and needs no files')
-    g.add_argument('--data', default='data', help="folder that holds what the dataset's site unpacks")
+    g.add_argument('--dataset', choices=list(DATASETS), default='shapes',
+                   help='shapes is built in; folder: your own images, a folder for each class')
+    g.add_argument('--data', default='data', help="folder of classes, or what the dataset's site unpacks")
     g.add_argument('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
     g.add_argument('--image-size', type=at_least(8), help='side of the crops that the network gets, pixels')
     g.add_argument('--resize', type=at_least(8), help='shorter side of the stored images, pixels; follows --image-size')
@@ -1403,7 +1404,8 @@ def add_run_flags(p):
     g.add_argument('--eval-every', type=at_least(1), help='epochs between evaluations')
     g.add_argument('--protocol', choices=['reality-check'], help="settings of the Reality Check, Section 3.1")
     g.add_argument('--fold', type=fold, metavar='I/N',
-                   help='block I (from 0) of N blocks of training classes validates, the others train; no test set')
+                   help='block I (from 0) of N blocks of training classes validates, the others train; the test set is '
+                        'not read')
     g.add_argument('--patience', type=at_least(1), default=10, help='fold: stop after so many evaluations without gain')
     g.add_argument('--name', type=run_name, help='folder below runs/; default: script, dataset, next free number')
     g.add_argument('--resume', type=Path, metavar='RUN', help='go on with a run: its folder, or a checkpoint')

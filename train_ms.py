@@ -37,7 +37,7 @@ Expect
     shapes, and from 51.7 to 56.5 ± 2.8 on 25 species of birds, by fine-tuning a ResNet-18 (see README).
     Proxy-Anchor (Tables 2 to 4) quotes from the paper, for BN-Inception and 512 dimensions, R@1 65.7 on
     CUB, 84.1 on Cars, 78.2 on SOP and 89.7 on In-Shop. Metrix (Table 2) has 67.8, 87.8, 76.9 and 90.1
-    with ResNet-50 and the loss parameters 18, 75 and 0.77, which here only SOP and In-Shop have.
+    with ResNet-50 and other loss parameters (18, 75, 0.77); here SOP and In-Shop have nearly these.
 """
 import torch
 
