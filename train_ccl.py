@@ -175,10 +175,10 @@ def corrupt_labels(labels, noise, generator=None):
 # the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
 # gradients. per_class=0 means batches in random order.
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px,
-# smoothing, and that CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule
-# (with the ramp that momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB;
-# on Cars the base code has 0.3 and a change of hue, here it is the same as on CUB. The size from
-# which the crops are cut is stated nowhere: 288 px is that of ProxyNCA++.
+# smoothing, and that CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base
+# code come schedule (with the ramp that momentum 0.99 needs), smallest crop, pooling, epochs, and the
+# jitter of CUB; on Cars the base code has 0.3 and a change of hue, here it is the same as on CUB. The
+# size from which the crops are cut is stated nowhere: 288 px is that of ProxyNCA++.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)

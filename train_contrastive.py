@@ -184,9 +184,9 @@ What differs from the papers
     2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB; with --power 1, a negative margin on positives only adds a constant. It reports P@1, which is R@1, of 59.7
-       on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks concatenated
-       68.1, 81.8 and 73.1.
+       CUB; with --power 1, a negative margin on positives only adds a constant. It reports P@1, which
+       is R@1, of 59.7 on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks
+       concatenated 68.1, 81.8 and 73.1.
 What differs from the released code
     4. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
