@@ -47,14 +47,16 @@ CHOSEN = {'contrastive': '3.3e-05', 'ms': '3e-05', 'proxy_anchor': '3.3e-05', 'p
 # The pilots of train_metrix.py and train_hse.py have ms without mixing and without hybrids. All their rows take over
 # that rate, which is also the one chosen for train_proxy_anchor.py and train_contrastive.py.
 FINE = STEP + ' --lr 3.3e-05'
-MIXING = [(loss, mixup) for loss in ('proxy_anchor', 'ms', 'contrastive', 'proxynca_pp')
-          for mixup in ('none', 'feature', 'embed')] + [('proxy_anchor', 'input')]
+MIXING = [(loss, mixup) for loss in ('proxy_anchor', 'ms', 'contrastive') for mixup in ('none', 'feature', 'embed')]
+MIXING += [('proxynca_pp', 'none'), ('proxynca_pp', 'feature')]
 SCRATCH = {'alpha 0': 'hse.py --alpha 0', 'alpha 1e-9': 'hse.py --alpha 1e-9',
            'alpha 1e-9, append': 'hse.py --alpha 1e-9 --hybrids append', 'alpha 0.01': 'hse.py --alpha 0.01',
            'alpha 0.02': 'hse.py --alpha 0.02', 'alpha 0.05': 'hse.py --alpha 0.05',
            'alpha 0.05, append': 'hse.py --alpha 0.05 --hybrids append',
            'alpha 0.05, temperature 1': 'hse.py --alpha 0.05 --temperature 1',
            'none': 'metrix.py --mixup none', 'feature': 'metrix.py --mixup feature',
+           'none, 16 epochs': 'metrix.py --mixup none --epochs 16',
+           'feature, 16 epochs': 'metrix.py --mixup feature --epochs 16',
            'input': 'metrix.py --mixup input', 'input, clean BatchNorm': 'metrix.py --mixup input --clean-bn'}
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
 
@@ -80,7 +82,8 @@ TABLES = {
     # From random weights. At alpha 1e-9 there are hybrids in the batch and in BatchNorm, but their loss weighs nothing.
     'scratch': (FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
                 [(name, 'alpha 0') for name in SCRATCH if name.startswith('alpha ') and name != 'alpha 0']
-                + [(name, 'none') for name in ('feature', 'input', 'input, clean BatchNorm')]),
+                + [(name, 'none') for name in ('feature', 'input', 'input, clean BatchNorm')]
+                + [('feature, 16 epochs', 'none, 16 epochs')]),
 }
 
 
