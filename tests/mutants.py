@@ -469,6 +469,7 @@ MUTANTS = {
         ('common.set_seed(args.seed)', 'common.set_seed(0)', 'all seeds start from one network'),
     ],
     'train_ccl.py': [
+        ('F.one_hot(y, len(c)).to(c.dtype)', 'F.one_hot(y, len(c))', 'in float64, the margin is that of float32'),
         ('(dropped, labels, centers, args.s, args.margin', '(dropped, labels, centers, 16.0, args.margin',
          '--s has no effect'),
         ('args.s, args.margin, args.lam, args.smoothing,', 'args.s, args.lam, args.margin, args.smoothing,',
@@ -521,6 +522,7 @@ MUTANTS = {
         ('f[j[rows]].lerp_(f[first]', 'f[i[rows]].lerp_(f[j[rows]]', 'i and j are swapped in mixed features'),
         ('valid.to(torch.uint8).topk(most, dim=1', '(~valid).to(torch.uint8).topk(most, dim=1',
          'examples that are not valid are gathered'),
+        ('below, s.detach()])', 'below, -s.detach()])', 'the mean similarity has the wrong sign'),
         ('most = int(valid.sum(dim=1).max())', 'most = int(valid.sum(dim=1).min())',
          'anchors with more examples lose some'),
         ('((i[rows], lam[rows]), (j[rows], 1 - lam[rows]))', '((i[rows], lam[rows]),)',
@@ -677,6 +679,8 @@ MUTANTS = {
          'no weight decay on the proxies'),
         ('None if args.fold else data', 'data', 'a fold of SOP cannot be trained'),
         ('floor = 16 * torch', 'floor = 2 ** 20 * torch', 'in float32, near images have distance 0'),
+        ('negative & (s < s_p[:, None])', 'negative & (s <= s_p[:, None])',
+         'a negative as similar as the positive takes part'),
     ],
 }
 
