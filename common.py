@@ -10,7 +10,7 @@ results out, and can be skipped.
     4. evaluation     Recall@K, R-precision, MAP@R
     5. images         decoding, cropping, flipping
     6. datasets       from files to images and labels
-    7. runs           logs, checkpoints, resuming
+    7. runs           logs, checkpoints, weights, resuming
     8. command line   the flags that all scripts share
     9. processes      one for each GPU, under torchrun
    10. errors
