@@ -90,8 +90,7 @@ class Embedder(nn.Module):
         self.pool, self.normalize, self.precision, self.chunk = pool, normalize, precision, chunk
         resnet = load_resnet(arch, weights)
         channels = resnet.fc.in_features                                 # c
-        # The last two children are the ResNet's own pooling and classifier.
-        self.trunk = nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
+        self.trunk = trunk_of(resnet)
         self.trunk.to(memory_format=torch.channels_last)
         self.norm = nn.LayerNorm(channels, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(channels, dim)
@@ -161,9 +160,14 @@ class Embedder(nn.Module):
         return self.head(self.features(x))
 
 
+def trunk_of(resnet):
+    """A torchvision ResNet without its last two children, which are its own pooling and classifier"""
+    return nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
+
+
 def at_least_float32(*tensors):
-    """Raises half precision to float32, and all tensors to the widest type among them: exp() overflows float16 above
-    11, and bfloat16 has two to three decimal digits. One tensor gives a tensor, several give a list."""
+    """Raises half precision to float32, and all tensors to the widest type among them, for a loss: exp() overflows
+    float16 above 11, and bfloat16 has two to three digits. One tensor gives a tensor, several give a list."""
     dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     raised = [t.to(dtype) for t in tensors]
     return raised if len(raised) > 1 else raised[0]
@@ -315,7 +319,7 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     epoch, losses, without_positive, seen, start = run.epoch + 1, [], 0, 0, time.time()
     uncounted = 0                                           # images before `start`
-    fresh = epoch in (run.start + 1, args.warmup + 1)       # steps take another time: here, and when the trunk trains
+    fresh = epoch in (run.start + 1, args.warmup + 1)       # the first epoch here, or the first that trains the trunk
     steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
     lists = islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
@@ -1225,7 +1229,7 @@ def load_resnet(arch, weights):
             # The classifier will not be used. Loading is strict, so any other key that does not fit is an error.
             state = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
                      if not key.startswith(('fc.', 'linear.'))}
-            load_state(nn.Sequential(OrderedDict(list(resnet.named_children())[:-2])), state)
+            load_state(trunk_of(resnet), state)         # trunk_of shares its modules with resnet
     return resnet
 
 

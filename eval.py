@@ -423,7 +423,10 @@ def get_args(argv=None):
 
 
 def matching(path):
-    """The paths that match a pattern like runs/ms-*, which shells of Windows, and main(), leave as it is"""
+    """The paths that a pattern like runs/ms-* stands for. Most shells resolve it before, but those of Windows do not.
+
+    A path that exists is no pattern, and a pattern that nothing matches stays as it is.
+    """
     return [path] if path.exists() else [Path(found) for found in sorted(glob(str(path)))] or [path]
 
 

@@ -11,8 +11,8 @@ Idea
     one image is pulled towards the hybrid: that image of the parents' classes which is nearest anyway.
 
 Equations
-    HSE Eq. (7)     x_hn, hard negative: the image nearest to x_H among those of no parent's class
-    HSE Eq. (8)     x_ewp, easy weak positive: the image nearest to x_H among those of a parent's class
+    HSE Eq. (7)     x_hn, hard negative: the nearest to x_H of the images of no parent's class
+    HSE Eq. (8)     x_ewp, easy weak positive: the nearest to x_H of the images of a parent's class
     HSE Eq. (9)     L_Hy = -alpha log( 1 / (1 + exp(s_hn) / exp(s_ewp)) ),  s_hn = f(x_H) . f(x_hn), s_ewp alike
     HSE Eq. (10)    L = L_m + L_Hy, with L_m any loss on the labelled images
 
@@ -426,7 +426,8 @@ What differs from the paper
        classes are drawn at random, as Section 1 says, from those that stay in the batch. Only --hybrids
        replace relies on the order of the batch, class by class, because it replaces the last ones.
     3. On the benchmarks the network is a ResNet-50 for every loss; the paper has BN-Inception for ms on CUB
-       and Cars. Its learning rates are those of the base losses, here those of the released code.
+       and Cars. The paper takes over the learning rates of the base losses; here they are those of the
+       released code.
     4. GridMask: the paper does not say where the blocks are. Here they form a chessboard; with three or
        four images, diagonals of blocks take turns. Blocks of 250 px (Table 4) need crops of more than
        250 px: --image-size 256.

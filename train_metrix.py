@@ -68,7 +68,8 @@ def labelled_loss(s, y, valid, kind, **hyper):
     returns  (A,), the loss of each anchor; if an anchor has no positives, or no negatives, that term is 0
     """
     row = TABLE_1[kind](**hyper)
-    s, y, valid = drop_invalid(common.at_least_float32(s), y, valid)
+    s, y, valid = drop_invalid(s, y, valid)
+    s = common.at_least_float32(s)
     y = y.to(s.dtype)
     positive, negative = y * valid, (1 - y) * valid                      # (A, V) weights
     pull = row.sigma_pos(row.sum_pos(row.rho_pos(s), positive))          # (A,)
@@ -79,9 +80,10 @@ def labelled_loss(s, y, valid, kind, **hyper):
 
 
 def drop_invalid(s, y, valid):
-    """Moves the valid columns of each row to the front, and cuts all rows to the longest.  (A, V) -> (A, most)
+    """Keeps in each row as many columns as the row with the most valid ones has: s, y, valid (A, V) -> (A, most)
 
-    This saves time and memory: in a batch of 20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
+    The valid ones come first; shorter rows are filled up with columns that are not valid. This saves time and memory:
+    in a batch of 20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
     """
     most = int(valid.sum(dim=1).max())
     if most == valid.shape[1]:
