@@ -400,7 +400,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     matches = present[query_labels] - int(within)                        # (N,) R of each query
     depth = min(max(*ks, int(matches.max())), len(gallery) - within)    # enough for the largest K and R
     found, precision, average = {k: 0 for k in ks}, [], []
-    for rows, hit in ranked_hits(query, query_labels, gallery, gallery_labels, depth, within):
+    for rows, s, index in k_nearest(query, None if within else gallery, depth):
+        hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
+        hit = hit.gather(1, (s - 1e-6 * hit).argsort(dim=1, descending=True))           # rule 2
         for k in ks:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         r = matches[rows]                                                # (b,)
@@ -415,55 +417,36 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     return metrics if len(average) == len(query) else metrics | dict(unmatched=len(query) - len(average))
 
 
-def ranked_hits(query, query_labels, gallery, gallery_labels, depth, within):
-    """Yields, for b queries at a time, their rows (b,) and hit (b, depth): whether the i-th nearest is a match."""
-    # Files are sorted by class, and of equal similarities a search returns the first. So the gallery is shuffled.
-    order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
-    place = order.argsort()                                              # (G,) image i is now at place[i]
-    gallery_labels = gallery_labels[order]
-    query, gallery = F.normalize(query.float(), dim=1), F.normalize(gallery[order].float(), dim=1)
-    for rows, s, index in nearest(query, gallery, depth, place if within else None):
-        hit = gallery_labels[index] == query_labels[rows, None]
-        # A level is a similarity in steps of 2^-20, so that rounding errors rarely matter. Where a match and a
-        # non-match of one level are neighbours, the row is sorted once more. A match counts half a step less: so
-        # among equal levels, non-matches come first.
-        level = (s * 2 ** 20).round().long()
-        tied = ((level[:, 1:] == level[:, :-1]) & (hit[:, 1:] != hit[:, :-1])).any(dim=1)                # (b,)
-        resorted = (2 * level[tied] - hit[tied].long()).argsort(dim=1, descending=True)
-        hit[tied] = hit[tied].gather(1, resorted)
-        yield rows, hit
+def k_nearest(query, gallery, k):
+    """Yields, for b queries at a time, their rows (b,), and the cosines and positions of their k nearest, both (b, k).
 
+    query    (N, D)
+    gallery  (G, D) and k at most G; or None: queries are searched in themselves, each without itself, k at most N - 1
 
-def nearest(query, gallery, k, itself=None):
-    """Yields, for b queries at a time, their rows (b,), and the similarities and positions of their k nearest, (b, k).
-
-    query, gallery  (N, D), (G, D) of unit length
-    itself          (N,) position of each query in the gallery, which is no result; None: queries are not in it
+    On a CPU the search is that of faiss, where it is installed; else a product of matrices.
     """
-    search = searcher(gallery)
-    b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
-    for rows in torch.arange(len(query), device=query.device).split(b):
-        s, index = search(query[rows], k + (itself is not None))
-        if itself is not None:
-            drop = index == itself[rows, None]                           # (b, k + 1)
-            # If many images equal the query, it may not be among its own results. Then the last one is dropped.
-            drop[:, -1] |= ~drop.any(dim=1)
+    within = gallery is None
+    query = F.normalize(query.float(), dim=1)
+    # Files are sorted by class, and of equal similarities a search returns the first. So the gallery is shuffled.
+    gallery = query if within else F.normalize(gallery.float(), dim=1)
+    order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
+    gallery, search = gallery[order], matrix_search
+    if gallery.device.type == 'cpu' and sys.platform != 'darwin':        # on a Mac, two OpenMP runtimes would crash
+        with suppress(ImportError):
+            from faiss import METRIC_INNER_PRODUCT, knn
+            search = partial(knn, metric=METRIC_INNER_PRODUCT)
+    for rows in torch.arange(len(query), device=query.device).split(max(1, min(4096, 2 ** 28 // len(gallery)))):
+        s, index = map(torch.as_tensor, search(query[rows], gallery, k + within))       # (b, G) takes 1 GiB at most
+        index = order[index]
+        if within:
+            drop = index == rows[:, None]                                # by index: a duplicate is another image
+            drop[:, -1] |= ~drop.any(dim=1)                              # behind many duplicates, it was not found
             s, index = s[~drop].view(-1, k), index[~drop].view(-1, k)
         yield rows, s, index
 
 
-def searcher(gallery):
-    """search(queries, k) -> similarities and indices of the k nearest of gallery (G, D), both (b, k).
-
-    On a CPU it is faiss, where that is installed, else a product of matrices.
-    """
-    if gallery.device.type == 'cpu' and sys.platform != 'darwin':        # on a Mac, two OpenMP runtimes would crash
-        with suppress(ImportError):
-            import faiss
-            index = faiss.IndexFlatIP(gallery.shape[1])
-            index.add(gallery.numpy())
-            return lambda queries, k: tuple(torch.from_numpy(part) for part in index.search(queries.numpy(), k))
-    return lambda queries, k: (queries @ gallery.T).topk(k, dim=1)
+def matrix_search(query, gallery, k):
+    return (query @ gallery.T).topk(k, dim=1)
 
 
 def mean_similarities(z, y):
@@ -726,7 +709,7 @@ DATASETS = {
 }
 
 
-def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', seen=None, fold=None):
+def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None):
     """A dataset as an object with .train, .query and .gallery, each an `Images`.
 
     name        shapes, cub, cars, sop, inshop or folder
@@ -734,7 +717,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     resize      shorter side of the stored images, pixels;  image_size  side of the square crops. If only one of them
                 is given, the other follows from it; if neither is, both are those of the training recipes.
     cache       folder for the decoded images
-    seen        for an evaluation, which reads no .train: names of the classes that a network has seen; () for none.
+    known       for an evaluation, which reads no .train: names of the classes that a network knows; () for none.
                 Of a folder, they are left out of the test set; without train/ and test/ all others belong to it.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
@@ -750,12 +733,12 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     if name == 'shapes':
         data = SimpleNamespace(name=name, **draw_shapes(resize, image_size))
         return hold_out(data, fold) if fold else data
-    splits = list_images(name, root, seen)
+    splits = list_images(name, root, known)
     if fold:
         splits = dict(train=splits['train'])
     if name == 'folder':
         warn_of_copies(splits)
-    if seen is not None:                                    # an evaluation need not wait for training images
+    if known is not None:                                   # an evaluation need not wait for training images
         splits.pop('train', None)
     data = SimpleNamespace(name=name)
     for split, rows in splits.items():
@@ -790,7 +773,7 @@ def hold_out(data, fold):
     return data
 
 
-def list_images(name, root, seen=None):
+def list_images(name, root, known=None):
     """{split: rows [path, class name, super-class]} for train, query and, where there is one, gallery. Refuses counts
     that are not the published ones, and images that are not there."""
     root, facts = Path(root).expanduser(), DATASETS[name]
@@ -802,7 +785,7 @@ def list_images(name, root, seen=None):
     if not root.is_dir():
         raise problem('there is no such folder')
     try:
-        rows = read_folder(root, seen) if name == 'folder' else READERS[name](root)
+        rows = read_folder(root, known) if name == 'folder' else READERS[name](root)
     except FileNotFoundError as error:
         raise problem(f'{error.filename} is missing') from None
     except ImportError:
@@ -812,11 +795,11 @@ def list_images(name, root, seen=None):
     splits = {}
     for split, *row in rows:
         splits.setdefault(split, []).append(row)
-    check_images(name, root, splits, seen, problem)
+    check_images(name, root, splits, known, problem)
     return splits
 
 
-def check_images(name, root, splits, seen, problem):
+def check_images(name, root, splits, known, problem):
     """Raises problem(text) where counts are not the published ones, images are not there, or a test class trains."""
     facts, count = DATASETS[name], '{:,} images of {:,} classes'.format
     found = {split: (len(part), len({row[1] for row in part})) for split, part in splits.items()}
@@ -825,7 +808,7 @@ def check_images(name, root, splits, seen, problem):
             raise problem(f'{split} has {count(*found.get(split, (0, 0)))}, expected are {count(*expected)}')
     if name == 'folder' and find_folders(root).keys() >= {'query', 'gallery'} and 'gallery' not in found:
         raise problem('there is nothing to search in: gallery/ has no images of classes that are new to the network')
-    for split in ('train', 'query') if seen is None else ('query',):
+    for split in ('train', 'query') if known is None else ('query',):
         if found.get(split, (0, 0))[1] < 2:
             raise problem(f'{split} has {count(*found.get(split, (0, 0)))}, at least two classes are needed')
     paths = [row[0] for part in splits.values() for row in part]
@@ -905,11 +888,11 @@ def read_inshop(root):
 READERS = dict(cub=read_cub, cars=read_cars, sop=read_sop, inshop=read_inshop)
 
 
-def read_folder(root, seen=None):
+def read_folder(root, known=None):
     """A class is a folder that holds images directly, at any depth; its name is its path.
 
     train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. Without them the first half
-    of the sorted classes trains and the rest tests; with `seen`, classes that a network has seen, all others test.
+    of the sorted classes trains and the rest tests; with `known`, classes that a network knows, all others test.
     """
     there = find_folders(root)
     train, test = there.get('train'), there.get('test', there.get('val'))
@@ -921,11 +904,11 @@ def read_folder(root, seen=None):
         splits = {split: classes_below(part) if part else {} for split, part in parts.items()}
     else:
         classes = sorted(classes_below(root).items())
-        half = len(classes) // 2 if seen is None else 0
+        half = len(classes) // 2 if known is None else 0
         splits = {'train': dict(classes[:half]), 'query': dict(classes[half:])}
-    if seen is not None:
+    if known is not None:
         splits.pop('train')
-        out = {name for names in splits.values() for name in names if name in seen}
+        out = {name for names in splits.values() for name in names if name in known}
         splits = {split: {name: names[name] for name in names if name not in out} for split, names in splits.items()}
         if out:
             print(f'{root}: {len(out)} classes were in the training set of this network, or chose its epoch, and are '
@@ -1413,7 +1396,7 @@ def add_run_flags(p):
     g.add_argument('--patience', type=at_least(1), default=10, help='fold: stop after so many evaluations without gain')
     g.add_argument('--name', type=run_name, help='folder below runs/; default: script, dataset, next free number')
     g.add_argument('--resume', type=Path, metavar='RUN', help='go on with a run: its folder, or a checkpoint')
-    g.add_argument('--show-batch', type=new_picture, metavar='PNG', help='save a picture of the first batch, and stop')
+    g.add_argument('--show-batch', type=file_ending('.png'), metavar='PNG', help='save a picture of the first batch, and stop')
 
 
 def fold(text):
@@ -1431,17 +1414,14 @@ def run_name(text):
     return Path(text)
 
 
-def new_file(text, suffix, start, kind):
-    """The path of a file to be written. It may replace a file of its kind, which begins with `start`, and no other."""
-    path = Path(text)
-    if path.suffix.lower() != suffix:
-        raise argparse.ArgumentTypeError(f'{text} must end in {suffix}')
-    if path.exists() and not (path.is_file() and path.open('rb').read(len(start)) == start):
-        raise argparse.ArgumentTypeError(f'{text} is there already, and is not {kind}')
-    return path
-
-
-new_picture = partial(new_file, suffix='.png', start=b'\x89PNG', kind='a picture')        # an argparse type
+def file_ending(suffix):
+    """An argparse type: the path of a file that ends in `suffix`"""
+    def check(text):
+        if not text.lower().endswith(suffix):
+            raise ValueError
+        return Path(text)
+    check.__name__ = f'name that ends in {suffix} as'
+    return check
 
 
 def parse(parser, DEFAULTS, argv=None):
@@ -1583,7 +1563,7 @@ def pick_precision(name, device):
     return 'bf16' if device.type == 'cpu' and supported() else 'fp32'
 
 
-def load(args):
+def dataset_from(args):
     """The dataset that the flags name"""
     with main_process_first():                              # it decodes the images, where this was not done before
         return load_dataset(args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)

@@ -237,7 +237,7 @@ def get_args(argv=None):
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
-    data = common.load(args)
+    data = common.dataset_from(args)
     if args.label_noise != 'none':
         generator = torch.Generator().manual_seed(args.seed)
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)

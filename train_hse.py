@@ -317,7 +317,7 @@ def get_args(argv=None):
         help='hybrids replace the last images of the batch, or are appended')
     add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0,
         help='learning rate of the proxies, as a multiple of --lr')
-    add('--show-hybrids', type=common.new_picture, metavar='PNG', help='save a picture of hybrids, and stop')
+    add('--show-hybrids', type=common.file_ending('.png'), metavar='PNG', help='save a picture of hybrids, and stop')
     args = common.parse(parser, DEFAULTS, argv)
     if args.loss != 'proxy_anchor':
         common.refuse(args, ['proxy_lr_mult'], f'--loss {args.loss}')
@@ -361,7 +361,7 @@ def check_batch(args, num_classes, groups=None):
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
-    data = common.load(args)
+    data = common.dataset_from(args)
     num_classes, y = data.train.num_classes, data.train.labels
     # A fold may lack whole super-classes, so that a batch cannot have equally many classes of all of them.
     groups = None if args.fold else data.train.groups

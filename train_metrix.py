@@ -394,7 +394,7 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
 
 def analyse(args):
     """Prints Fig. 2 and the utilization of a saved network on the dataset of its run; draws Fig. 2 with matplotlib."""
-    model, data = common.load_checkpoint(args.analyse, args.device, args.precision), common.load(args)
+    model, data = common.load_checkpoint(args.analyse, args.device, args.precision), common.dataset_from(args)
     z, q, y = common.embed(model, data.train), common.embed(model, data.query), data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
@@ -566,7 +566,7 @@ def main(argv=None):
         what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(kinds)
         negatives = '' if kinds == ['pos-pos'] else f', {k or "all"} negatives'
         print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
-    data = common.load(args)
+    data = common.dataset_from(args)
     model = common.build(args)
     if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
         torch.backends.cudnn.benchmark = False

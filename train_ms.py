@@ -143,7 +143,7 @@ def get_args(argv=None):
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
-    data = common.load(args)
+    data = common.dataset_from(args)
     model = common.build(args)
     optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
     epsilon = None if args.epsilon == 'off' else args.epsilon

@@ -123,7 +123,7 @@ def get_args(argv=None):
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
-    data = common.load(args)
+    data = common.dataset_from(args)
     model = common.build(args)
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
     optimizer = common.make_optimizer(args, [

@@ -138,7 +138,7 @@ def get_args(argv=None):
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
-    data = common.load(args)
+    data = common.dataset_from(args)
     # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation
     model = common.build(args, layer_norm=True, head_init='default')
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))

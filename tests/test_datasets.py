@@ -218,15 +218,15 @@ def test_folder_with_query_and_gallery(tmp_path):
 def test_classes_that_a_network_has_seen_are_left_out_of_a_folder(tmp_path, capsys):
     """Without train/ and test/ all other classes are the test set; with them, what test/ has beside."""
     draw_folder(tmp_path / 'flat', ['a', 'b', 'c', 'd', 'e'], per_class=1)
-    splits = common.list_images('folder', tmp_path / 'flat', seen=['a', 'd', 'z'])
+    splits = common.list_images('folder', tmp_path / 'flat', known=['a', 'd', 'z'])
     assert names(splits['query']) == ['b', 'c', 'e'] and 'train' not in splits
     assert '2 classes were in the training set' in capsys.readouterr().out
-    assert names(common.list_images('folder', tmp_path / 'flat', seen=[])['query']) == ['a', 'b', 'c', 'd', 'e']
+    assert names(common.list_images('folder', tmp_path / 'flat', known=[])['query']) == ['a', 'b', 'c', 'd', 'e']
     draw_folder(tmp_path / 'split/train', ['a', 'b'], per_class=1)
     draw_folder(tmp_path / 'split/test', ['b', 'c', 'd'], per_class=1)
-    assert names(common.list_images('folder', tmp_path / 'split', seen=['a', 'b'])['query']) == ['c', 'd']
+    assert names(common.list_images('folder', tmp_path / 'split', known=['a', 'b'])['query']) == ['c', 'd']
     with pytest.raises(UsageError, match='query has 1 images of 1 classes, at least two'):
-        common.list_images('folder', tmp_path / 'flat', seen=['a', 'b', 'c', 'd'])
+        common.list_images('folder', tmp_path / 'flat', known=['a', 'b', 'c', 'd'])
 
 
 def test_a_class_in_train_and_test_is_warned_about(tmp_path, capsys):
@@ -241,7 +241,7 @@ def test_an_evaluation_does_not_decode_the_training_images_of_a_benchmark(folder
     splits = {split: [[path, path.parent.name, None] for path in sorted((folder / part).rglob('*.jpg'))]
               for split, part in (('train', 'train'), ('query', 'test'))}
     monkeypatch.setattr(common, 'list_images', lambda *_: dict(splits))
-    data = common.load_dataset('cub', folder, 16, 16, tmp_path / 'cache', seen=())
+    data = common.load_dataset('cub', folder, 16, 16, tmp_path / 'cache', known=())
     assert len(data.query) == 16 and not hasattr(data, 'train')
     assert [path.name.split('-')[1] for path in (tmp_path / 'cache').glob('*.bin')] == ['query']
 

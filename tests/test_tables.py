@@ -323,7 +323,7 @@ def test_a_photo_is_searched_in_all_images_but_itself(tmp_path, monkeypatch, sma
     result = evaluation.main(['--checkpoint', 'runs/mine', '--query', 'birds/a/1.jpg', '--top', '3', *EVAL])
     out = capsys.readouterr().out
     model = common.load_checkpoint('runs/mine', precision='fp32')
-    data = common.load_dataset('folder', 'birds', 24, 24, seen=())
+    data = common.load_dataset('folder', 'birds', 24, 24, known=())
     assert len(data.query) == 12, 'classes of the training set are searched, too'
     z = common.embed(model, data.query)
     place = data.query.paths.tolist().index('birds/a/1.jpg')
