@@ -1,8 +1,9 @@
 """common.py -- what the papers share and do not argue about.
 
-No method is in this file: whatever a paper's method section describes stands in the train_*.py of
-that paper. Sections 1 to 4 are worth reading beside any script. The others bring images in and
-results out, and can be skipped.
+What a paper's method section describes stands in the train_*.py of that paper. The Reality Check (Musgrave et al., A
+Metric Learning Reality Check, ECCV 2020) is about how to compare methods: its metrics are in section 4 here, its
+protocol in section 8. Sections 1 to 4 are worth reading beside any script. The others bring images in and results
+out, and can be skipped.
 
     1. network        Embedder: ResNet trunk, pooling, linear head
     2. batches        which images meet in a batch
@@ -11,7 +12,7 @@ results out, and can be skipped.
     5. images         decoding, cropping, flipping
     6. datasets       from files to images and labels
     7. runs           logs, checkpoints, weights, resuming
-    8. command line   the flags that all scripts share
+    8. command line   the flags that all scripts share, and their defaults
     9. processes      one for each GPU, under torchrun
    10. errors
 
@@ -26,10 +27,10 @@ in its script says what.
 """
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
-import pickle
 import random
 import shutil
 import sys
@@ -37,29 +38,24 @@ import time
 import zipfile
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from functools import partial, reduce
-from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 import torchvision
 from PIL import Image, ImageOps
 from torch import distributed, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
+from torchvision.transforms import v2
 from torchvision.utils import save_image
-
-try:
-    import fcntl
-except ImportError:                                         # Windows has no such locks
-    fcntl = None
 
 # ---- 1. network ------------------------------------------------------------------------------------
 
@@ -110,33 +106,19 @@ class Embedder(nn.Module):
         return self
 
     def train_trunk(self, on):
-        """Turns the trunk's gradients on or off: they are off in the first --warmup epochs.
-
-        Frozen BatchNorm is not among trunk_weights: it never trains."""
+        """Turns the trunk's gradients on or off. Frozen BatchNorm is not among trunk_weights: it never trains."""
         for weight in self.trunk_weights:
             weight.requires_grad_(on)
 
-    @contextmanager
-    def keeping_statistics(self, on=True):
-        """While it lasts, trained BatchNorm still normalises by the batch, but its running statistics stay."""
-        layers = [module for module in self.trunk.modules() if on and hasattr(module, 'running_mean')]
-        before = [layer.momentum for layer in layers]       # the share that a batch has in the running statistics
-        for layer in layers:
-            layer.momentum = 0.0
-        yield
-        for layer, momentum in zip(layers, before):
-            layer.momentum = momentum
-
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
-        # Images up to 16 px stay in float32: they reach the last stage as one pixel, where bfloat16 gradients of
-        # convolutions with stride 2 are wrong on a CPU, and at times NaN (seen in torch 2.14).
-        bf16 = self.precision == 'bf16' and min(x.shape[2:]) > 16
         B = len(x)
-        x = own_share(x).contiguous(memory_format=torch.channels_last)  # under torchrun; else the whole batch
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
+        # Under torchrun it is this process' share of the batch, else the whole.
+        x = x.tensor_split(world())[rank()].contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
-                f = torch.cat([checkpoint(self.trunk, part, use_reentrant=False) for part in x.split(self.chunk)])
+                f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, chunk, use_reentrant=False)
+                               for chunk in x.split(self.chunk)])
             else:
                 f = self.trunk(x)
         return gather(f, B)
@@ -158,11 +140,6 @@ class Embedder(nn.Module):
 
     def forward(self, x):
         return self.head(self.features(x))
-
-
-def trunk_of(resnet):
-    """A torchvision ResNet without its last two children, which are its own pooling and classifier"""
-    return nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
 
 
 def at_least_float32(*tensors):
@@ -224,16 +201,10 @@ class BalancedSampler(Sampler):
 
 
 def make_sampler(args, labels):
-    """Batches of P x K images. With --per-class 0: all images in random order, cut into batches; an incomplete last
-    batch is dropped."""
-    if not args.per_class:
-        return BatchSampler(RandomSampler(labels), min(args.batch_size, len(labels)), drop_last=True)
-    wanted, present = args.batch_size // args.per_class, len(labels.unique())
-    # A small dataset may have fewer classes than the defaults ask for. That is an error only if they were typed.
-    if wanted > present and args.changed & {'batch_size', 'per_class'}:
-        raise UsageError(f'--batch-size {args.batch_size} --per-class {args.per_class} asks for {wanted} classes per '
-                         f'batch, the training set has {present}; lower --batch-size or raise --per-class')
-    return BalancedSampler(labels, args.batch_size, args.per_class)
+    """Batches of P x K images; with --per-class 0 all images in random order, without an incomplete last batch"""
+    if args.per_class:
+        return BalancedSampler(labels, args.batch_size, args.per_class)
+    return BatchSampler(RandomSampler(labels), min(args.batch_size, len(labels)), drop_last=True)
 
 
 # ---- 3. training -----------------------------------------------------------------------------------
@@ -258,8 +229,7 @@ def learning_rate_factor(iteration, args, per_epoch, total):
     constant  1
     """
     if args.schedule == 'step':
-        epoch = iteration // per_epoch
-        return args.decay_rate ** (epoch // args.decay_epochs)
+        return args.decay_rate ** (iteration // per_epoch // args.decay_epochs)
     if args.schedule == 'cosine':
         ramp = max(1, min(100, total // 10))
         return min((iteration + 1) / ramp, 0.5 * (1 + math.cos(math.pi * iteration / max(1, total))))
@@ -283,45 +253,34 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     epochs = math.ceil(total / per_epoch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(learning_rate_factor, args=args, per_epoch=per_epoch, total=total))
-    parts = dict(model=model, optimizer=optimizer, schedule=schedule,
-                 learned=nn.ParameterDict(learned or {}))   # a ParameterDict accepts modules, too
-    folder = from_main_process(lambda: run_folder(args))
-    # A Run (section 7) keeps the log and the checkpoint: it knows the evaluated rows, the epochs that are done, the
-    # number of steps in all, and the epoch at which this process started.
-    lock = nullcontext() if rank() else locked(folder)
-    with lock, Run(args, folder, data, total, parts) as run, explaining(args):
-        print_recipe(args, model, data, sampler, epochs, folder)
+    # Whatever has a state to save. A ParameterDict accepts modules, too.
+    states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
+    run = Run(args, data, total, states)            # section 7: it keeps the log and the checkpoint
+    print_recipe(args, model, data, sampler, epochs, run.folder)
+    with run.kept():                                # Ctrl-C says how to go on
         if not run.rows:                                    # the network before training is epoch 0
             run.record(dict(epoch=0, loss=None, images_per_second=None) | evaluate(model, data))
         while run.epoch < epochs and not run.out_of_patience():         # run.record counts run.epoch up
-            set_seed(seed_of(args, run.epoch + 1))
+            set_seed(args.seed, run.epoch + 1)
             model.train()
             model.train_trunk(run.epoch >= args.warmup)
             row = train_epoch(args, run, data, sampler, step, optimizer, schedule)
             if row['epoch'] % args.eval_every == 0 or row['epoch'] == epochs:
                 row |= evaluate(model, data)
             run.record(row)
-        run.print_summary()
-    return run.result()
-
-
-def seed_of(args, epoch):
-    """Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The factor
-    keeps the epochs of different --seed apart."""
-    return args.seed * 100_003 + epoch
+    return run.summary()
 
 
 def train_epoch(args, run, data, sampler, step, optimizer, schedule):
     """Trains the next epoch of a run. Returns its row: epoch, loss, no_positive and images_per_second.
 
-    no_positive is the share of anchors that have no positive in their batch.
+    no_positive        share of the anchors that have no positive in their batch
+    images_per_second  without the first step, in which --compile may compile the trunk, or a GPU tries algorithms
     """
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
-    epoch, losses, without_positive, seen, start = run.epoch + 1, [], 0, 0, time.time()
-    uncounted = 0                                           # images before `start`
-    fresh = epoch in (run.start + 1, args.warmup + 1)       # the first epoch here, or the first that trains the trunk
+    epoch, losses, without_positive, start = run.epoch + 1, [], 0, time.time()
     steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
-    lists = islice(sampler, steps)
+    lists = itertools.islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
         loss = step(x, y)
         optimizer.zero_grad()
@@ -334,23 +293,18 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         losses.append(loss.detach())
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
-        seen += len(y)
-        if args.compile and number == 1 and fresh:          # the trunk is compiled anew when it begins to train
-            live(f'first step, with compiling: {time.time() - start:.0f} s; img/s leaves it out', done=True)
-            start, uncounted = time.time(), seen
+        if number == 1 < steps:
+            start = time.time()
         if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
-            finite = torch.stack(losses).isfinite()
-            if not finite.all():
-                first = int(finite.logical_not().nonzero()[0])
-                raise UsageError(f'the loss is {losses[first].item()} at epoch {epoch}, step {first + 1} of {steps}; '
+            mean = torch.stack(losses).mean().item()
+            if not math.isfinite(mean):
+                raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
                                  f'the last checkpoint is unharmed; try a lower --lr, or --precision fp32')
-            live(f'{epoch:7d} {torch.stack(losses).mean():7.4f}   step {number} of {steps}')
-        left = run.total - schedule.last_epoch
-        if left and number == 20 and fresh:
-            minutes = (time.time() - start) / number * left / 60
-            live(f'{left:,} steps to come, about {minutes:.1f} min, not counting evaluations', done=True)
-    return dict(epoch=epoch, loss=torch.stack(losses).mean().item(), no_positive=float(without_positive) / seen,
-                images_per_second=(seen - uncounted) / (time.time() - start))
+            minutes = (time.time() - start) / max(1, number - 1) * (run.total - schedule.last_epoch) / 60
+            show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
+    seconds = time.time() - start
+    return dict(epoch=epoch, loss=mean, no_positive=float(without_positive) / (steps * len(y)),
+                images_per_second=max(1, steps - 1) * len(y) / seconds)
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -374,35 +328,32 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     query    (N, D), query_labels (N,);  without a gallery the queries are searched in themselves
     gallery  (G, D), gallery_labels (G,)
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; and 'unmatched', a number, if rule 3 applies
-
     A match of a query is another image of its class; R is the number of its matches in the gallery.
     R@K    share of the queries that have a match among their K nearest
     RP     share of matches among the R nearest, averaged over the queries
     MAP@R  mean of P(i) over the R nearest, averaged over the queries. P(i) is the precision among the first i
-           if the i-th is a match, and else 0: Reality Check Eq. (3) and (4) (Musgrave et al., ECCV 2020)
+           if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
-    1. A query is excluded from its own results by its index. It is not always the first hit: that may be a
-       duplicate.
+    1. A query is excluded from its own results by its index, for the first hit may be a duplicate.
     2. Among equal similarities, non-matches come first. Only retrieved images are put into this order; where more
        tie than are retrieved, a fixed random order decides which are. So a network that maps all images to one
        point scores about chance or less, not 100.
     3. A query without a match is a miss in R@K, is left out of RP and MAP@R, and is counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves
-    if within:
-        gallery, gallery_labels = query, query_labels
-    if not len(query) or len(gallery) < 1 + within:
-        raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(gallery)} images to search in')
-    if not (query.isfinite().all() and gallery.isfinite().all()):
+    searched, searched_labels = (query, query_labels) if within else (gallery, gallery_labels)
+    if not len(query) or len(searched) < 1 + within:
+        raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(searched)} images to search in')
+    if not (query.isfinite().all() and searched.isfinite().all()):
         raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
-    query_labels, gallery_labels = query_labels.to(query.device), gallery_labels.to(query.device)
-    present = torch.bincount(gallery_labels, minlength=int(query_labels.max()) + 1)     # (C,) gallery images of a class
+    query_labels, searched_labels = query_labels.to(query.device), searched_labels.to(query.device)
+    present = torch.bincount(searched_labels, minlength=int(query_labels.max()) + 1)    # (C,) images of each class
     matches = present[query_labels] - int(within)                        # (N,) R of each query
-    depth = min(max(*ks, int(matches.max())), len(gallery) - within)    # enough for the largest K and R
+    depth = min(max(*ks, int(matches.max())), len(searched) - within)   # enough for the largest K and R
     found, precision, average = {k: 0 for k in ks}, [], []
-    for rows, s, index in k_nearest(query, None if within else gallery, depth):
-        hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
-        hit = hit.gather(1, (s - 1e-6 * hit).argsort(dim=1, descending=True))           # rule 2
+    for rows, s, index in k_nearest(query, gallery, depth):              # b queries at a time
+        hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
+        hit = hit.gather(1, (s - 1e-6 * hit).argsort(dim=1, descending=True))           # rule 2, up to rounding
         for k in ks:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         r = matches[rows]                                                # (b,)
@@ -413,7 +364,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
         average += (p.sum(dim=1) / r[:, 0]).tolist()                     # Reality Check Eq. (3)
         precision += (hit.sum(dim=1) / r[:, 0]).tolist()
     metrics = {f'R@{k}': 100 * found[k] / len(query) for k in ks}
-    metrics |= {'RP': 100 * sum(precision) / max(1, len(precision)), 'MAP@R': 100 * sum(average) / max(1, len(average))}
+    metrics |= {name: 100 * sum(p) / max(1, len(p)) for name, p in (('RP', precision), ('MAP@R', average))}
     return metrics if len(average) == len(query) else metrics | dict(unmatched=len(query) - len(average))
 
 
@@ -421,53 +372,45 @@ def k_nearest(query, gallery, k):
     """Yields, for b queries at a time, their rows (b,), and the cosines and positions of their k nearest, both (b, k).
 
     query    (N, D)
-    gallery  (G, D) and k at most G; or None: queries are searched in themselves, each without itself, k at most N - 1
-
-    On a CPU the search is that of faiss, where it is installed; else a product of matrices.
+    gallery  (G, D), k at most G; or None: queries are searched in themselves, each without itself, k at most N - 1
     """
     within = gallery is None
     query = F.normalize(query.float(), dim=1)
-    # Files are sorted by class, and of equal similarities a search returns the first. So the gallery is shuffled.
     gallery = query if within else F.normalize(gallery.float(), dim=1)
+    # Files are sorted by class, and of equal similarities a search returns the first. So the gallery is shuffled.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
-    gallery, search = gallery[order], matrix_search
+    gallery, faiss = gallery[order], None
     if gallery.device.type == 'cpu' and sys.platform != 'darwin':        # on a Mac, two OpenMP runtimes would crash
         with suppress(ImportError):
-            from faiss import METRIC_INNER_PRODUCT, knn
-            search = partial(knn, metric=METRIC_INNER_PRODUCT)
-    for rows in torch.arange(len(query), device=query.device).split(max(1, min(4096, 2 ** 28 // len(gallery)))):
-        s, index = map(torch.as_tensor, search(query[rows], gallery, k + within))       # (b, G) takes 1 GiB at most
+            import faiss
+    b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
+    for rows in torch.arange(len(query), device=query.device).split(b):
+        if faiss:                                                        # (b, k), or (b, k + 1)
+            s, index = map(torch.from_numpy, faiss.knn(query[rows], gallery, k + within, faiss.METRIC_INNER_PRODUCT))
+        else:
+            s, index = (query[rows] @ gallery.T).topk(k + within, dim=1)
         index = order[index]
         if within:
-            drop = index == rows[:, None]                                # by index: a duplicate is another image
-            drop[:, -1] |= ~drop.any(dim=1)                              # behind many duplicates, it was not found
+            drop = index == rows[:, None]
+            # If many images equal the query, it may not be among its own results. Then the last one is dropped.
+            drop[:, -1] |= ~drop.any(dim=1)
             s, index = s[~drop].view(-1, k), index[~drop].view(-1, k)
         yield rows, s, index
 
 
-def matrix_search(query, gallery, k):
-    return (query @ gallery.T).topk(k, dim=1)
-
-
 def mean_similarities(z, y):
-    """Mean cosine of all positive pairs, and of all negative pairs; z (N, D), y (N,) -> two numbers.
-
-    A number is None if there is no such pair. The cosines of all pairs of vectors, each with itself included, add up
-    to the squared length of the sum of the vectors. So no (N, N) matrix is needed.
-    """
+    """Mean cosine of all positive and of all negative pairs, None if there are none; z (N, D), y (N,) -> two numbers"""
     z, n = F.normalize(z.double(), dim=1), torch.bincount(y).double()    # n (C,) images of each class
+    # The cosines of all pairs of N vectors, the N of a vector with itself included, add up to the squared length of
+    # their sum. So no (N, N) matrix is needed.
     sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)           # (C, D)
-    # - len(z): the N pairs of a vector with itself are left out
     positive, pairs = sums.square().sum().item() - len(z), int(n.square().sum()) - len(z)
     negative, others = z.sum(dim=0).square().sum().item() - len(z) - positive, len(z) * (len(z) - 1) - pairs
     return positive / pairs if pairs else None, negative / others if others else None
 
 
 def evaluate(model, data):
-    """What a row of the log says about the test set: retrieval, and the mean similarities s+ and s- of queries.
-
-    s+ is missing where no two queries have the same class.
-    """
+    """What a row of the log says about the test set: the metrics, and the mean similarities s+ and s- of queries"""
     return score(data, *embed_test(model, data))
 
 
@@ -483,7 +426,7 @@ def embed_test(model, data):
 
 
 def score(data, z, gallery=None):
-    """The row of `evaluate` for these embeddings of data.query and, where it is apart, of data.gallery"""
+    """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
     gallery_labels = None if gallery is None else data.gallery.labels
     metrics = retrieval_metrics(z, data.query.labels, gallery, gallery_labels, DATASETS[data.name]['ks'])
     similarities = zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device)))
@@ -533,15 +476,11 @@ class Images:
         part.groups = None if self.groups is None else self.groups[indices]
         return part
 
-    def crop(self, i, box, out):
-        """Writes a crop of image i to `out` (S, S, 3): a box (top, left, height, width), or if None the centre."""
-        side = len(out)
-        top, left, height, width = box or (*(round((n - side) / 2) for n in self.sizes[i].tolist()), side, side)
-        part = torch.from_numpy(np.array(self[i][top:top + height, left:left + width]))
-        if (height, width) != (side, side):                 # resized as torchvision's transforms do it
-            part = F.interpolate(part.permute(2, 0, 1)[None], (side, side), mode='bilinear', antialias=True)
-            part = part[0].permute(1, 2, 0)
-        out.copy_(part)
+    def crop(self, i, box, flip, out):
+        """Writes a crop of image i to `out` (3, S, S): a box (top, left, height, width), or if None the centre."""
+        x, side = torch.from_numpy(self[i]).permute(2, 0, 1), list(out.shape[1:])
+        x = v2.functional.resized_crop(x, *box, side) if box else v2.functional.center_crop(x, side)
+        out.copy_(x.flip(2) if flip else x)
 
 
 def batches(images, index_lists, device, augment=None):
@@ -553,43 +492,41 @@ def batches(images, index_lists, device, augment=None):
     come from the caller's thread in a fixed order, whatever the number of threads.
     """
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (MEAN, STD))
-    gpu = device.type == 'cuda'
+    side, gpu = images.image_size, device.type == 'cuda'
 
     def start(indices):
-        boxes, flips = [None] * len(indices), torch.zeros(len(indices), dtype=torch.bool)
+        boxes, flips = [None] * len(indices), [False] * len(indices)
         if augment:
             scale, ratio = (augment.min_crop, 1.0), (3 / 4, 4 / 3)
             boxes = [transforms.RandomResizedCrop.get_params(torch.empty(3, *size, device='meta'), scale, ratio)
                      for size in images.sizes[indices].tolist()]
-            flips = torch.rand(len(indices)) < (0.5 if augment.flip else 0)
-        x = torch.empty(len(indices), images.image_size, images.image_size, 3, dtype=torch.uint8, pin_memory=gpu)
-        return x, flips, images.labels[indices], pool.map(images.crop, indices, boxes, x)
+            flips = (torch.rand(len(indices)) < (0.5 if augment.flip else 0)).tolist()
+        # In memory the channels come last, as in the network. From pinned memory, copies need not wait for the GPU.
+        x = torch.empty(len(indices), side, side, 3, dtype=torch.uint8, pin_memory=gpu).permute(0, 3, 1, 2)
+        y = images.labels[indices]
+        return x, y.pin_memory() if gpu else y, pool.map(images.crop, indices, boxes, flips, x)
 
-    def finish(x, flips, y, crops):
+    def finish(x, y, crops):
         list(crops)                                         # waits for the threads
-        if gpu:                                             # from pinned memory, copies need not wait for the GPU
-            flips, y = flips.pin_memory(), y.pin_memory()
-        x, flips, y = (t.to(device, non_blocking=gpu) for t in (x, flips, y))
-        x = x.permute(0, 3, 1, 2) / 255                     # (B, 3, S, S)
-        x = torch.where(flips[:, None, None, None], x.flip(3), x)
+        x = x.to(device, non_blocking=gpu) / 255            # (B, 3, S, S)
         if augment and augment.jitter:
             x = jitter_colours(x, augment.jitter)
-        return (x - mean) / std, y
+        return (x - mean) / std, y.to(device, non_blocking=gpu)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting = None
-        for indices in index_lists:
-            ready, waiting = waiting, start(indices)
-            if ready:
-                yield finish(*ready)
-        if waiting:
-            yield finish(*waiting)
+        started = map(start, index_lists)
+        ready = next(started, None)
+        while ready:
+            following = next(started, None)
+            yield finish(*ready)
+            ready = following
 
 
 def jitter_colours(x, strength):
     """Brightness, contrast and saturation as in torchvision's ColorJitter, each image with factors of its own.
 
-    x (B, 3, S, S) in [0, 1]; factors lie evenly between 1 - strength and 1 + strength.
+    x (B, 3, S, S) in [0, 1]; factors lie evenly between 1 - strength and 1 + strength. ColorJitter itself takes one
+    image at a time, and 9 ms for one of 256 px.
     """
     grey = transforms.functional.rgb_to_grayscale                        # (B, 3, S, S) -> (B, 1, S, S)
     # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
@@ -613,8 +550,8 @@ def as_pictures(x):
 
 def show_batch(args, data, sampler):
     """Saves the crops of the first batch of training; with --per-class, a row for each class."""
-    set_seed(seed_of(args, epoch=1))
-    x, _ = next(batches(data.train, islice(sampler, 1), args.device, augment=args))
+    set_seed(args.seed, epoch=1)
+    x, _ = next(batches(data.train, itertools.islice(sampler, 1), args.device, augment=args))
     save_pictures(args.show_batch, as_pictures(x), args.per_class if args.per_class > 1 else 8)
     print(f'{len(x)} training crops: {args.show_batch}')
 
@@ -622,22 +559,19 @@ def show_batch(args, data, sampler):
 def decode(paths, resize, what, cache):
     """Decodes images once, shorter side `resize`, into a file that the next run just maps into memory.
 
-    The file holds the pixels of all images and then their sizes, (N, 2) int32. Its name has a hash of the
-    images' paths, lengths and times, so that a changed image is decoded anew: st_ctime is set by the system
-    at every change, even where a program puts the old st_mtime back. Returns pixels and sizes.
+    The file holds the pixels of all images and then their sizes, (N, 2) int32; with another length than these say, it
+    is damaged. Its name has a hash of the images' paths, lengths and times, so that a changed image is decoded anew:
+    the system sets st_ctime, even where a program puts the old st_mtime back. Returns pixels and sizes.
     """
-    key = hashlib.sha256(repr(resize).encode())
-    for path in paths:
-        stat = os.stat(path)
-        key.update(repr((os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)).encode())
-    file = Path(cache) / f'{what.replace(" ", "-")}-{resize}-{key.hexdigest()[:16]}.bin'
-    if decoded := read_decoded(file, len(paths)):
-        return decoded
-    with locked(file.parent, wait=True):                    # of two runs, the second waits
-        if decoded := read_decoded(file, len(paths)):
-            return decoded
-        if file.exists():
-            print(f'{file} is damaged: decoding anew', file=sys.stderr)
+    stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    key = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats])
+    file = Path(cache) / f'{what.replace(" ", "-")}-{resize}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin'
+    while True:
+        if file.exists() and file.stat().st_size > 8 * len(paths):
+            content = np.memmap(file, dtype=np.uint8, mode='c')          # torch warns of arrays that are read-only
+            sizes = np.array(content[-8 * len(paths):]).view(np.int32).reshape(-1, 2).astype(np.int64)
+            if 3 * sizes.prod(axis=1).sum() + 8 * len(paths) == len(content):
+                return content, sizes
         print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
         sizes = []
         with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
@@ -645,21 +579,8 @@ def decode(paths, resize, what, cache):
                 for pixels in pool.map(partial(read_image, side=resize), paths[start:start + 512]):
                     out.write(pixels.tobytes())
                     sizes.append(pixels.shape[:2])
-                live(f'{len(sizes):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', done=len(sizes) == len(paths))
+                show_progress(f'{len(sizes):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(sizes) == len(paths))
             out.write(np.array(sizes, dtype=np.int32).tobytes())
-    return read_decoded(file, len(paths))
-
-
-def read_decoded(file, count):
-    """Pixels and sizes from a file of `decode`; None if there is none, or its length is not what its sizes say."""
-    length = file.stat().st_size if file.exists() else 0
-    if length > 8 * count:
-        raw = np.memmap(file, dtype=np.uint8, mode='r')
-        sizes = np.array(raw[-8 * count:]).view(np.int32).reshape(-1, 2).astype(np.int64)
-        # As floats, because the numbers of a damaged file may be too large for an integer.
-        if (sizes > 0).all() and 3 * sizes.astype(float).prod(axis=1).sum() + 8 * count == length:
-            return raw, sizes
-    return None
 
 
 def read_image(path, side):
@@ -667,8 +588,6 @@ def read_image(path, side):
     try:
         # Only the formats of IMG_EXTENSIONS, whatever a file is called: for some others PIL starts a program.
         with Image.open(path, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']) as image:
-            if max(image.size) > 50 * min(image.size):
-                raise ValueError(f'{image.size[0]} x {image.size[1]} pixels, one side over 50 times the other')
             return np.asarray(transforms.functional.resize(to_rgb(image), side))
     except Exception as error:                              # every image format has errors of its own
         raise UsageError(f'cannot read the image {path}: {error}; replace or remove it') from None
@@ -679,34 +598,28 @@ def to_rgb(image):
     image = ImageOps.exif_transpose(image)
     if image.mode[0] in 'IF':
         grey = np.asarray(image, dtype=np.float64)
-        if not np.isfinite(grey).all():
-            raise ValueError('some of its pixels are NaN or infinite')
-        low, high = (0, 65535) if image.mode[0] == 'I' and 0 <= grey.min() and grey.max() <= 65535 else \
-            (grey.min(), grey.max())
+        low, high = grey.min(), grey.max()
+        if image.mode[0] == 'I' and 0 <= low and high <= 65535:
+            low, high = 0, 65535
         image = Image.fromarray((255 * (grey - low) / max(high - low, 1e-12)).round().astype(np.uint8))
     return image.convert('RGB')
 
 
 # ---- 6. datasets -----------------------------------------------------------------------------------
 
-# ks: the K of Recall@K in the literature. counts: images and classes of each split, checked on loading.
-DATASETS = {
-    'shapes': dict(ks=(1, 2, 4, 8)),
-    'folder': dict(ks=(1, 2, 4, 8), layout='a folder of images for each class'),
-    'cub': dict(ks=(1, 2, 4, 8), counts=dict(train=(5864, 100), query=(5924, 100)),
-                layout='CUB_200_2011/ with images.txt and images/',
-                site='https://www.vision.caltech.edu/datasets/cub_200_2011/'),
-    'cars': dict(ks=(1, 2, 4, 8), counts=dict(train=(8054, 98), query=(8131, 98)),
-                 layout='cars_annos.mat and car_ims/000001.jpg ... 016185.jpg',
-                 site='https://ai.stanford.edu/~jkrause/cars/car_dataset.html'),
-    'sop': dict(ks=(1, 10, 100, 1000), counts=dict(train=(59551, 11318), query=(60502, 11316)),
-                layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt',
-                site='https://cvgl.stanford.edu/projects/lifted_struct/'),
-    'inshop': dict(ks=(1, 10, 20, 30, 40, 50),
-                   counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985)),
-                   layout='Eval/list_eval_partition.txt and Img/img/',
-                   site='https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html'),
-}
+# ks: the K of Recall@K in the literature. counts: images and classes of each split, checked on loading. layout: what
+# the folder --data holds; README says where it comes from.
+DATASETS = dict(
+    shapes=dict(ks=(1, 2, 4, 8)),
+    folder=dict(ks=(1, 2, 4, 8), layout='a folder of images for each class'),
+    cub=dict(ks=(1, 2, 4, 8), counts=dict(train=(5864, 100), query=(5924, 100)),
+             layout='CUB_200_2011/ with images.txt and images/'),
+    cars=dict(ks=(1, 2, 4, 8), counts=dict(train=(8054, 98), query=(8131, 98)),
+              layout='cars_annos.mat and car_ims/000001.jpg ... 016185.jpg'),
+    sop=dict(ks=(1, 10, 100, 1000), counts=dict(train=(59551, 11318), query=(60502, 11316)),
+             layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt'),
+    inshop=dict(ks=(1, 10, 20, 30, 40, 50), layout='Eval/list_eval_partition.txt and Img/img/',
+                counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))))
 
 
 def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None):
@@ -730,28 +643,22 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     resize = resize or round(image_size * scale)
     if resize < image_size:
         raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
-    if name == 'shapes':
-        data = SimpleNamespace(name=name, **draw_shapes(resize, image_size))
-        return hold_out(data, fold) if fold else data
-    splits = list_images(name, root, known)
-    if fold:
-        splits = dict(train=splits['train'])
-    if name == 'folder':
-        warn_of_copies(splits)
-    if known is not None:                                   # an evaluation need not wait for training images
-        splits.pop('train', None)
     data = SimpleNamespace(name=name)
-    for split, rows in splits.items():
-        paths, classes, groups = zip(*rows)
-        # Query and gallery are numbered together.
-        together = rows if split == 'train' else splits['query'] + splits.get('gallery', [])
-        numbers = {class_: i for i, class_ in enumerate(sorted({row[1] for row in together}))}
-        pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
-        labels = torch.tensor([numbers[class_] for class_ in classes])
-        groups = None if groups[0] is None else torch.tensor(groups)
-        setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups, paths))
+    if name == 'shapes':
+        data.train, data.query = draw_shapes(resize, image_size)
+    else:
+        splits = list_images(name, root, known, wanted=('train',) if fold else ('train', 'query', 'gallery'))
+        for split, rows in splits.items():
+            paths, classes, groups = zip(*rows)
+            # Query and gallery are numbered together.
+            together = rows if split == 'train' else splits['query'] + splits.get('gallery', [])
+            numbers = {class_: i for i, class_ in enumerate(sorted({row[1] for row in together}))}
+            pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
+            labels = torch.tensor([numbers[class_] for class_ in classes])
+            groups = None if groups[0] is None else torch.tensor(groups)
+            setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups, paths))
     if fold:
-        return hold_out(data, fold)
+        hold_out(data, fold)
     data.gallery = getattr(data, 'gallery', data.query)
     return data
 
@@ -763,88 +670,79 @@ def hold_out(data, fold):
           Section 3.3 of the Reality Check, which has four.
     """
     i, n = map(int, fold.split('/'))
-    block = torch.arange(data.train.num_classes) * n // data.train.num_classes          # (C,)
+    classes = data.train.num_classes
+    block = torch.arange(classes) * n // classes                         # (C,)
     if torch.bincount(block, minlength=n).min() < 2:
-        raise UsageError(f'--fold {fold} needs at least two classes in each block, and there are '
-                         f'{data.train.num_classes} training classes')
-    held = block[data.train.labels] == i                                                # (N,)
-    data.query = data.gallery = data.train.subset(held.nonzero()[:, 0])
+        raise UsageError(f'--fold {fold} needs at least two classes in each block, of {classes} training classes')
+    held = block[data.train.labels] == i                                 # (N,)
+    data.query = data.train.subset(held.nonzero()[:, 0])
     data.train = data.train.subset((~held).nonzero()[:, 0])
-    return data
 
 
-def list_images(name, root, known=None):
-    """{split: rows [path, class name, super-class]} for train, query and, where there is one, gallery. Refuses counts
-    that are not the published ones, and images that are not there."""
-    root, facts = Path(root).expanduser(), DATASETS[name]
-
-    def problem(text):
-        site = f", see README and {facts['site']}" if 'site' in facts else ''
-        return UsageError(f'{name}: {text}; {root.resolve()}, which --data names, should hold {facts["layout"]}{site}')
-
-    if not root.is_dir():
-        raise problem('there is no such folder')
+def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
+    """{split: rows [path, class name, super-class]} for those wanted, and for an evaluation not for train"""
+    root, splits = Path(root).expanduser(), {}
     try:
-        rows = read_folder(root, known) if name == 'folder' else READERS[name](root)
-    except FileNotFoundError as error:
-        raise problem(f'{error.filename} is missing') from None
+        for split, *row in read_folder(root, known) if name == 'folder' else READERS[name](root):
+            splits.setdefault(split, []).append(row)
+        check_images(name, root, splits, needed=('train', 'query') if known is None else ('query',))
     except ImportError:
         raise UsageError("the annotation of Cars196 needs scipy: pip install 'torchvision[scipy]'") from None
-    except Exception as error:                              # cut short, or a web page under its name
-        raise problem(f'its annotation is damaged ({error})') from None
-    splits = {}
-    for split, *row in rows:
-        splits.setdefault(split, []).append(row)
-    check_images(name, root, splits, known, problem)
+    except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
+        raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
+                         f'{DATASETS[name]["layout"]}, see README') from None
+    splits = {split: rows for split, rows in splits.items() if split in wanted and (known is None or split != 'train')}
+    if name == 'folder':
+        warn_of_copies(splits)
     return splits
 
 
-def check_images(name, root, splits, known, problem):
-    """Raises problem(text) where counts are not the published ones, images are not there, or a test class trains."""
-    facts, count = DATASETS[name], '{:,} images of {:,} classes'.format
-    found = {split: (len(part), len({row[1] for row in part})) for split, part in splits.items()}
-    for split, expected in facts.get('counts', {}).items():
+def check_images(name, root, splits, needed):
+    """Raises ValueError where counts are not as published, images are not there or a test class trains.
+
+    needed  splits that must have two classes
+    """
+    found = {split: (len(rows), len({row[1] for row in rows})) for split, rows in splits.items()}
+    for split, expected in DATASETS[name].get('counts', {}).items():
         if found.get(split) != expected:
-            raise problem(f'{split} has {count(*found.get(split, (0, 0)))}, expected are {count(*expected)}')
-    if name == 'folder' and find_folders(root).keys() >= {'query', 'gallery'} and 'gallery' not in found:
-        raise problem('there is nothing to search in: gallery/ has no images of classes that are new to the network')
-    for split in ('train', 'query') if known is None else ('query',):
+            raise ValueError(f'{split} has (images, classes) {found.get(split)}, expected are {expected}')
+    for split in needed:
         if found.get(split, (0, 0))[1] < 2:
-            raise problem(f'{split} has {count(*found.get(split, (0, 0)))}, at least two classes are needed')
-    paths = [row[0] for part in splits.values() for row in part]
-    for text, wrong in (('are listed twice', [path for path, n in Counter(paths).items() if n > 1]),
+            raise ValueError(f'{split} has fewer than two classes')
+    paths = [row[0] for rows in splits.values() for row in rows]
+    for text, wrong in (('are listed twice', [path for path, times in Counter(paths).items() if times > 1]),
                         ('lie elsewhere', [path for path in paths
                                            if root not in path.parents or '..' in path.relative_to(root).parts]),
                         ('are missing', [path for path in paths if not path.is_file()])):
         if wrong:
-            raise problem(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
+            raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
     if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits['query']}:
-        error = problem(f'{len(both)} classes are in the training set and in the test set, the first is {min(both)}')
+        text = f'{len(both)} classes are in the training set and in the test set, the first is {min(both)}'
         if name != 'folder':
-            raise error
-        print(f'warning: {error}', file=sys.stderr)
+            raise ValueError(text)
+        print(f'warning: {root}: {text}', file=sys.stderr)
 
 
 def warn_of_copies(splits):
     """Warns of test images that have a copy in any split, as far as length and first bytes tell: they are too easy."""
+    originals, copies = {}, []
     # In this order train is the last, so a copy in it is found as the copy of a test image.
-    files = [(row[0], split) for split in sorted(splits) for row in splits[split]]
-    lengths = [path.stat().st_size for path, _ in files]
-    shared, first, copies = Counter(lengths), {}, []
-    for (path, split), length in zip(files, lengths):
-        if shared[length] > 1:                              # others need not be opened
+    files = [(split, path, path.stat().st_size) for split in sorted(splits) for path, *_ in splits[split]]
+    lengths = Counter(length for _, _, length in files)
+    for split, path, length in files:
+        if lengths[length] > 1:                             # others need not be opened
             with open(path, 'rb') as file:
                 start = length, file.read(2 ** 16)
-            if start in first:
-                copies.append((first[start], path))
+            if start in originals:
+                copies.append(f'{path}, a copy of {originals[start]}')
             elif split != 'train':
-                first[start] = path
+                originals[start] = path
     if copies:
         print(f'warning: {len(copies)} files are copies of test images, which flatters the result; the first is '
-              f'{copies[0][1]}, a copy of {copies[0][0]}', file=sys.stderr)
+              f'{copies[0]}', file=sys.stderr)
 
 
-def words(path):
+def split_lines(path):
     """The words of each line, without empty lines"""
     return [line.split() for line in open(path) if line.strip()]
 
@@ -852,12 +750,10 @@ def words(path):
 def read_cub(root):
     """Lines `<image id> <class>/<file>`, where a class starts with its number. The first 100 classes train:
     train_test_split.txt belongs to another task, classification."""
-    base, rows = root / 'CUB_200_2011', []
-    for _, path in words(base / 'images.txt'):
-        name = path.split('/')[0]
-        if '/._' not in path:                               # macOS leaves such files beside the real ones
-            rows.append(('train' if int(name.split('.')[0]) <= 100 else 'query', base / 'images' / path, name, None))
-    return rows
+    base = root / 'CUB_200_2011'
+    # macOS leaves files `._<file>` beside the real ones.
+    return [('train' if int(path[:3]) <= 100 else 'query', base / 'images' / path, path.split('/')[0], None)
+            for _, path in split_lines(base / 'images.txt') if '/._' not in path]
 
 
 def read_cars(root):
@@ -872,16 +768,15 @@ def read_cars(root):
 
 def read_sop(root):
     """A header, then lines `image_id class_id super_class_id path`"""
-    base, rows = root / 'Stanford_Online_Products', []
-    for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt')):
-        for _, number, group, path in words(base / file)[1:]:
-            rows.append((split, base / path, f'{int(number):05d}', int(group) - 1))
-    return rows
+    base = root / 'Stanford_Online_Products'
+    return [(split, base / path, f'{int(number):05d}', int(group) - 1)
+            for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt'))
+            for _, number, group, path in split_lines(base / file)[1:]]
 
 
 def read_inshop(root):
     """A count, a header, then lines `img/... id_00000001 train|query|gallery`"""
-    rows = words(root / 'Eval' / 'list_eval_partition.txt')[2:]
+    rows = split_lines(root / 'Eval' / 'list_eval_partition.txt')[2:]
     return [(split, root / 'Img' / path, name, None) for path, name, split in rows]
 
 
@@ -894,53 +789,47 @@ def read_folder(root, known=None):
     train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. Without them the first half
     of the sorted classes trains and the rest tests; with `known`, classes that a network knows, all others test.
     """
-    there = find_folders(root)
-    train, test = there.get('train'), there.get('test', there.get('val'))
-    if 'query' in there and 'gallery' in there:
-        parts = dict(train=train, query=there['query'], gallery=there['gallery'])
-    else:
-        parts = dict(train=train, query=test) if train and test else None
-    if parts:
-        splits = {split: classes_below(part) if part else {} for split, part in parts.items()}
+    folders = {path.name.lower(): path for path in root.iterdir() if path.is_dir()}
+    parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
+    if {'query', 'gallery'} <= folders.keys():
+        parts |= dict(query=folders['query'], gallery=folders['gallery'])
+    if 'gallery' in parts or all(parts.values()):
+        splits = {split: classes_below(folder) if folder else {} for split, folder in parts.items()}
     else:
         classes = sorted(classes_below(root).items())
         half = len(classes) // 2 if known is None else 0
-        splits = {'train': dict(classes[:half]), 'query': dict(classes[half:])}
+        splits = dict(train=dict(classes[:half]), query=dict(classes[half:]))
     if known is not None:
         splits.pop('train')
-        out = {name for names in splits.values() for name in names if name in known}
-        splits = {split: {name: names[name] for name in names if name not in out} for split, names in splits.items()}
-        if out:
+        if out := {name for names in splits.values() for name in names if name in known}:
             print(f'{root}: {len(out)} classes were in the training set of this network, or chose its epoch, and are '
                   f'left out')
+        splits = {split: {name: names[name] for name in names.keys() - out} for split, names in splits.items()}
+    if not splits.get('gallery', True):
+        raise ValueError('there is nothing to search in: gallery/ has no images of classes that are new to the network')
     return [(split, path, name, None)
             for split, names in splits.items() for name in sorted(names) for path in names[name]]
 
 
-def find_folders(root):
-    """{name in lower case: path} of the folders in root"""
-    return {path.name.lower(): path for path in root.iterdir() if path.is_dir()}
-
-
 def classes_below(root):
     """{path of the class below root: sorted paths of its images}; hidden files and folders are left out."""
-    classes, visited, other = {}, set(), []
+    classes, visited, unreadable = {}, set(), []
     for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
         if os.path.realpath(folder) in visited:             # a link to a folder that was read already
             folders.clear()
             continue
         visited.add(os.path.realpath(folder))
-        folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
         paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
         images = [path for path in paths if path.is_file()
                   and path.suffix.lower() in torchvision.datasets.folder.IMG_EXTENSIONS]
         if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
             classes[Path(folder).relative_to(root).as_posix()] = images
         elif paths and not images:
-            other.append(folder)
-    if other:
-        print(f'warning: {len(other)} folders hold files, but no images of a kind that is read here; the first is '
-              f'{other[0]}', file=sys.stderr)
+            unreadable.append(folder)
+    if unreadable:                                          # the HEIC files of a phone, for example
+        print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read here; the first is '
+              f'{unreadable[0]}', file=sys.stderr)
     return classes
 
 
@@ -987,8 +876,7 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
 
     side = torch.linspace(-1, 1, resize)
     grid = torch.stack(torch.meshgrid(side, side, indexing='xy'))       # (2, S, S) x and y
-    train, test = draw_set('training'), draw_set('test')
-    return dict(train=train, query=test, gallery=test)
+    return draw_set('training'), draw_set('test')
 
 
 # ---- 7. runs ---------------------------------------------------------------------------------------
@@ -999,55 +887,50 @@ class Run:
 
     With --fold, best.pt is the epoch with the highest MAP@R on the validation classes; without, nothing is chosen.
 
-    epoch  epochs that are done;  start  the same when this process began;  rows  the evaluated ones
-    total  steps of the whole run;  parts  {name: whatever has a state to save}, among them the model
+    epoch  epochs that are done;  rows  the evaluated ones;  minutes  what they took before this process began
+    total  steps of the whole run;  states  {name: whatever has a state to save}, among them the model
     """
 
-    def __init__(self, args, folder, data, total, parts):
-        self.args, self.folder, self.data, self.total, self.parts = args, folder, data, total, parts
-        self.epoch, self.rows, self.minutes, self.untitled = 0, [], 0.0, True
+    def __init__(self, args, data, total, states):
+        self.args, self.data, self.total, self.states = args, data, total, states
+        self.epoch, self.rows, self.minutes, self.began, self.titled = 0, [], 0.0, time.time(), False
+        self.folder = args.resume or from_main_process(lambda: new_folder(args))
         if args.resume:
-            saved, last = read_checkpoint(args.resume), folder / 'last.pt'
+            saved = read_checkpoint(args.resume)
             with distrusting(args.resume):
-                if saved['embedder'] != parts['model'].config:
-                    raise ValueError('its network is not the one that its arguments describe')
-                for name, part in parts.items():
-                    load_state(part, saved[name])
-                self.epoch, self.rows, self.minutes = int(saved['epoch']), list(saved['rows']), float(saved['minutes'])
-                if not self.rows or any('R@1' not in row for row in self.rows):
-                    raise ValueError('its rows are not those of a log')
-            if args.resume != last and last.exists() and read_checkpoint(last).get('epoch', 0) > self.epoch:
-                print(f'note: {last} holds a later epoch than {args.resume}, and will be overwritten')
+                for name, part in states.items():
+                    part.load_state_dict(saved[name])
+                self.epoch, self.rows, self.minutes = saved['epoch'], saved['rows'], saved['minutes']
             self.write_log()                                # exactly the rows of the checkpoint
-        self.start, self.since = self.epoch, time.time()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is KeyboardInterrupt and self.rows:
-            print(f'\n{self.folder}/last.pt holds epoch {self.epoch}; go on with: '
-                  f'python {self.args.script}.py --resume {self.folder}')
+    @contextmanager
+    def kept(self):
+        """Ctrl-C says how to go on with the run, once there is a checkpoint."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.rows:
+                print(f'\n{self.folder}/last.pt holds epoch {self.epoch}; go on with: '
+                      f'python {self.args.script}.py --resume {self.folder}')
+            raise
 
     def write_log(self):
-        if rank():
-            return
-        with written_whole(self.folder / 'log.jsonl') as file:
-            file.write(''.join(json.dumps(row) + '\n' for row in self.rows).encode())
+        if not rank():
+            with written_whole(self.folder / 'log.jsonl') as file:
+                file.write(''.join(json.dumps(row) + '\n' for row in self.rows).encode())
 
     def record(self, row):
         """Saves a finished epoch before it prints it, so that an error in printing loses nothing."""
-        row['minutes'] = self.minutes + (time.time() - self.since) / 60
+        row['minutes'] = self.minutes + (time.time() - self.began) / 60
         if 'R@1' in row:
             self.rows.append(row)
-        states = {name: part.state_dict() for name, part in self.parts.items() if name != 'model'}
-        # Validation classes have been seen as well, since they choose the epoch.
+        states = {name: part.state_dict() for name, part in self.states.items() if name != 'model'}
+        # The network knows the validation classes as well, since they choose the epoch.
         classes = self.data.train.classes + (self.data.query.classes if self.args.fold else [])
-        names = ['last.pt']
-        if self.args.fold and row['epoch'] and row is self.best():
-            names.insert(0, 'best.pt')      # first: if a kill comes between the two, a resumed run repeats this epoch
-        for name in names:
-            save_checkpoint(self.folder / name, self.args, self.parts['model'], classes=classes, epoch=row['epoch'],
+        is_best = self.args.fold and row['epoch'] and row is self.best()
+        # best.pt first: if a kill comes between the two, a resumed run repeats this epoch.
+        for name in ['best.pt', 'last.pt'] if is_best else ['last.pt']:
+            save_checkpoint(self.folder / name, self.args, self.states['model'], classes=classes, epoch=row['epoch'],
                             rows=self.rows, minutes=row['minutes'], **states)
         self.epoch = row['epoch']
         self.write_log()
@@ -1057,39 +940,38 @@ class Run:
         """The row with the highest MAP@R, the first if there are several; epoch 0 only if there is no other"""
         return max(self.rows[1:] or self.rows, key=lambda row: row['MAP@R'])
 
-    def result(self):
-        return self.best() if self.args.fold else self.rows[-1]
-
     def out_of_patience(self):
         """With --fold: whether the last --patience evaluations were no better than one before them"""
         return bool(self.args.fold) and len(self.rows) - 1 - self.rows.index(self.best()) >= self.args.patience
 
     def show(self, row):
         """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
-        form = {'epoch': 'd', 'loss': '.4f', 's+': '.3f', 's-': '.3f', 'no_positive': '.0%',
-                'images_per_second': '.0f', 'minutes': '.1f'}
-        short = dict(no_positive='no-pos', images_per_second='img/s', minutes='min')
-        keys = ['epoch', 'loss', *(key for key in self.rows[0] if key.startswith(('R@', 'MAP', 's+', 's-'))), *short]
-        if self.untitled:
-            print(' '.join(f'{short.get(key, key):>7}' for key in keys))
-            self.untitled = False
-        cells = ['-' if row.get(key) is None else format(row[key], form.get(key, '.2f')) for key in keys]
-        live(' '.join(f'{cell:>7}' for cell in cells), done=True)
+        measured = {key: (key, '.3f' if key[0] == 's' else '.2f') for key in self.rows[0]
+                    if key.startswith(('R@', 'MAP', 's'))}
+        columns = dict(epoch=('epoch', 'd'), loss=('loss', '.4f')) | measured | dict(
+            no_positive=('no-pos', '.0%'), images_per_second=('img/s', '.0f'), minutes=('min', '.1f'))
+        if not self.titled:
+            print(' '.join(f'{title:>7}' for title, _ in columns.values()))
+            self.titled = True
+        cells = ['-' if row.get(key) is None else format(row[key], form) for key, (_, form) in columns.items()]
+        show_progress(' '.join(f'{cell:>7}' for cell in cells), done=True)
         if row['epoch'] and row.get('s-', 0) > 0.98:
             print(f'        collapse: the mean similarity of two images of different classes is {row["s-"]:.3f}: all '
                   f'embeddings are almost one point; lower --lr, or raise --warmup')
 
-    def print_summary(self):
-        """Says what the result means, how it was chosen, and what to do next."""
-        row, best = self.result(), self.best()
-        part = 'validation' if self.args.fold else 'test'
+    def summary(self):
+        """Says what the result means, how it was chosen, and what to do next. Returns its row: the last one, or with
+        --fold the best."""
+        best, fold = self.best(), self.args.fold
+        row = best if fold else self.rows[-1]
         both = set(self.data.train.classes) & set(self.data.query.classes)
-        seen = (f'{len(both)} of its classes are in the training set as well, which flatters this number' if both else
-                'none of these classes is in the training set' if self.args.weights == 'none' else
-                'none of these classes is in the training set, but the pretrained weights may have seen some')
-        print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {part} images, the most similar other image '
-              f'shows the same class; {seen}.\nBefore training it was {self.rows[0]["R@1"]:.1f}.')
-        if self.args.fold:
+        new = (f'{len(both)} of its classes are in the training set as well, which flatters this number' if both else
+               'none of these classes is in the training set' if self.args.weights == 'none' else
+               'none of these classes is in the training set, but the pretrained weights may have seen some')
+        print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {"validation" if fold else "test"} images, the '
+              f'most similar other image shows the same class; {new}.\n'
+              f'Before training it was {self.rows[0]["R@1"]:.1f}.')
+        if fold:
             print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
         elif best is not row and best['epoch']:
             print(f'(Epoch {best["epoch"]} had the highest MAP@R, with R@1 {best["R@1"]:.1f}. To report it would be to '
@@ -1097,71 +979,65 @@ class Run:
         if row.get('unmatched'):
             print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
         print(f'Next: python eval.py --checkpoint {best_of(self.folder)}')
+        return row
 
 
 def print_recipe(args, model, data, sampler, epochs, folder):
-    """What is going to run, before it runs."""
+    """What is going to run, before it runs: the data, the batches, and all flags."""
     searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
+    part, until = ('validation', f' or until {args.patience} evaluations bring no gain') if args.fold else ('test', '')
     size = getattr(sampler, 'batch_size', args.batch_size)  # smaller where there are few classes
-    batch = f'{size} ({f"{args.per_class} images per class" if args.per_class else "in random order"})'
-    until = f' or until {args.patience} evaluations bring no gain' if args.fold else ''
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
-          f'{len(data.query):,}{searched} {"validation" if args.fold else "test"} images of '
-          f'{len(data.query.labels.unique()):,} classes\n'
-          f'{args.arch}, weights {args.weights}, BatchNorm {"frozen" if args.freeze_bn else "trained"}, {args.pool} '
-          f'pooling, {args.dim} dimensions, crops of {args.image_size} px from {args.resize} px\n'
-          f'{args.optimizer}, lr {args.lr:g}, schedule {args.schedule}, batches of {batch}, '
-          f'{epochs} epochs of {len(sampler)} steps{until}, seed {args.seed}, {args.device} in {model.precision}; '
-          f'{folder}/')
+          f'{len(data.query):,}{searched} {part} images of {len(data.query.labels.unique()):,} classes\n'
+          f'{folder}/: {epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in '
+          f'{model.precision}\n' + ', '.join(f'{name} {value}' for name, value in flags_of(args).items()))
 
 
-def run_folder(args):
-    """runs/<name>/; without --name it is script, dataset and the next free number, and is made, so that no other run
-    takes it."""
-    if args.resume:
-        return args.resume.parent
+def new_folder(args):
+    """runs/<name>/; without --name it is script, dataset and the next free number, and is made at once."""
     if args.name:
         return Path('runs') / args.name
-    for number in count(1):
+    for number in itertools.count(1):
         folder = Path('runs') / f'{args.script.removeprefix("train_")}-{args.dataset}-{number}'
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
 
 
+def flags_of(args):
+    """The flags that a checkpoint keeps. None of them names a file that is written: no Path, and not --name."""
+    return {name: value for name, value in vars(args).items()
+            if isinstance(value, (bool, int, float, str, list)) and name not in ('script', 'name')}
+
+
 def save_checkpoint(path, args, model, **more):
     """Writes the model, what built it (script, arguments, seed, versions), and whatever else is given.
 
-    Weights that are NaN or infinite are refused, and `path` stays as it was.
+    Weights that are NaN or infinite are refused, and `path` stays as it was. Only the main process writes.
     """
-    if rank():                                              # the main process writes
+    if rank():
         return
-    broken = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
-    if broken:
+    if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
         raise UsageError(f'the weights are not finite, {broken[0]} is the first; {path} is the last checkpoint before '
                          f'that; try a lower --lr, or --precision fp32')
-    plain = (bool, int, float, str, list)                   # no paths: a checkpoint must not decide what is written
-    kept = {key: value for key, value in vars(args).items() if isinstance(value, plain) and key != 'script'}
     versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
-        torch.save(dict(script=args.script, args=kept, seed=args.seed,
-                        versions=versions, embedder=model.config, model=model.state_dict(), **more), file)
-
-
-def read_checkpoint(path):
-    """The dict that save_checkpoint wrote; a run folder stands for its last.pt."""
-    path = Path(path)
-    saved = read_file(path / 'last.pt' if path.is_dir() else path)
-    if not isinstance(saved, dict) or not {'script', 'embedder', 'model'} <= set(saved) \
-            or not isinstance(saved.get('args'), dict):
-        raise UsageError(f'{path} is no checkpoint of these scripts')
-    return saved
+        torch.save(dict(script=args.script, args=flags_of(args), seed=args.seed, versions=versions,
+                        embedder=model.config, model=model.state_dict(), **more), file)
 
 
 def best_of(path):
     """The checkpoint that stands for a run folder when it is evaluated: best.pt if there is one, else last.pt"""
     path = Path(path)
     return path / 'best.pt' if (path / 'best.pt').exists() else path / 'last.pt' if path.is_dir() else path
+
+
+def read_checkpoint(path):
+    """The dict that save_checkpoint wrote; a run folder stands for its last.pt."""
+    saved = read_file(path / 'last.pt' if Path(path).is_dir() else path)
+    if not isinstance(saved, dict) or not {'script', 'args', 'embedder', 'model'} <= saved.keys():
+        raise UsageError(f'{path} is no checkpoint of these scripts')
+    return saved
 
 
 def load_checkpoint(path, device='cpu', precision='auto'):
@@ -1176,8 +1052,8 @@ def load_checkpoint(path, device='cpu', precision='auto'):
     saved, device = read_checkpoint(path), pick_device(device)
     with distrusting(path):
         model = Embedder(weights='none', precision=pick_precision(precision, device), **saved['embedder'])
-        load_state(model, saved['model'])
-        model.args, model.classes = dict(saved['args']), list(saved.get('classes', []))
+        model.load_state_dict(saved['model'])
+        model.args, model.classes = saved['args'], saved.get('classes', [])
         model.transform = transforms.Compose([
             to_rgb, transforms.Resize(model.args['resize']), transforms.CenterCrop(model.args['image_size']),
             transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
@@ -1196,6 +1072,19 @@ def read_file(path):
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
+@contextmanager
+def distrusting(path):
+    """Whatever goes wrong with the content of a file, which may be damaged or made up, becomes one line."""
+    try:
+        yield
+    except Exception as error:
+        name, text = type(error).__name__, ' '.join(str(error).split())[:300]
+        if name == 'UnpicklingError':                       # torch advises to open such a file all the same
+            text = 'it is not a file of plain weights, and other files could run any code'
+        raise UsageError(f'{path} cannot be used; is it damaged, or of another script, --arch or --dim? '
+                         f'{name}: {text}') from None
+
+
 def load_resnet(arch, weights):
     """A torchvision ResNet. A file of weights may be torchvision's or a checkpoint of these scripts."""
     if weights == 'imagenet':
@@ -1210,47 +1099,15 @@ def load_resnet(arch, weights):
         saved = read_file(weights)
         with distrusting(weights):
             # The classifier will not be used. Loading is strict, so any other key that does not fit is an error.
-            state = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
-                     if not key.startswith(('fc.', 'linear.'))}
-            load_state(trunk_of(resnet), state)         # trunk_of shares its modules with resnet
+            trunk_of(resnet).load_state_dict({
+                key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
+                if not key.startswith(('fc.', 'linear.'))})
     return resnet
 
 
-def load_state(part, state):
-    """part.load_state_dict(state). Of a network, torch checks names and shapes; this adds: weights are real numbers."""
-    for key, value in part.state_dict().items() if isinstance(part, nn.Module) else ():
-        if value.is_floating_point() and key in state and not state[key].is_floating_point():
-            raise ValueError(f'{key} is of type {state[key].dtype}')
-    part.load_state_dict(state)
-
-
-@contextmanager
-def distrusting(path):
-    """Whatever goes wrong with the content of a file, which may be damaged or made up, becomes one line."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        reason = 'it is not a file of plain weights, and other files could run any code' \
-            if isinstance(error, pickle.UnpicklingError) else ' '.join(str(error).split())[:300]
-        raise UsageError(f'{path} cannot be used; is it damaged, or of another script, --arch or --dim? '
-                         f'{type(error).__name__}: {reason}') from None
-
-
-@contextmanager
-def locked(folder, wait=False):
-    """Keeps other runs out of a folder while this one works in it, and removes what killed ones left there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / '.lock', 'w') as file:               # the system lets go of it however the process ends
-        if fcntl:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise UsageError(f'{folder} is in use by another run') from None
-        for left in folder.glob('*.*.[0-9]*.tmp'):          # as written_whole names them
-            left.unlink()
-        yield
+def trunk_of(resnet):
+    """A torchvision ResNet without its last two children, its own pooling and classifier; modules are not copied"""
+    return nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
 
 
 @contextmanager
@@ -1260,6 +1117,7 @@ def written_whole(path):
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path)
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
@@ -1273,7 +1131,18 @@ def written_whole(path):
             temporary.unlink()
 
 
-def live(text, done=False):
+def remove_leftovers(path):
+    """Removes temporary files of `path` whose process was killed, and is gone."""
+    for left in path.parent.glob('*.tmp'):
+        name, _, process = left.stem.rpartition('.')
+        if name == path.name and process.isdigit():
+            try:
+                os.getpgid(int(process))
+            except ProcessLookupError:
+                left.unlink()
+
+
+def show_progress(text, done=False):
     """A line that is overwritten while work goes on. Where output goes to no terminal, only its last state shows."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns - 1      # a longer line would not be overwritten as a whole
@@ -1282,7 +1151,10 @@ def live(text, done=False):
         print(text, flush=True)
 
 
-def set_seed(seed):
+def set_seed(seed, epoch=None):
+    """Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The factor
+    keeps the epochs of different --seed apart."""
+    seed = seed if epoch is None else seed * 100_003 + epoch
     random.seed(seed)
     np.random.seed(seed % 2 ** 32)
     torch.manual_seed(seed % 2 ** 63)                       # of every device
@@ -1290,19 +1162,22 @@ def set_seed(seed):
 
 # ---- 8. command line -------------------------------------------------------------------------------
 
-# What the built-in shapes and a folder of images are trained with, when no pretrained weights are given.
+# A recipe is a row of defaults for flags. Those of the benchmarks are in the scripts, beside their papers, and name all
+# settings of training; only network and sizes are here. In the first `warmup` epochs the trunk does not train. `clip`
+# bounds each entry of the gradients. per_class=0 means batches in random order. Without pretrained weights, shapes and
+# folder are trained with DEMO and a script's own row; a folder with pretrained weights takes the row of cub.
 DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
-# Of the benchmarks only the network and the sizes are here: the recipes are in the scripts, beside their papers.
 BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
 BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=DEMO,
             cub=BENCHMARK, cars=BENCHMARK, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
-
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset. Momentum and weight decay are those
 # of the released configuration. So is the smallest crop, 0.16, which torchvision takes as a share of the area; the text
 # has a side of 40 px, and 40 is 0.16 of 256, so perhaps a share of the side was meant. The network there is
-# BN-Inception. A run ends by --patience, not by --epochs.
+# BN-Inception. A run ends by --patience, not by --epochs. Losses that learn a vector per class have batches of 32
+# classes x 1 image there, and a rate of these vectors that is searched, from 1e-6 to 1; here they have --lr unless a
+# flag says more, and at 1e-6 they hardly move. Scripts with such losses have a row 'reality-check', which is added.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,
                 batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
@@ -1341,87 +1216,77 @@ def number_or(number, *words):
     return check
 
 
-def parser(doc, notes=''):
-    """The flags that all scripts share. The first word of `doc`, a script's docstring, is the script's name."""
-    p = Parser(prog=doc.split()[0], description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
-    g = p.add_argument_group('data')
-    g.add_argument('--dataset', choices=list(DATASETS), default='shapes',
-                   help='shapes is built in; folder: your own images, a folder for each class')
-    g.add_argument('--data', default='data', help="folder of classes, or what the dataset's site unpacks")
-    g.add_argument('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
-    g.add_argument('--image-size', type=at_least(8), help='side of the crops that the network gets, pixels')
-    g.add_argument('--resize', type=at_least(8), help='shorter side of the stored images, pixels; follows --image-size')
-    g.add_argument('--min-crop', type=between(0.001, 1), help='smallest area of a training crop, share of the image')
-    g.add_argument('--jitter', type=between(0, 1), default=0.0, help='brightness, contrast, saturation: up to +- this')
-    g.add_argument('--flip', action=argparse.BooleanOptionalAction, default=True, help='mirror half of the crops')
-    g = p.add_argument_group('network')
-    g.add_argument('--arch', choices=['resnet18', 'resnet34', 'resnet50', 'resnet101'], help='trunk')
-    g.add_argument('--weights', help='imagenet, none, or a file')
-    g.add_argument('--pool', choices=['avg', 'max', 'avg+max'], default='avg+max', help='pooling of the feature map')
-    g.add_argument('--dim', type=at_least(1), help='size of the embedding')
-    g.add_argument('--freeze-bn', action=argparse.BooleanOptionalAction, help='BatchNorm keeps statistics and weights')
-    g = p.add_argument_group('training')
-    g.add_argument('--epochs', type=at_least(0), help='passes over the training set')
-    g.add_argument('--steps', type=at_least(0), default=0, help='limit on the number of steps; 0: none')
-    g.add_argument('--batch-size', type=at_least(2), help='images in a batch, B')
-    g.add_argument('--per-class', type=at_least(0), help='images per class in a batch, K; 0: images in random order')
-    g.add_argument('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer')
-    g.add_argument('--lr', type=at_least(0, float), help='learning rate')
-    g.add_argument('--weight-decay', type=at_least(0, float), default=1e-4, help='weight decay')
-    g.add_argument('--momentum', type=between(0, 1), default=0.0, help='of sgd and rmsprop')
-    g.add_argument('--schedule', choices=['step', 'cosine', 'constant'], help='of the learning rate')
-    g.add_argument('--decay-epochs', type=at_least(1), default=10, help='schedule step: epochs between decays')
-    g.add_argument('--decay-rate', type=between(0, 1), default=0.5, help='schedule step: factor of a decay')
-    g.add_argument('--warmup', type=at_least(0), help='first epochs, in which all but the trunk learns')
-    g.add_argument('--clip', type=at_least(0, float), help='clip gradients to +- this; 0: no clipping')
-    add_run_flags(p)
-    return p
-
-
-def add_run_flags(p):
-    """The flags of one run: where and how it computes, what validates, where it is kept"""
-    g = p.add_argument_group('run')
-    g.add_argument('--seed', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random')
-    g.add_argument('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
-    g.add_argument('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
-    g.add_argument('--compile', action=argparse.BooleanOptionalAction, default=False,
-                   help='torch.compile of the trunk: a slow start, then perhaps faster steps')
-    g.add_argument('--chunk', type=at_least(0), default=0,
-                   help='saves memory: the trunk takes so many images at a time, with frozen BatchNorm; 0: all')
-    g.add_argument('--eval-every', type=at_least(1), help='epochs between evaluations')
-    g.add_argument('--protocol', choices=['reality-check'], help="settings of the Reality Check, Section 3.1")
-    g.add_argument('--fold', type=fold, metavar='I/N',
-                   help='block I (from 0) of N blocks of training classes validates, the others train; the test set is '
-                        'not read')
-    g.add_argument('--patience', type=at_least(1), default=10, help='fold: stop after so many evaluations without gain')
-    g.add_argument('--name', type=run_name, help='folder below runs/; default: script, dataset, next free number')
-    g.add_argument('--resume', type=Path, metavar='RUN', help='go on with a run: its folder, or a checkpoint')
-    g.add_argument('--show-batch', type=file_ending('.png'), metavar='PNG', help='save a picture of the first batch, and stop')
-
-
-def fold(text):
-    """An argparse type: I/N with 0 <= I < N and N >= 2, as text"""
-    i, n = map(int, text.split('/'))
-    if not 0 <= i < n or n < 2:
-        raise ValueError
-    return f'{i}/{n}'
-
-
-def run_name(text):
-    """An argparse type: the name of one folder, as a Path"""
-    if text in ('', '.', '..') or Path(text).name != text:
-        raise ValueError
-    return Path(text)
-
-
 def file_ending(suffix):
     """An argparse type: the path of a file that ends in `suffix`"""
     def check(text):
         if not text.lower().endswith(suffix):
             raise ValueError
         return Path(text)
-    check.__name__ = f'name that ends in {suffix} as'
+    check.__name__ = f'{suffix} file'
     return check
+
+
+def parser(doc, notes=''):
+    """The flags that all scripts share. The first word of `doc`, a script's docstring, is the script's name."""
+    p = Parser(prog=doc.split()[0], description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
+    switch = argparse.BooleanOptionalAction
+    add = p.add_argument_group('data').add_argument
+    add('--dataset', choices=list(DATASETS), default='shapes', help='shapes is built in; folder: your own images')
+    add('--data', default='data', help="folder of classes, or what the dataset's site unpacks")
+    add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
+    # Up to 16 px, the last stage of a ResNet has one pixel, and its gradients in bfloat16 are wrong on a CPU.
+    add('--image-size', type=at_least(17), help='side of the crops that the network gets, pixels')
+    add('--resize', type=at_least(17), help='shorter side of the stored images, pixels; follows --image-size')
+    add('--min-crop', type=between(0.001, 1), help='smallest area of a training crop, share of the image')
+    add('--jitter', type=between(0, 1), default=0.0, help='brightness, contrast, saturation: up to +- this')
+    add('--flip', action=switch, default=True, help='mirror half of the crops')
+    add = p.add_argument_group('network').add_argument
+    add('--arch', choices=['resnet18', 'resnet34', 'resnet50', 'resnet101'], help='trunk')
+    add('--weights', help='imagenet, none, or a file')
+    add('--pool', choices=['avg', 'max', 'avg+max'], default='avg+max', help='pooling of the feature map')
+    add('--dim', type=at_least(1), help='size of the embedding')
+    add('--freeze-bn', action=switch, help='BatchNorm keeps statistics and weights')
+    add = p.add_argument_group('training').add_argument
+    add('--epochs', type=at_least(0), help='passes over the training set')
+    add('--steps', type=at_least(0), default=0, help='limit on the number of steps; 0: none')
+    add('--batch-size', type=at_least(2), help='images in a batch, B')
+    add('--per-class', type=at_least(0), help='images per class in a batch, K; 0: images in random order')
+    add('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer')
+    add('--lr', type=at_least(0, float), help='learning rate')
+    add('--weight-decay', type=at_least(0, float), default=1e-4, help='weight decay')
+    add('--momentum', type=between(0, 1), default=0.0, help='of sgd and rmsprop')
+    add('--schedule', choices=['step', 'cosine', 'constant'], help='of the learning rate')
+    add('--decay-epochs', type=at_least(1), default=10, help='schedule step: epochs between decays')
+    add('--decay-rate', type=between(0, 1), default=0.5, help='schedule step: factor of a decay')
+    add('--warmup', type=at_least(0), help='first epochs, in which all but the trunk learns')
+    add('--clip', type=at_least(0, float), help='clip gradients to +- this; 0: no clipping')
+    add_run_flags(p.add_argument_group('run').add_argument, switch)
+    return p
+
+
+def add_run_flags(add, switch):
+    """The flags of one run: where and how it computes, what validates, where it is kept"""
+    add('--seed', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random')
+    add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
+    add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
+    add('--compile', action=switch, default=False, help='torch.compile of the trunk: slow at first, then faster')
+    add('--chunk', type=at_least(0), default=0, help='images that the trunk takes at a time, to save memory; 0: all')
+    add('--eval-every', type=at_least(1), help='epochs between evaluations')
+    add('--protocol', choices=['reality-check'], help='settings of the Reality Check, Section 3.1')
+    add('--fold', type=block_of_blocks, metavar='I/N',
+        help='block I (from 0) of N blocks of training classes validates, the others train; the test set is not read')
+    add('--patience', type=at_least(1), default=10, help='fold: stop after so many evaluations without gain')
+    add('--name', help='folder below runs/; default: script, dataset, next free number')
+    add('--resume', type=Path, metavar='RUN', help='go on with the run in this folder')
+    add('--show-batch', type=file_ending('.png'), metavar='PNG', help='save a picture of the first batch, and stop')
+
+
+def block_of_blocks(text):
+    """An argparse type: I/N with 0 <= I < N and N >= 2, as text"""
+    i, n = map(int, text.split('/'))
+    if not 0 <= i < n or n < 2:
+        raise ValueError
+    return f'{i}/{n}'
 
 
 def parse(parser, DEFAULTS, argv=None):
@@ -1430,27 +1295,46 @@ def parse(parser, DEFAULTS, argv=None):
     DEFAULTS  a script's recipes: rows of defaults for flags, one per dataset; further rows under (dataset,
               choice) where a recipe also depends on the script's --loss or --variant
     Returns the flags as a namespace, with three more names: script; changed, the set of flags that differ from
-    their defaults; and device as a torch.device. No file of weights is opened here. Under torchrun, this process joins
-    the others.
+    their defaults; and device as a torch.device. No file of weights is opened. Under torchrun, processes join here.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script = Path(parser.prog).stem
-    first = parser.parse_args([word for word in argv if word not in ('-h', '--help')])
-    row = recipe_row(first, DEFAULTS)
-    if checkpoint := first.resume or getattr(first, 'analyse', None):
-        row |= saved_arguments(parser, script, checkpoint)
-    unknown = sorted(row.keys() - vars(first).keys())
-    if unknown:
+    asked = parser.parse_args([word for word in argv if word not in ('-h', '--help')])
+    row = recipe_row(asked, DEFAULTS)
+    if run := asked.resume or getattr(asked, 'analyse', None):
+        saved = read_checkpoint(run)
+        if saved['script'] != script:
+            raise UsageError(f'{run} was made by {saved["script"]}.py, not by {script}.py')
+        # Only flags that our checkpoints keep: one that somebody made up must not choose which files are written.
+        kept = flags_of(argparse.Namespace(**vars(asked) | row)).keys() | {'fold', 'protocol'}
+        row |= {name: value for name, value in saved['args'].items() if name in kept}
+    if unknown := sorted(row.keys() - vars(asked).keys()):
         raise UsageError(f'{script}.py has no flag for {", ".join(unknown)}')
     parser.set_defaults(**row)
     args = parser.parse_args(argv)
     args.changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     args.script = script
     check(args)
-    if args.protocol and not (first.fold or args.resume):
+    if args.protocol and not (asked.fold or args.resume):
         print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
     args.device = join_processes(pick_device(args.device))
     return args
+
+
+def recipe_row(asked, DEFAULTS):
+    """The defaults that follow from the first reading of the command line"""
+    choice = getattr(asked, 'loss', None) or getattr(asked, 'variant', None)
+    pretrained = asked.weights not in (None, 'none')
+    dataset = recipe = 'cub' if asked.dataset == 'folder' and pretrained else asked.dataset
+    row = BASE[dataset]
+    if asked.protocol:                                      # it replaces the recipe that the script has for the dataset
+        row, recipe = row | PROTOCOL, asked.protocol
+    row = row | DEFAULTS.get(recipe, {}) | DEFAULTS.get((recipe, choice), {})
+    if asked.image_size:
+        row['resize'] = round(asked.image_size * row['resize'] / row['image_size'])
+    if asked.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
+        row['freeze_bn'] = False
+    return row | (dict(eval_every=1) if asked.fold else {})
 
 
 def check(args):
@@ -1468,69 +1352,20 @@ def check(args):
     if args.protocol and args.weights == 'none':
         raise UsageError(f'--protocol {args.protocol} fine-tunes, with a learning rate of {args.lr:g}: it needs '
                          'pretrained weights, --weights imagenet or a file')
-    if args.resume:
-        check_resume(args)
-    if args.name and (Path('runs') / args.name / 'last.pt').exists():
-        raise UsageError(f'runs/{args.name} exists already; choose another --name, or go on with it: '
-                         f'--resume runs/{args.name}')
-
-
-def recipe_row(first, DEFAULTS):
-    """The defaults that follow from the first reading of the command line"""
-    choice = getattr(first, 'loss', None) or getattr(first, 'variant', None)
-    pretrained = first.weights not in (None, 'none')
-    dataset = recipe = 'cub' if first.dataset == 'folder' and pretrained else first.dataset
-    row = BASE[dataset]
-    if first.protocol:                                      # it replaces the recipe that the script has for the dataset
-        row, recipe = row | PROTOCOL, first.protocol
-    row = row | DEFAULTS.get(recipe, {}) | DEFAULTS.get((recipe, choice), {})
-    if first.image_size:
-        row['resize'] = round(first.image_size * row['resize'] / row['image_size'])
-    if first.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
-        row['freeze_bn'] = False
-    if first.fold:
-        row['eval_every'] = 1
-    return row
-
-
-def saved_arguments(parser, script, checkpoint):
-    """The arguments in a checkpoint, read by the parser like typed ones, so that types and choices are checked.
-
-    Paths are left out: a checkpoint does not decide which files are written.
-    """
-    saved = read_checkpoint(checkpoint)
-    if saved['script'] != script:
-        raise UsageError(f'{checkpoint} was made by {saved["script"]}.py, not by {script}.py')
-    words = []
-    for name in vars(parser.parse_args([])):
-        flag, value = '--' + name.replace('_', '-'), saved['args'].get(name)
-        if isinstance(value, bool):
-            words += [flag if value else flag.replace('--', '--no-', 1)]
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
-        elif value is not None:
-            words += [f'{flag}={value}']
-    try:
-        args = vars(parser.parse_args(words))
-    except UsageError as error:
-        raise UsageError(f'the arguments in {checkpoint} are damaged: {error}') from None
-    return {name: args[name] for name in args if name in saved['args'] and not isinstance(args[name], Path)}
-
-
-def check_resume(args):
-    """A resumed run is the run that was stopped: only flags that leave its numbers alone may change."""
-    if args.resume.is_dir():
-        args.resume = args.resume / 'last.pt'
-    refuse(args, ['name'], '--resume: the run keeps its folder')
-    refuse(args, ['show_batch'], '--resume')
-    free = {'resume', 'data', 'cache', 'epochs', 'steps', 'eval_every', 'patience', 'device', 'precision', 'chunk',
-            'compile'}
-    fixed = sorted(args.changed - free)
-    if fixed:
-        raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
-    if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
-        print('note: with another number of steps the learning rate takes another course, so this is not the run '
-              'that would have gone on without a stop')
+    if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
+        refuse(args, ['name', 'show_batch'], '--resume')
+        free = 'resume data cache epochs steps eval_every patience device precision chunk compile'.split()
+        if fixed := sorted(args.changed - set(free)):
+            raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
+        if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
+            print('note: with another number of steps the learning rate takes another course, so this is not the run '
+                  'that would have gone on without a stop')
+    elif args.name:
+        folder = Path('runs') / args.name
+        if folder.resolve().parent != Path('runs').resolve():
+            raise UsageError(f'--name {args.name} is not the name of one folder')
+        if (folder / 'last.pt').exists():
+            raise UsageError(f'{folder} exists already; choose another --name, or go on with it: --resume {folder}')
 
 
 def refuse(args, flags, because):
@@ -1542,15 +1377,12 @@ def refuse(args, flags, because):
 
 def pick_device(name):
     """auto takes a GPU if there is one."""
-    if str(name) == 'auto':
+    if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().split('\n')[0]
-        raise UsageError(f'--device {name} cannot be used here: {reason}') from None
-    return device
+        raise UsageError(f'--device {name} cannot be used here: {str(error).strip().splitlines()[0]}') from None
 
 
 def pick_precision(name, device):
@@ -1565,8 +1397,10 @@ def pick_precision(name, device):
 
 def dataset_from(args):
     """The dataset that the flags name"""
-    with main_process_first():                              # it decodes the images, where this was not done before
-        return load_dataset(args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
+    load = partial(load_dataset, args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
+    if world() > 1:                         # the main process decodes the images, where this was not done before
+        from_main_process(lambda: load().name)
+    return load()
 
 
 def build(args, **options):
@@ -1606,10 +1440,7 @@ def join_processes(device):
     if int(os.environ.get('WORLD_SIZE', 1)) < 2:
         return device
     if device.type == 'cuda':
-        if int(os.environ['LOCAL_RANK']) >= torch.cuda.device_count():
-            raise UsageError(f'there are {torch.cuda.device_count()} GPUs for {os.environ["LOCAL_WORLD_SIZE"]} '
-                             'processes; lower --nproc-per-node')
-        device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
+        device = pick_device(f'cuda:{os.environ["LOCAL_RANK"]}')        # refuses more processes than there are GPUs
         torch.cuda.set_device(device)
     if not distributed.is_initialized():
         # Waiting for the main process to decode a large dataset must not end a run. If a process dies, torchrun ends
@@ -1620,56 +1451,32 @@ def join_processes(device):
     return device
 
 
-@contextmanager
-def main_process_first():
-    if rank():
-        distributed.barrier()
-    yield
-    if world() > 1 and not rank():
-        distributed.barrier()
-
-
 def from_main_process(make):
-    """What make() returns in the main process; it is called there only."""
+    """What make() returns in the main process; it is called there only, and the others wait."""
     box = [None if rank() else make()]
     if world() > 1:
         distributed.broadcast_object_list(box)
     return box[0]
 
 
-def own_share(x):
-    """This process' share of a batch, (B, ...) -> (B', ...)"""
-    return x.tensor_split(world())[rank()] if world() > 1 else x
-
-
 def gather(f, total):
-    """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients"""
+    """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients for the own one.
+
+    Each process computes the same loss, and average_gradients divides the sum of their gradients by their number. So
+    the gradients of a share, which only one process has, are multiplied by that number.
+    """
     if world() == 1:
         return f
-    shares = [len(part) for part in torch.arange(total).tensor_split(world())]
-    return Gather.apply(at_least_float32(f), shares)
-
-
-class Gather(torch.autograd.Function):
-    """The feature maps of all processes. The gradient of a share is summed over the processes.
-
-    Each process computes the same loss, so this sum is world() times its gradient. average_gradients corrects that: it
-    divides the sum of the weights' gradients by world().
-    """
-    @staticmethod
-    def forward(ctx, f, shares):
-        ctx.shares = shares
-        padded = f.new_zeros(max(shares), *f.shape[1:])     # all_gather takes tensors of one shape
-        padded[:len(f)] = f
-        parts = [torch.empty_like(padded) for _ in shares]
-        distributed.all_gather(parts, padded)
-        return torch.cat([part[:share] for part, share in zip(parts, shares)])
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous(memory_format=torch.contiguous_format).clone()
-        distributed.all_reduce(grad)                        # the sum
-        return grad.split(ctx.shares)[rank()], None
+    f, shares = at_least_float32(f), torch.arange(total).tensor_split(world())
+    padded = f.new_zeros(len(shares[0]), *f.shape[1:])      # all_gather takes one shape, and the first is the largest
+    padded[:len(f)] = f.detach()
+    gathered = [torch.empty_like(padded) for _ in shares]
+    distributed.all_gather(gathered, padded)
+    gathered = [part[:len(share)] for part, share in zip(gathered, shares)]
+    gathered[rank()] = f
+    if f.requires_grad:
+        f.register_hook(lambda grad: grad * world())
+    return torch.cat(gathered)
 
 
 def average_gradients(weights):
@@ -1688,22 +1495,15 @@ class UsageError(ValueError):
     """A mistake in use. Its text says in one line what is wrong, where, and what to do."""
 
 
-@contextmanager
-def explaining(args):
-    """Says what to do where memory is too small, or --compile does not work."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = ' '.join(str(error).split())[:200]
-        if isinstance(error, torch.OutOfMemoryError) or 'out of memory' in text or "can't allocate memory" in text:
-            chunk = args.chunk or args.batch_size
-            less = f' or --chunk, to {max(1, chunk // 4)} for example; it needs --freeze-bn' if chunk > 1 else ''
-            raise UsageError(f'{args.device} has not enough memory; in training, a step has a batch of '
-                             f'{args.batch_size} images{f" in chunks of {chunk}" if args.chunk else ""}; '
-                             f'lower --batch-size{less}') from None
-        if args.compile and type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
-            raise UsageError(f'--compile does not work here, leave it out: {text}') from None
-        raise
+def failure(error):
+    """One line on an error that is a mistake in use, or a failure of the machine; None if it is a bug"""
+    kind, text = type(error), ' '.join(str(error).split())[:500]
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or isinstance(error, RuntimeError) and (
+            'out of memory' in text or "can't allocate memory" in text):
+        return f'not enough memory: lower --batch-size, or take --chunk, which needs --freeze-bn ({text})'
+    if kind.__module__.startswith(('torch._dynamo', 'torch._inductor')):
+        return f'--compile does not work here, leave it out: {text}'
+    return text if isinstance(error, UsageError) else f'{kind.__name__}: {text}' if isinstance(error, OSError) else None
 
 
 def cli(main):
@@ -1716,10 +1516,10 @@ def cli(main):
     except KeyboardInterrupt:
         print('stopped', file=sys.stderr)
         sys.exit(130)
-    except (UsageError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except Exception as error:
+        if failure(error) is None:
+            raise
         if isinstance(error, BrokenPipeError):              # the reader of stdout has left; nobody else may try
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        reason = ' '.join(str(error).split())[:500] or 'out of memory'
-        kind = '' if isinstance(error, UsageError) else f'{type(error).__name__}: '
-        print(f'error: {kind}{reason}', file=sys.stderr)
+        print(f'error: {failure(error)}', file=sys.stderr)
         sys.exit(2)

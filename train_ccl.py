@@ -169,11 +169,7 @@ def corrupt_labels(labels, noise, generator=None):
     return new
 
 
-# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
-# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
-# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order.
+# The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px,
 # smoothing, and that CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base
 # code come schedule (with the ramp that momentum 0.99 needs), smallest crop, pooling, epochs, and the

@@ -118,11 +118,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
     return (pull + push).mean()
 
 
-# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
-# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
-# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order.
+# The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The benchmark rows are the contrastive baseline in the released code of Metrix.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=0,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,

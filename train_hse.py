@@ -265,11 +265,7 @@ class SuperClassSampler:
             yield [i for p in torch.randperm(len(parts)).tolist() for i in parts[p]]
 
 
-# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
-# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
-# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order.
+# The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The released code trains all base losses with the loop of Proxy-Anchor. Batch sizes are those of
 # Tables 2 and 3.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=128, per_class=8,

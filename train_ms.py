@@ -99,11 +99,7 @@ def mine(s, y, epsilon):
             negative & ~(s + epsilon <= hardest_positive))
 
 
-# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
-# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
-# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order.
+# The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The authors released their settings for CUB only: 3,000 iterations, learning rate x0.1 after 1,200
 # and 2,400. An epoch of CUB has 73 of them: 41 epochs, x0.1 every 16.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=41, batch_size=80,

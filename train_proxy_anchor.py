@@ -83,11 +83,7 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) * (2 / num_classes) ** 0.5
 
 
-# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
-# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
-# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order.
+# The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # CUB and Cars are the authors' commands for ResNet-50. The paper trains 40 epochs there, and varies
 # the batch from 30 to 180 (Table 5). Steps count from the first epoch on, so on CUB the trunk begins,
 # after the warm-up, with half of lr, and has 1/16 of it after 20 epochs.

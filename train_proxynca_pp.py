@@ -91,11 +91,7 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) / 8
 
 
-# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
-# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
-# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order.
+# The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The benchmark rows are the released configurations, except for dim and schedule (notes 1 and 2 at
 # the end). Adam divides its steps by eps + the root of its running mean of squared gradients. With
 # eps = 1, far larger than this root, it acts like SGD with momentum. This is why the proxies can have
