@@ -1034,7 +1034,8 @@ def best_of(path):
 
 def read_checkpoint(path):
     """The dict that save_checkpoint wrote; a run folder stands for its last.pt."""
-    saved = read_file(path / 'last.pt' if Path(path).is_dir() else path)
+    path = Path(path)
+    saved = read_file(path / 'last.pt' if path.is_dir() else path)
     if not isinstance(saved, dict) or not {'script', 'args', 'embedder', 'model'} <= saved.keys():
         raise UsageError(f'{path} is no checkpoint of these scripts')
     return saved

@@ -91,7 +91,7 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
 def proxynca_loss(z, y, centers, s=16.0):
     """CCL Eq. (9): a softmax whose denominator leaves out the own class, averaged over the batch; can be negative.
 
-    z, y, centers, s as above. With a single class the denominator is empty, and only the pull is left.
+    Arguments as above. With a single class the denominator is empty, and only the pull is left.
     """
     z, centers = common.at_least_float32(z, centers)
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
@@ -104,10 +104,8 @@ def proxynca_loss(z, y, centers, s=16.0):
 
 def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     """CCL Eq. (7): cross-entropy of a linear classifier, Eq. (6), plus lam times the squared distance to centres
-    that are separate parameters; averaged over the batch.
-
-    z (B, D) and centers (C, D) are not normalised; weight (C, D), bias (C,)
-    """
+    that are separate parameters; averaged over the batch. z (B, D) and centers (C, D) are not normalised; weight
+    (C, D), bias (C,)."""
     z, weight, bias, centers = common.at_least_float32(z, weight, bias, centers)
     logits = F.linear(z, weight, bias)                                   # (B, C)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
@@ -131,8 +129,7 @@ def new_centers(num_classes, dim):
     """Centres (C, D) of length 1, uniform on the sphere.
 
     Except for center_loss, the losses see only directions, so with SGD a centre of length r turns r^2 times more
-    slowly. Drawn from N(0, 1), r^2 would be about D = 512, and the centres would hardly move. (The base code
-    starts its classifier at zero. A zero vector has no direction, and its gradient here would be about 1e12.)
+    slowly. Drawn from N(0, 1), r^2 would be about D = 512, and the centres would hardly move.
     """
     return F.normalize(torch.randn(num_classes, dim), dim=1)
 
@@ -153,9 +150,8 @@ def corrupt_labels(labels, noise, generator=None):
     total, classes = len(labels), int(labels.max()) + 1
     if kind == 'symmetric':
         chosen = torch.randperm(total, generator=generator)[:round(rate * total)]
-        # Plus 1 to C - 1, modulo C: never the own class
-        labels[chosen] = (labels[chosen] + torch.randint(1, classes, (len(chosen),), generator=generator)) % classes
-        return labels
+        labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
+        return labels % classes                                          # plus 1 to C - 1: never the own class
     order = torch.randperm(classes, generator=generator)
     held = torch.bincount(labels, minlength=classes)[order].cumsum(0)    # held[k]: images of the first k + 1 of them
     num_gone = int((held <= rate * total).sum().clamp(max=classes - 2))  # two classes always remain
@@ -170,11 +166,10 @@ def corrupt_labels(labels, noise, generator=None):
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px,
-# smoothing, and that CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base
-# code come schedule (with the ramp that momentum 0.99 needs), smallest crop, pooling, epochs, and the
-# jitter of CUB; on Cars the base code has 0.3 and a change of hue, here it is the same as on CUB. The
-# size from which the crops are cut is stated nowhere: 288 px is that of ProxyNCA++.
+# Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px, smoothing, and that
+# CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule (with the ramp that
+# momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has 0.3 and changes
+# the hue, here it is as on CUB. The size from which crops are cut is stated nowhere: 288 px is that of ProxyNCA++.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -186,9 +181,7 @@ DEFAULTS = {
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
-    # For --protocol. With losses that learn a vector per class, the Reality Check has batches of 32 classes x 1
-    # image, and searches the learning rate of these vectors, 1e-6 to 1. Here they have --lr; at 1e-6 they hardly move.
-    'reality-check': dict(per_class=1),
+    'reality-check': dict(per_class=1),                                  # see common.PROTOCOL
 }
 # Embeddings that are not normalised lie far from their centres: with lam = 2, the gradient of the centre term
 # by the network's weights is about 60 times that of the cross-entropy (shapes, before training).
@@ -203,7 +196,7 @@ def label_noise(text):
     """An argparse type: none, symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999"""
     if text == 'none':
         return text
-    kind, _, rate = text.partition(':')
+    kind, rate = text.split(':')
     if kind not in ('symmetric', 'longtail'):
         raise ValueError
     return f'{kind}:{common.between(0, 0.999)(rate)}'
@@ -240,9 +233,8 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
     model = common.build(args, head_init='default', normalize=args.variant != 'center_loss')
-    centers = torch.nn.Parameter(new_centers(classes, args.dim).to(args.device),
-                                 requires_grad=args.variant != 'cluster')
-    learned = dict(centers=centers)
+    learned = dict(centers=torch.nn.Parameter(new_centers(classes, args.dim).to(args.device)))
+    centers = learned['centers'].requires_grad_(args.variant != 'cluster')
     params = [*model.parameters(), centers]            # one group: centres have the network's rate and decay
     if args.variant == 'center_loss':
         classifier = learned['classifier'] = torch.nn.Linear(args.dim, classes).to(args.device)
@@ -279,19 +271,18 @@ What differs from the paper, or is not stated in it
        exp(S(x, c) - S(x, c_y)). The loss here has that gradient.
     2. Label smoothing changes target probabilities, so only the softmax is smoothed. The centre term
        and Eq. (9) are no probabilities and stay as they are.
-    3. Not stated: the lambda of Table 2 (Section 4.4, Fig. 4 and, for SOP, Fig. 5 point to 2), the m of
-       its CCL*, how the centres start, and the mu of Eq. (14).
+    3. Not stated: the lambda of Table 2 (Section 4.4, Fig. 4 and, for SOP, Fig. 5 point to 2), the m of its CCL*,
+       how the centres start, and the mu of Eq. (14).
     4. --variant cluster averages the images that a class has in the batch, and then applies Eq. (14).
     5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
-    6. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has
-       stop_grad in their place. Its centres and those of Eq. (14) move in the same direction, but the
-       learning rate and lambda set the step of the former, mu that of the latter. So both are here.
+    6. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has it in
+       their place. Centres move in the same direction in both, but in stop_grad the learning rate and lambda set
+       the step, and in Eq. (14) mu. So both are here.
 What differs from the base code
-    7. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights.
-       Here both stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. It also has a
-       BatchNorm without affine weights behind the pooling on Cars, SOP and In-Shop, and no weight decay
-       on biases and on the affine weights of BatchNorm. Here all weights decay alike. It reports its best
-       epoch on the test set.
+    7. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
+       stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. It also has a BatchNorm without affine
+       weights behind the pooling on Cars, SOP and In-Shop, and no weight decay on biases and on the affine weights
+       of BatchNorm. Here all weights decay alike. It reports its best epoch on the test set.
 """
 
 

@@ -62,15 +62,15 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """
     h, z = common.at_least_float32(h, z)
     s = h @ z.T / temperature                                            # (H, B)
-    s_hn, has_hn = nearest(s, negative)                                  # Eq. (7)
-    s_ewp, has_ewp = nearest(s, weak_positive)                           # Eq. (8)
+    s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
+    s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(). Taken
     # literally, that also averages over its second column, and is least where both are equal. Eq. (9) is meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)            # without hybrids 0, with a gradient of 0
 
 
-def nearest(s, allowed):
+def most_similar(s, allowed):
     """For each row of s, its largest allowed similarity, and whether any is allowed: (A, B), (A, B) -> (A,), (A,)
 
     For unit vectors the nearest is the most similar. A row without an allowed entry returns an arbitrary one.
@@ -80,19 +80,15 @@ def nearest(s, allowed):
 
 
 def candidates(y, sources):
-    """Which images may be weak positives of a hybrid, and which negatives: y (B,), sources (H, num) -> (H, B) twice
-
-    The sources of a hybrid may be its weak positives, as in the paper. Other hybrids are in neither mask.
-    """
+    """Which images may be weak positives of a hybrid, and which negatives: y (B,), sources (H, num) -> (H, B) twice.
+    The sources of a hybrid may be its weak positives, as in the paper. Other hybrids are in neither mask."""
     weak_positive = (y[None, :, None] == y[sources][:, None, :]).any(dim=2)                 # (H, B, num) -> (H, B)
     return weak_positive, ~weak_positive
 
 
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
-    """L = L_m + L_Hy, HSE Eq. (10); if base_loss is contrastive_loss, it is HSE Eq. (11).
-
-    base_loss(z, y) is L_m, on the labelled images only; z (B, D), y (B,), h (H, D), sources (H, num) -> scalar
-    """
+    """L = L_m + L_Hy, HSE Eq. (10); if base_loss is contrastive_loss, it is HSE Eq. (11). base_loss(z, y) is L_m, on
+    the labelled images only; z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
     return base_loss(z, y) + hybrid_loss(h, z, *candidates(y, sources), alpha, temperature)
 
 
@@ -162,8 +158,8 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
     return parts.gather(1, owner).squeeze(1)        # (H, 3, h, w), each pixel from the image that owns it
 
 
-# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar. What is alpha in a loss's own script has another
-# ---- name here, since alpha is the weight of L_Hy.
+# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar. alpha is the weight of L_Hy: a loss whose own script
+# ---- has an alpha calls it sharp_pos, or scale, here.
 
 
 def pairs(y):
@@ -224,8 +220,8 @@ def epshn_loss(z, y, temperature=0.1):
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y)
-    s_p, has_p = nearest(s, positive)
-    s_n, has_n = nearest(s, negative & (s < s_p[:, None]))
+    s_p, has_p = most_similar(s, positive)
+    s_n, has_n = most_similar(s, negative & (s < s_p[:, None]))
     keep = has_p & has_n
     return -(F.logsigmoid((s_p - s_n) / temperature) * keep).sum() / keep.sum().clamp_min(1)
 
@@ -266,8 +262,7 @@ class SuperClassSampler:
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The released code trains all base losses with the loop of Proxy-Anchor. Batch sizes are those of
-# Tables 2 and 3.
+# The released code trains all base losses with the loop of Proxy-Anchor. Batch sizes are those of Tables 2 and 3.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=128, per_class=8,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5,
            clip=10.0, proxy_lr_mult=100, hybrids='replace', combinations=1)
@@ -309,10 +304,8 @@ def get_args(argv=None):
     add('--combinations', type=common.at_least(1), default=1, help='Cnum, number of sets of classes per batch')
     add('--axis', choices=AXES, default='top-bottom', help='cutmix: strips above each other, or side by side')
     add('--mask-size', type=common.at_least(1), default=50, help='gridmask: side of the blocks, pixels')
-    add('--hybrids', choices=['replace', 'append'], default='replace',
-        help='hybrids replace the last images of the batch, or are appended')
-    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0,
-        help='learning rate of the proxies, as a multiple of --lr')
+    add('--hybrids', choices=['replace', 'append'], default='replace', help='of the last images, or to the batch')
+    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies over --lr')
     add('--show-hybrids', type=common.file_ending('.png'), metavar='PNG', help='save a picture of hybrids, and stop')
     args = common.parse(parser, DEFAULTS, argv)
     if args.loss != 'proxy_anchor':
@@ -325,10 +318,9 @@ def get_args(argv=None):
     if args.show_hybrids:
         common.refuse(args, ['show_batch'], '--show-hybrids')
         return args
-    if args.kind != 'cutmix':
-        common.refuse(args, ['axis'], f'--kind {args.kind}')
-    if args.kind != 'gridmask':
-        common.refuse(args, ['mask_size'], f'--kind {args.kind}')
+    for kind, flag in (('cutmix', 'axis'), ('gridmask', 'mask_size')):
+        if args.kind != kind:
+            common.refuse(args, [flag], f'--kind {args.kind}')
     if args.alpha == 0:
         common.refuse(args, ['temperature', 'kind', 'num', 'combinations', 'axis', 'mask_size', 'hybrids'],
                       '--alpha 0, which makes no hybrids')
@@ -336,22 +328,18 @@ def get_args(argv=None):
 
 
 def check_batch(args, num_classes, groups=None):
-    """Refuses a batch that is too small: beside the `num` classes of a hybrid, one must stay for its negative.
-
-    With super-classes, groups (N,), each of them must have `num` classes in a batch.
-    """
+    """Refuses a batch that is too small: beside the `num` classes of a hybrid, one must stay for its negative. With
+    super-classes, groups (N,), each of them must have `num` classes in a batch."""
     classes = min(args.batch_size // args.per_class, num_classes) if args.per_class else 0
     classes -= args.combinations * (args.hybrids == 'replace')           # the Nsize hybrids of a set replace one class
     if classes <= args.num:
         raise common.UsageError(f'--num {args.num} needs {args.num + 1} classes among the images that stay in a batch, '
                                 f'and {max(classes, 0)} do: raise --batch-size, or lower --num, --combinations or '
                                 '--per-class, which must be above 0')
-    if groups is not None:
-        count = len(groups.unique())
-        classes = args.batch_size // count // args.per_class
-        if classes < args.num:
-            raise common.UsageError(f'--num {args.num} needs as many classes of each super-class in a batch, and there '
-                                    f'are {classes}: raise --batch-size to {count * args.num * args.per_class}')
+    least = args.num * args.per_class * len(groups.unique()) if groups is not None else 0
+    if args.batch_size < least:
+        raise common.UsageError(f'--num {args.num} needs as many classes of each super-class in a batch: raise '
+                                f'--batch-size to {least}')
 
 
 def main(argv=None):
@@ -411,33 +399,30 @@ def show(args, data, sampler, hybridise):
 
 
 NOTES = """
-Why the hybrid is the anchor (Table 1). A hybrid as the anchor pulls a weak positive and pushes a negative,
-so it acts within and between classes. With weak positives as anchors, each parent would pull the hybrid to
-its own class, and these pulls are in conflict. With negatives as anchors, the hybrid would only be pushed
-away, and nothing would be learned within the classes.
+Why the hybrid is the anchor (Table 1). A hybrid as the anchor pulls a weak positive and pushes a negative, so it acts
+within and between classes. With weak positives as anchors, each parent would pull the hybrid to its own class, and
+these pulls are in conflict. With negatives as anchors, the hybrid would only be pushed away, and nothing would be
+learned within the classes.
 What differs from the paper
-    1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and its values of
-       alpha only have their meaning with it. --temperature 1 is Eq. (9) as printed.
-    2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars. Here the
-       classes are drawn at random, as Section 1 says, from those that stay in the batch. Only --hybrids
-       replace relies on the order of the batch, class by class, because it replaces the last ones.
-    3. On the benchmarks the network is a ResNet-50 for every loss; the paper has BN-Inception for ms on CUB
-       and Cars. The paper takes over the learning rates of the base losses; here they are those of the
-       released code.
-    4. GridMask: the paper does not say where the blocks are. Here they form a chessboard; with three or
-       four images, diagonals of blocks take turns. Blocks of 250 px (Table 4) need crops of more than
-       250 px: --image-size 256.
+    1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and its values of alpha only have
+       their meaning with it. --temperature 1 is Eq. (9) as printed.
+    2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars. Here the classes are drawn at
+       random, as Section 1 says, from those that stay in the batch. Only --hybrids replace relies on the order of the
+       batch, class by class, because it replaces the last ones.
+    3. On the benchmarks the network is a ResNet-50 for every loss; the paper has BN-Inception for ms on CUB and Cars.
+       The paper takes over the learning rates of the base losses; here they are those of the released code.
+    4. GridMask: the paper does not say where the blocks are. Here they form a chessboard; with three or four images,
+       diagonals of blocks take turns. Blocks of 250 px (Table 4) need crops of more than 250 px: --image-size 256.
     5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch.
 What differs from the released code
-    6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis
-       left-right). Here CutMix joins a top and a bottom half by default, as the text says.
-    7. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With
-       Proxy-Anchor it takes ten random images of each super-class, and negatives from the same ten.
-       Here a batch has two classes of each super-class for every loss, so the negatives of a hybrid
-       all come from other super-classes.
+    6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis left-right). Here
+       CutMix joins a top and a bottom half by default, as the text says.
+    7. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With Proxy-Anchor it
+       takes ten random images of each super-class, and negatives from the same ten. Here a batch has two classes of
+       each super-class for every loss, so the negatives of a hybrid all come from other super-classes.
     8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. Here it stays.
-    9. On CUB and Cars it freezes the statistics of BatchNorm, but trains its affine weights after the
-       warm-up. Here both stay frozen.
+    9. On CUB and Cars it freezes the statistics of BatchNorm, but trains its affine weights after the warm-up. Here
+       both stay frozen.
 """
 
 

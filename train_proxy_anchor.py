@@ -100,9 +100,7 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    # For --protocol. With losses that learn a vector per class, the Reality Check has batches of 32 classes x 1
-    # image, and searches the learning rate of these vectors, 1e-6 to 1. At --lr, 1e-6, they hardly move.
-    'reality-check': dict(per_class=1, proxy_lr_mult=1),
+    'reality-check': dict(per_class=1, proxy_lr_mult=1),            # see common.PROTOCOL
 }
 
 

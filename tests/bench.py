@@ -203,13 +203,13 @@ def script_step(options, kind):
         captured.update(args=args, step=step, optimizer=optimizer)
     flags = dict(metrix=['--mixup', variant], hse=['--alpha', '0' if variant == 'baseline' else '0.1'])[name]
     module = __import__(f'train_{name}')
-    real_train, real_load, common.train = common.train, common.load, capture
+    real_train, real_load, common.train = common.train, common.dataset_from, capture
     images = random_images(options)
-    common.load = lambda args: argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
+    common.dataset_from = lambda args: argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
     try:
         module.main(network_flags(options) + ['--freeze-bn', *flags])
     finally:
-        common.train, common.load = real_train, real_load
+        common.train, common.dataset_from = real_train, real_load
     indices = list(range(options.batch))
     x, y = next(common.batches(images, [indices], captured['args'].device, augment=captured['args']))
 

@@ -367,13 +367,13 @@ def test_who_goes_through_the_network_and_who_into_the_base_loss(before_training
 
 def give_super_classes(monkeypatch, number):
     """Data that are loaded from here on have so many super-classes, which the classes belong to in turn."""
-    load = common.load
+    load = common.dataset_from
 
     def load_grouped(args):
         data = load(args)
         data.train.groups = data.train.labels % number
         return data
-    monkeypatch.setattr(common, 'load', load_grouped)
+    monkeypatch.setattr(common, 'dataset_from', load_grouped)
 
 
 def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatch):
