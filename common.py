@@ -257,17 +257,16 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
     run = Run(args, data, total, states)            # section 7: it keeps the log and the checkpoint
     print_recipe(args, model, data, sampler, epochs, run.folder)
-    with run.kept():                                # Ctrl-C says how to go on
-        if not run.rows:                                    # the network before training is epoch 0
-            run.record(dict(epoch=0, loss=None, images_per_second=None) | evaluate(model, data))
-        while run.epoch < epochs and not run.out_of_patience():         # run.record counts run.epoch up
-            set_seed(args.seed, run.epoch + 1)
-            model.train()
-            model.train_trunk(run.epoch >= args.warmup)
-            row = train_epoch(args, run, data, sampler, step, optimizer, schedule)
-            if row['epoch'] % args.eval_every == 0 or row['epoch'] == epochs:
-                row |= evaluate(model, data)
-            run.record(row)
+    if not run.rows:                                        # the network before training is epoch 0
+        run.record(dict(epoch=0, loss=None, images_per_second=None) | evaluate(model, data))
+    while run.epoch < epochs and not run.out_of_patience():             # run.record counts run.epoch up
+        set_seed(args.seed, run.epoch + 1)
+        model.train()
+        model.train_trunk(run.epoch >= args.warmup)
+        row = train_epoch(args, run, data, sampler, step, optimizer, schedule)
+        if row['epoch'] % args.eval_every == 0 or row['epoch'] == epochs:
+            row |= evaluate(model, data)
+        run.record(row)
     return run.summary()
 
 
@@ -903,17 +902,6 @@ class Run:
                 self.epoch, self.rows, self.minutes = saved['epoch'], saved['rows'], saved['minutes']
             self.write_log()                                # exactly the rows of the checkpoint
 
-    @contextmanager
-    def kept(self):
-        """Ctrl-C says how to go on with the run, once there is a checkpoint."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self.rows:
-                print(f'\n{self.folder}/last.pt holds epoch {self.epoch}; go on with: '
-                      f'python {self.args.script}.py --resume {self.folder}')
-            raise
-
     def write_log(self):
         if not rank():
             with written_whole(self.folder / 'log.jsonl') as file:
@@ -989,8 +977,9 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     size = getattr(sampler, 'batch_size', args.batch_size)  # smaller where there are few classes
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
           f'{len(data.query):,}{searched} {part} images of {len(data.query.labels.unique()):,} classes\n'
-          f'{folder}/: {epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in '
-          f'{model.precision}\n' + ', '.join(f'{name} {value}' for name, value in flags_of(args).items()))
+          f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}\n'
+          + ', '.join(f'{name} {value}' for name, value in flags_of(args).items())
+          + f'\nAfter a stop, this goes on: python {args.script}.py --resume {folder}')
 
 
 def new_folder(args):
@@ -1118,12 +1107,13 @@ def written_whole(path):
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path)
+        for left in path.parent.glob('*.tmp'):              # of this file, by a process that was killed
+            name, _, process = left.stem.rpartition('.')
+            if name == path.name and process.isdigit() and not is_alive(int(process)):
+                left.unlink()
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
-    except BrokenPipeError:                                 # from a print within the with block, not from this file
-        raise
     except (OSError, RuntimeError) as error:                # torch.save reports a full disk as a RuntimeError
         cause = str(error.__context__ or error).split('\n')[0]
         raise UsageError(f'could not write {path}: {cause}; what stood there before is unharmed') from None
@@ -1132,15 +1122,11 @@ def written_whole(path):
             temporary.unlink()
 
 
-def remove_leftovers(path):
-    """Removes temporary files of `path` whose process was killed, and is gone."""
-    for left in path.parent.glob('*.tmp'):
-        name, _, process = left.stem.rpartition('.')
-        if name == path.name and process.isdigit():
-            try:
-                os.getpgid(int(process))
-            except ProcessLookupError:
-                left.unlink()
+def is_alive(process):
+    """Whether there is a process of this number"""
+    with suppress(ProcessLookupError):
+        return bool(os.getpgid(process))
+    return False
 
 
 def show_progress(text, done=False):
@@ -1164,21 +1150,19 @@ def set_seed(seed, epoch=None):
 # ---- 8. command line -------------------------------------------------------------------------------
 
 # A recipe is a row of defaults for flags. Those of the benchmarks are in the scripts, beside their papers, and name all
-# settings of training; only network and sizes are here. In the first `warmup` epochs the trunk does not train. `clip`
-# bounds each entry of the gradients. per_class=0 means batches in random order. Without pretrained weights, shapes and
-# folder are trained with DEMO and a script's own row; a folder with pretrained weights takes the row of cub.
+# settings of training. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
+# gradients. per_class=0 means batches in random order. A folder with pretrained weights takes the row of cub.
 DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
 BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
 BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=DEMO,
             cub=BENCHMARK, cars=BENCHMARK, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
-# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset. Momentum and weight decay are those
-# of the released configuration. So is the smallest crop, 0.16, which torchvision takes as a share of the area; the text
-# has a side of 40 px, and 40 is 0.16 of 256, so perhaps a share of the side was meant. The network there is
-# BN-Inception. A run ends by --patience, not by --epochs. Losses that learn a vector per class have batches of 32
-# classes x 1 image there, and a rate of these vectors that is searched, from 1e-6 to 1; here they have --lr unless a
-# flag says more, and at 1e-6 they hardly move. Scripts with such losses have a row 'reality-check', which is added.
+# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; its row 'reality-check' is added.
+# Momentum and weight decay are those of the released configuration, and so is the smallest crop, 0.16 of the area: the
+# text has a side of 40 px, which is 0.16 of 256. The network there is BN-Inception. A run ends by --patience. Losses
+# that learn a vector per class have batches of 32 classes x 1 image there, and the rate of these vectors is searched,
+# from 1e-6 to 1; here it is --lr unless a flag says more, and at 1e-6 they hardly move.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,
                 batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
@@ -1225,6 +1209,14 @@ def file_ending(suffix):
         return Path(text)
     check.__name__ = f'{suffix} file'
     return check
+
+
+def block_of_blocks(text):
+    """An argparse type: I/N with 0 <= I < N and N >= 2, as text"""
+    i, n = map(int, text.split('/'))
+    if not 0 <= i < n or n < 2:
+        raise ValueError
+    return f'{i}/{n}'
 
 
 def parser(doc, notes=''):
@@ -1280,14 +1272,6 @@ def add_run_flags(add, switch):
     add('--name', help='folder below runs/; default: script, dataset, next free number')
     add('--resume', type=Path, metavar='RUN', help='go on with the run in this folder')
     add('--show-batch', type=file_ending('.png'), metavar='PNG', help='save a picture of the first batch, and stop')
-
-
-def block_of_blocks(text):
-    """An argparse type: I/N with 0 <= I < N and N >= 2, as text"""
-    i, n = map(int, text.split('/'))
-    if not 0 <= i < n or n < 2:
-        raise ValueError
-    return f'{i}/{n}'
 
 
 def parse(parser, DEFAULTS, argv=None):
