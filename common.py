@@ -184,14 +184,12 @@ class BalancedSampler(Sampler):
         return self.batches
 
     def __iter__(self):
-        def shuffled(items):
-            return [items[i] for i in torch.randperm(len(items), generator=self.generator).tolist()]
-
         def deal(deck, items, number):
             """Takes `number` items from the top of a deck of cards. If fewer are left, all other items are shuffled and
             put below them; if there are fewer items than that, they repeat."""
             while len(deck) < number:
-                deck += shuffled([item for item in items if item not in deck] or items)
+                others = [item for item in items if item not in deck] or items
+                deck += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
             return [deck.pop(0) for _ in range(number)]
 
         class_deck, image_decks = [], [[] for _ in self.members]
@@ -1372,12 +1370,9 @@ def pick_device(name):
 
 def pick_precision(name, device):
     """auto takes bfloat16 where the hardware multiplies it: GPUs since Ampere, CPUs with AVX512-BF16."""
-    if name != 'auto':
-        return name
-    if device.type == 'cuda':
-        return 'bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'fp32'
-    supported = getattr(torch.cpu, '_is_avx512_bf16_supported', lambda: False)
-    return 'bf16' if device.type == 'cpu' and supported() else 'fp32'
+    supported = dict(cuda=lambda: torch.cuda.is_bf16_supported(including_emulation=False),
+                     cpu=getattr(torch.cpu, '_is_avx512_bf16_supported', bool)).get(device.type, bool)
+    return name if name != 'auto' else 'bf16' if supported() else 'fp32'      # bool() is False
 
 
 def dataset_from(args):
