@@ -20,14 +20,14 @@ two rows, as in Section 3.3 of the Reality Check:
     uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better        (the same)
     utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
-    NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
-                        many classes it is high for any network: 80.8 for a random ResNet-50 on SOP (Reality Check,
-                        Table 2)
+    NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. Where
+                        these are many it is high for any network: 80.8 for a random one (Reality Check, Table 2, SOP)
     threshold           two images are called the same class if their similarity is at least this. It is the value
                         with the highest balanced accuracy on the test images, so that accuracy is optimistic.
     balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
 Alignment needs two queries of one class, and the threshold a match; without them they are left out.
+train_metrix.py --analyse is another flag: it draws Fig. 2 of Metrix, and computes Eq. (12) with mixed examples, too.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -36,13 +36,12 @@ Run
     python eval.py --checkpoint runs/ms-* runs/contrastive-*                     # a table, a row for each recipe
     python eval.py --checkpoint runs/metrix-cub-[123] --against runs/ms-cub-[123]
 """
-import argparse
 import json
 import sys
 from functools import cache, partial
-from glob import glob
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -59,12 +58,10 @@ def alignment(z, y):
 
 
 def uniformity(z, t=2.0):
-    """log of the mean of exp(-t d^2) over all pairs of different images.  z (N, D) -> float from -4 t to 0
-
-    Rows of z are taken in chunks, so that the (N, N) matrix never exists as a whole.
-    """
+    """log of the mean of exp(-t d^2) over all pairs of different images.  z (N, D) -> float from -4 t to 0"""
     z = F.normalize(z.double(), dim=1)
-    total = sum((2 * t * (rows @ z.T - 1)).exp().sum() for rows in z.split(1024))      # d^2 = 2 - 2 s
+    # In chunks of rows, so that the (N, N) matrix never exists as a whole; d^2 = 2 - 2 s
+    total = sum((2 * t * (rows @ z.T - 1)).exp().sum() for rows in z.split(1024))
     # Of these pairs, N are an image with itself: d = 0, which adds exp(0) = 1 for each.
     return ((total - len(z)) / (len(z) * (len(z) - 1))).log().item()
 
@@ -73,9 +70,8 @@ def utilization(queries, examples):
     """Metrix Eq. (12): mean over the queries of the squared distance to the nearest example.
 
     u(Q, X) = 1/|Q| sum_{q in Q} min_{x in X} || f(q) - f(x) ||^2.  queries (Q, D), examples (X, D) -> float, 0 to 4
-    Here X are the clean training images; train_metrix.py --analyse adds mixed ones.
     """
-    s, _ = retrieve(queries, examples, 1)                                # (Q, 1) cosines
+    s = torch.cat([s for _, s, _ in common.k_nearest(queries, examples, 1)])            # (Q, 1) cosines
     return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)
 
 
@@ -90,7 +86,7 @@ def normalized_mutual_information(a, b):
 def clusters(z, k):
     """The cluster of each image by the k-means of faiss, with a fixed seed.  z (N, D) -> (N,)"""
     if sys.platform == 'darwin':
-        raise ImportError                                   # common.searcher says why
+        raise ImportError                                   # common.k_nearest says why
     import faiss
     z = F.normalize(z.float().cpu(), dim=1).numpy()
     kmeans = faiss.Kmeans(z.shape[1], k, niter=20, seed=1, min_points_per_centroid=1, max_points_per_centroid=len(z))
@@ -108,14 +104,14 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     within = gallery is None
     z = F.normalize(z.float(), dim=1)
     gallery, labels = (z, y) if within else (F.normalize(gallery.float(), dim=1), gallery_labels.to(y.device))
+    b = max(1, 2 ** 24 // len(gallery))                                  # queries at a time
     counts = torch.zeros(2 * steps, dtype=torch.long, device=z.device)   # of negative pairs, then of positive ones
-    for rows in torch.arange(len(z), device=z.device).split(max(1, 2 ** 24 // len(gallery))):
-        level = ((z[rows] @ gallery.T + 1) * steps / 2).long().clamp(0, steps - 1)      # (b, G)
-        level += steps * (y[rows, None] == labels)
-        if within:                                                       # no image with itself
-            level = level[rows[:, None] != torch.arange(len(z), device=z.device)]
+    for part, part_labels in zip(z.split(b), y.split(b)):
+        level = ((part @ gallery.T + 1) * steps / 2).long().clamp(0, steps - 1)         # (b, G)
+        level += steps * (part_labels[:, None] == labels)
         counts += torch.bincount(level.flatten(), minlength=2 * steps)
     counts = counts.double().view(2, steps)
+    counts[1, -1] -= len(z) if within else 0                             # each image with itself, of similarity 1
     # Of the negative and of the positive pairs, the shares below each threshold
     negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
     accuracy = (negative + 1 - positive) / 2
@@ -134,8 +130,7 @@ def analyse(z, training, data, result, gallery=None):
     if 's+' in result:
         measures['alignment'] = alignment(z, y)
     if result.get('unmatched', 0) < len(y):
-        labels = None if gallery is None else data.gallery.labels
-        measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y, gallery, labels)
+        measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
     try:
         measures['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
     except ImportError:
@@ -149,36 +144,24 @@ GREEN, RED, PLAIN = (0, 160, 0), (220, 0, 0), (255, 255, 255)
 ROWS, BORDER = 8, 4                                         # queries on a sheet; width of a border, in pixels
 
 
-def tile(images, i, colour):
-    """The centre crop of an image, with a border: (3, S + 2 BORDER, S + 2 BORDER) uint8"""
-    side = images.image_size + 2 * BORDER
-    picture = torch.tensor(colour, dtype=torch.uint8).repeat(side, side, 1)
-    images.crop(i, None, picture[BORDER:-BORDER, BORDER:-BORDER])
-    return picture.permute(2, 0, 1)
-
-
 def draw_sheet(path, queries, gallery, rows, index, hit=None):
     """A PNG with a query in each row, and then its nearest images: green border if of its class, red if not.
 
     queries, gallery  Images;  rows  the Q queries to draw
     index, hit        (Q, k) positions in the gallery, and whether they match; hit None: not known, no colours
+    Raises UsageError where `path` is one of these images: a photo is never replaced.
     """
-    tiles = []
-    for row, query in enumerate(rows):
-        tiles.append(tile(queries, query, PLAIN))
-        tiles += [tile(gallery, i, PLAIN if hit is None else GREEN if hit[row, n] else RED)
-                  for n, i in enumerate(index[row].tolist())]
-    common.save_pictures(path, torch.stack(tiles) / 255, columns=index.shape[1] + 1)
-
-
-def retrieve(z, gallery, k):
-    """Similarities and positions of the k nearest of each query, (N, k); without a gallery the query is left out."""
-    within = gallery is None
-    z = F.normalize(z.float(), dim=1)
-    gallery = z if within else F.normalize(gallery.float(), dim=1)
-    itself = torch.arange(len(z), device=z.device) if within else None
-    _, s, index = zip(*common.nearest(z, gallery, min(k, len(gallery) - within), itself))
-    return torch.cat(s).cpu(), torch.cat(index).cpu()
+    if path.exists() and path.resolve() in {Path(name).resolve() for name in [*queries.paths, *gallery.paths]}:
+        raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
+    columns, side = 1 + index.shape[1], queries.image_size + 2 * BORDER
+    sheet = torch.tensor(PLAIN, dtype=torch.uint8).repeat(len(rows), columns, side, side, 1)
+    for n, query in enumerate(rows):
+        for column, i in enumerate([query, *index[n].tolist()]):
+            if column and hit is not None:
+                sheet[n, column] = torch.tensor(GREEN if hit[n, column - 1] else RED)
+            images = gallery if column else queries
+            images.crop(i, None, sheet[n, column, BORDER:-BORDER, BORDER:-BORDER])
+    common.save_pictures(path, sheet.flatten(0, 1).permute(0, 3, 1, 2) / 255, columns)
 
 
 def hardest_first(s, hit):
@@ -187,18 +170,18 @@ def hardest_first(s, hit):
     s, hit  (N, k) similarities of the nearest images, and whether they match
     """
     mistake = s.masked_fill(hit, -1).amax(dim=1)                         # (N,)
-    # A quarter of a similarity is between -1/4 and 1/4, so it orders only queries with the same number of matches.
-    return (hit.sum(dim=1) - mistake / 4).argsort(stable=True)
+    return torch.from_numpy(np.lexsort((-mistake, hit.sum(dim=1))))      # lexsort sorts by its last key first
 
 
-def sheet(path, data, z, gallery, top, hardest):
-    """Draws ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
-    s, index = retrieve(z, gallery, top)
+def draw_queries(path, data, z, gallery, top, hardest):
+    """A sheet of ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
+    k = min(top, len(data.gallery) - (gallery is None))
+    _, s, index = (torch.cat(parts).cpu() for parts in zip(*common.k_nearest(z, gallery, k)))      # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    # A query without any match in the gallery is no failure of the network.
-    within = int(gallery is None)
-    matched = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels] > within
     order = hardest_first(s, hit) if hardest else torch.arange(len(s))
+    # A query without any match in the gallery is no failure of the network. A query itself is no match.
+    present = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]
+    matched = present > (gallery is None)
     order = order[matched[order]] if matched.any() else order
     if not hardest:
         order = order[torch.linspace(0, len(order) - 1, min(ROWS, len(order))).long()]
@@ -207,50 +190,26 @@ def sheet(path, data, z, gallery, top, hardest):
     print(f'{len(rows)} queries and their nearest images: {path}')
 
 
-def search(args, model, images, path):
-    """The images that are nearest to a photo. The photo itself, where it is one of them, is left out."""
+def search_photo(args, model, images, path):
+    """Prints and draws the images that are nearest to --query. If it is one of them itself, it is left out."""
     photo = common.read_image(args.query, model.args['resize'])
-    here, places = args.query.resolve(), [Path(name).resolve() for name in images.paths]
-    if path.resolve() in [here, *places]:
-        raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
-    query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size)
-    images = images.subset(torch.tensor([i for i, place in enumerate(places) if place != here]))
-    s, index = retrieve(*(common.embed(model, part) for part in (query, images)), args.top)
-    found = [dict(similarity=round(value, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
-             for value, i in zip(s[0].tolist(), index[0].tolist())]
-    for row in found:
-        print(f'{row["similarity"]:8.3f}  {row["label"]}  {row["path"]}')
+    query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size, paths=[args.query])
+    others = [i for i, name in enumerate(images.paths) if Path(name).resolve() != args.query.resolve()]
+    images = images.subset(torch.tensor(others))
+    z, gallery = common.embed(model, query), common.embed(model, images)
+    _, s, index = next(common.k_nearest(z, gallery, min(args.top, len(images))))        # both (1, k)
+    nearest = [dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
+               for similarity, i in zip(s[0].tolist(), index[0].tolist())]
+    for image in nearest:
+        print(f'{image["similarity"]:8.3f}  {image["label"]}  {image["path"]}')
     draw_sheet(path, query, images, [0], index)
     print(f'{args.query} and the images nearest to it: {path}')
-    return dict(query=str(args.query), nearest=found)
-
-
-def curves(args):
-    """Draws R@1 and MAP@R of each run over its epochs, with matplotlib; with --fold those on the validation classes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise common.UsageError('--curves needs matplotlib: pip install matplotlib') from None
-    figure = Figure(figsize=(10, 4), layout='constrained')
-    panels = dict(zip(('R@1', 'MAP@R'), figure.subplots(1, 2)))
-    for path in args.checkpoint:
-        saved = common.read_checkpoint(path)
-        rows, part = saved.get('rows', []), 'validation' if saved['args'].get('fold') else 'test'
-        name = (path if path.is_dir() else path.resolve().parent).name
-        with common.distrusting(path):
-            for key, axes in panels.items():
-                axes.plot([row['epoch'] for row in rows], [row[key] for row in rows], '.-', label=f'{name} ({part})')
-    for key, axes in panels.items():
-        axes.set(xlabel='epoch', ylabel=f'{key}, %')
-    axes.legend()
-    with common.written_whole(args.curves) as file:
-        figure.savefig(file, format='png')
-    return dict(checkpoint=[str(path) for path in args.checkpoint], curves=str(args.curves))
+    return dict(query=str(args.query), nearest=nearest)
 
 
 # ---- tables
 
-# Arguments in which the runs of a recipe may differ
+# Flags in which the runs of a recipe may differ
 NO_RECIPE = {'seed', 'fold', 'data', 'precision', 'eval_every', 'chunk', 'compile'}
 
 
@@ -266,129 +225,90 @@ def interval(values):
 
 
 def concatenate(parts):
-    """Embeddings of the same images by several networks, one behind the other: (N, D) each -> (N, sum of all D)
-
-    Each is scaled to unit length before, and the whole afterwards, as in Section 3.3 of the Reality Check.
-    """
+    """Embeddings by several networks, each of unit length, one behind the other: (N, D) each -> (N, sum of all D)"""
     return F.normalize(torch.cat([F.normalize(part.float(), dim=1) for part in parts], dim=1), dim=1)
 
 
-def runs_of(paths):
-    """{name of a recipe: {seed: {fold: checkpoint}}}, where fold is None or 'i/n'; the classes seen by any network; and
-    the flags of each network, dicts.
+def read_runs(paths):
+    """What the checkpoints say of their runs: a list of objects with path, script, flags, fold, classes and recipe.
 
-    A recipe is the script with all flags but the seed and what does not change the method. Its name is the script's,
-    with those flags in which it differs from other recipes of this script.
+    A recipe is a script with all flags but those of NO_RECIPE; of --fold i/n, n belongs to it. Its name is that of the
+    script, with the flags in which it differs from the other recipes of this script.
     """
-    groups, seen, trained = {}, set(), []
+    runs = []
     for path in paths:
         saved = common.read_checkpoint(common.best_of(path))
-        flags, seen = saved['args'], seen | set(saved.get('classes', []))
-        trained.append(flags)
-        # The same classes, or runs on different folders would count as seeds of one recipe
-        recipe = json.dumps([{name: flags[name] for name in sorted(flags.keys() - NO_RECIPE)},
-                             sorted(saved.get('classes', []))])
-        folds = groups.setdefault((saved['script'], recipe), {}).setdefault(flags.get('seed'), {})
-        if flags.get('fold') in folds:
-            raise common.UsageError(f'{path} and {folds[flags.get("fold")]} have the same recipe, seed and fold')
-        folds[flags.get('fold')] = path
-    named = {}
-    for script, recipe in groups:
-        flags = json.loads(recipe)[0]
-        others = [json.loads(other)[0] for name, other in groups if name == script]
-        differs = [f' {name}={flags[name]}' for name in flags if any(o.get(name) != flags[name] for o in others)]
-        name = script.removeprefix('train_') + ''.join(differs)
-        if name in named:
-            raise common.UsageError(f'the networks of {name} were trained on different classes, so they are no seeds '
+        fold = saved['args'].get('fold', 'none')
+        runs.append(SimpleNamespace(path=path, script=saved['script'], fold=fold, classes=saved.get('classes', []),
+                                    flags=saved['args'] | dict(folds=fold.split('/')[-1])))
+    for run in runs:
+        others = [other.flags for other in runs if other.script == run.script]
+        differs = [f' {flag}={value}' for flag, value in sorted(run.flags.items())
+                   if flag not in NO_RECIPE and any(other.get(flag) != value for other in others)]
+        run.recipe = run.script.removeprefix('train_') + ''.join(differs)
+    return runs
+
+
+def group(runs):
+    """{recipe: {seed: {fold: run}}}, where fold is 'i/n' or 'none'; refuses runs whose mean would say nothing."""
+    recipes = {}
+    for run in runs:
+        folds = recipes.setdefault(run.recipe, {}).setdefault(run.flags.get('seed'), {})
+        if run.fold in folds:
+            raise common.UsageError(f'{run.path} and {folds[run.fold].path} have the same recipe, seed and fold')
+        folds[run.fold] = run
+    for recipe, seeds in recipes.items():
+        if len({frozenset(run.classes) for run in runs if run.recipe == recipe}) > 1:
+            raise common.UsageError(f'the networks of {recipe} were trained on different classes, so they are no seeds '
                                     'of one recipe')
-        named[name] = groups[script, recipe]
-    for name, seeds in named.items():
-        counts = {str(fold).split('/')[-1] for folds in seeds.values() for fold in folds}       # n of i/n, or None
-        if len(counts) > 1:
-            raise common.UsageError(f'{name}: runs with --fold and without, or of different numbers of folds, cannot '
-                                    'be one row')
         if len({frozenset(folds) for folds in seeds.values()}) > 1:
-            raise common.UsageError(f'{name}: its seeds have different folds: ' + '; '.join(
-                f'seed {seed}: {", ".join(sorted(map(str, folds)))}' for seed, folds in sorted(seeds.items())))
-    return named, seen, trained
+            raise common.UsageError(f'{recipe}: its seeds have different folds: {folds_of(seeds)}')
+    return recipes
 
 
-def score_runs(args, seeds, load):
-    """{setting: {seed: row}} of one recipe; seeds {seed: {fold: checkpoint}} as in runs_of"""
+def folds_of(seeds):
+    """{seed: {fold: run}} as text, to compare and to print"""
+    return '; '.join(f'seed {seed} has fold {", ".join(sorted(folds))}' for seed, folds in sorted(seeds.items()))
+
+
+def score_recipe(args, seeds, load):
+    """{setting: {seed: row}} of one recipe, whose runs are {seed: {fold: run}}"""
     table = {}
     for seed, folds in sorted(seeds.items()):
-        rows, queries, galleries = [], [], []
-        for _, path in sorted(folds.items()):
-            model = common.load_checkpoint(path, args.device, args.precision)
+        rows, embeddings = [], []
+        for _, run in sorted(folds.items()):
+            model = common.load_checkpoint(run.path, args.device, args.precision)
             data = load(model.args['resize'], model.args['image_size'])
-            z, gallery = common.embed_test(model, data)
-            rows.append(common.score(data, z, gallery))
-            queries.append(z)
-            galleries.append(gallery)
-            print(f'{path}: R@1 {rows[-1]["R@1"]:.2f}, MAP@R {rows[-1]["MAP@R"]:.2f}', flush=True)
-        each = f'separated ({z.shape[1]}-dim)' if len(folds) > 1 else f'one network ({z.shape[1]}-dim)'
+            embeddings.append(common.embed_test(model, data))            # of the queries, and of the gallery or None
+            rows.append(common.score(data, *embeddings[-1]))
+            print(f'{run.path}: R@1 {rows[-1]["R@1"]:.2f}, MAP@R {rows[-1]["MAP@R"]:.2f}', flush=True)
+        dim = embeddings[0][0].shape[1]
+        each = f'separated ({dim}-dim)' if len(folds) > 1 else f'one network ({dim}-dim)'
         table.setdefault(each, {})[seed] = {key: mean(row[key] for row in rows) for key in rows[0]}
         if len(folds) > 1:
-            z, gallery = concatenate(queries), None if gallery is None else concatenate(galleries)
+            z, gallery = (None if parts[0] is None else concatenate(parts) for parts in zip(*embeddings))
             table.setdefault(f'concatenated ({z.shape[1]}-dim)', {})[seed] = common.score(data, z, gallery)
     return table
 
 
 def show_table(rows):
     """Prints rows [recipe, setting, {seed: row}] as mean ± half width, and returns them for the JSON line."""
-    keys, width, shown = ('R@1', 'RP', 'MAP@R'), max(len(name) for name, *_ in rows), []
+    keys, width, shown = ('R@1', 'RP', 'MAP@R'), max(len(recipe) for recipe, *_ in rows), []
     print(f'{"":{width + 26}}' + ''.join(f'{key:>16}' for key in keys))
-    for name, setting, seeds in rows:
+    for recipe, setting, seeds in rows:
         values = {key: interval([row[key] for row in seeds.values()]) for key in next(iter(seeds.values()))}
         cells = [f'{middle:.2f}' + ('' if half is None else f' ± {half:.2f}') for middle, half in map(values.get, keys)]
-        print(f'{name:{width}}  {setting:24}' + ''.join(f'{cell:>16}' for cell in cells))
-        shown.append(dict(recipe=name, setting=setting, seeds=list(seeds)) |
+        print(f'{recipe:{width}}  {setting:24}' + ''.join(f'{cell:>16}' for cell in cells))
+        shown.append(dict(recipe=recipe, setting=setting, seeds=list(seeds)) |
                      {key: dict(mean=middle, interval=half) for key, (middle, half) in values.items()})
     return shown
-
-
-def pair(named):
-    """Refuses two groups of runs that cannot be compared seed by seed."""
-    if len(named) != 2:
-        raise common.UsageError(f'--against compares two recipes, and these are {len(named)}: {"; ".join(named)}')
-    (first, a), (second, b) = named.items()
-    if {seed: set(folds) for seed, folds in a.items()} != {seed: set(folds) for seed, folds in b.items()}:
-        there = [', '.join(f'seed {seed} fold {fold}' for seed, folds in sorted(runs.items()) for fold in folds)
-                 for runs in (a, b)]
-        raise common.UsageError(f'--against compares runs of the same seeds and folds; of {first} there are '
-                                f'{there[0]}; of {second} {there[1]}')
-
-
-def compare(args):
-    """The table of several checkpoints; with --against, the differences of two recipes as well."""
-    interval([0, 1])                                        # if scipy is missing, that shows here and not at the end
-    named, seen, trained = runs_of([*args.checkpoint, *args.against])
-    if args.against:
-        pair(named)
-    datasets = sorted({flags.get('dataset', 'nothing') for flags in trained})
-    if len(datasets) > 1 and not args.dataset:
-        raise common.UsageError(f'these networks were trained on {" and ".join(datasets)}: say with --dataset, and '
-                                '--data, where to evaluate them')
-    dataset, load = loader(args, trained[0], seen)
-    tables = {name: score_runs(args, seeds, load) for name, seeds in named.items()}
-    rows = [(name, setting, seeds) for name, table in tables.items() for setting, seeds in table.items()]
-    if args.against:
-        (first, a), (second, b) = tables.items()            # settings in the same order; their dimensions may differ
-        rows += [(f'{first} - {second}', setting.split(' (')[0], {seed: {key: ours[seed][key] - theirs[seed][key]
-                  for key in theirs[seed]} for seed in ours}) for (setting, ours), theirs in zip(a.items(), b.values())]
-    counts = sorted({len(seeds) for seeds in named.values()})
-    print(f'{dataset}: the mean over {" or ".join(map(str, counts))} seeds, ± its 95 % confidence interval'
-          if counts != [1] else f'{dataset}: one seed of each recipe, so there is no interval')
-    return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=dataset,
-                rows=show_table(rows))
 
 
 # ---- command line
 
 
 def get_args(argv=None):
-    parser = common.Parser(prog='eval.py', description=__doc__, allow_abbrev=False,
-                           formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.Parser(prog='eval.py', description=__doc__, formatter_class=common.Help, allow_abbrev=False)
     add = parser.add_argument
     add('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt')
     add('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed')
@@ -396,19 +316,15 @@ def get_args(argv=None):
     add('--data', help='its folder; if not given, that of the training')
     add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
     add('--analyse', action='store_true', help='the further measures above')
-    archive = partial(common.new_file, suffix='.npz', start=b'PK', kind='an archive of numpy')
-    add('--embed', type=archive, metavar='NPZ', help='save embeddings, labels, classes and paths')
-    add('--sheet', type=common.new_picture, metavar='PNG', help='draw some queries and their nearest images')
+    add('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths')
+    add('--sheet', type=common.file_ending('.png'), metavar='PNG', help='draw some queries and their nearest images')
     add('--hardest', action='store_true', help='sheet: the queries with the worst results first')
     add('--query', type=Path, metavar='PHOTO', help='print and draw the images nearest to this one')
     add('--top', type=common.at_least(1), default=5, help='sheet and query: how many nearest images')
-    add('--curves', type=common.new_picture, metavar='PNG', help='draw the rows of the runs over the epochs, and stop')
     add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
     args = parser.parse_args(argv)
     args.changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    if args.curves:
-        common.refuse(args, sorted(args.changed - {'checkpoint', 'curves'}), '--curves')
     if len(args.checkpoint) > 1 or args.against:
         common.refuse(args, ['analyse', 'embed', 'sheet', 'hardest', 'query', 'top'], 'several checkpoints')
     if args.query:
@@ -417,82 +333,57 @@ def get_args(argv=None):
         common.refuse(args, ['hardest'], 'no sheet: take --sheet')
     if not (args.sheet or args.query):
         common.refuse(args, ['top'], 'nothing to draw: take --sheet or --query')
-    args.checkpoint, args.against = ([found for path in paths for found in matching(path)]
-                                     for paths in (args.checkpoint, args.against))
     return args
 
 
-def matching(path):
-    """The paths that a pattern like runs/ms-* stands for. Most shells resolve it before, but those of Windows do not.
-
-    A path that exists is no pattern, and a pattern that nothing matches stays as it is.
-    """
-    return [path] if path.exists() else [Path(found) for found in sorted(glob(str(path)))] or [path]
-
-
-def loader(args, trained, seen):
-    """The name of the dataset to evaluate, and a function load(resize, image_size) that opens it"""
-    if not {'dataset', 'data', 'resize', 'image_size'} <= trained.keys():
-        raise common.UsageError('the checkpoint is not one of a run: it does not hold what the network was trained on')
-    dataset = args.dataset or trained['dataset']
-    if dataset not in ('shapes', trained['dataset']) and not args.data:
-        raise common.UsageError(f'--dataset {dataset} is not what the network was trained on: say where it is, --data')
+def place_of_test_set(args, trainings):
+    """Name and folder of the dataset to evaluate: the flags say it, or else the networks' trainings, dicts of flags."""
+    trained_on = sorted({str(flags.get('dataset')) for flags in trainings})
+    dataset = args.dataset or trained_on[0]
+    if trained_on != [dataset] and not (args.dataset and (args.data or dataset == 'shapes')):
+        raise common.UsageError(f'the training was on {" and ".join(trained_on)}: to evaluate elsewhere, or on one of '
+                                'these, say --dataset and --data')
     if dataset == 'shapes':
         common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
-
-    @cache
-    def load(resize, image_size):
-        return common.load_dataset(dataset, args.data or trained['data'], resize, image_size, args.cache, seen)
-    return dataset, load
+    return dataset, args.data or trainings[0].get('data')
 
 
-def load_training(args, model):
+def load_training_set(args, model):
     """The images that the network was trained on: where they were then, or in --data if that is not there any more"""
     trained = model.args
-    where = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
-    training = common.load_dataset(trained['dataset'], where, trained['resize'], trained['image_size'], args.cache,
+    folder = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
+    training = common.load_dataset(trained['dataset'], folder, trained['resize'], trained['image_size'], args.cache,
                                    fold=trained.get('fold')).train
     if new := set(training.classes) - set(model.classes):
-        raise common.UsageError(f'--analyse needs the training images, and {where} has other ones: {len(new)} classes '
+        raise common.UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
                                 f'of its training set are new to the network, among them {min(new)}')
     return training
 
 
 def save_embeddings(path, data, z, gallery):
     """An NPZ file with embeddings (N, D), labels (N,), paths (N,) and the classes' names; of a gallery as well"""
-    arrays, count = dict(classes=np.array(data.query.classes)), 0
+    arrays = dict(classes=np.array(data.query.classes))
     for prefix, images, embeddings in (('', data.query, z), ('gallery_', data.gallery, gallery)):
         if embeddings is not None:
             arrays |= {f'{prefix}embeddings': F.normalize(embeddings, dim=1).cpu().numpy(),
                        f'{prefix}labels': images.labels.numpy(), f'{prefix}paths': images.paths}
-            count += len(images)
     with common.written_whole(path) as file:
         np.savez(file, **arrays)
-    print(f'embeddings of {count:,} images: {path}')
+    print(f'embeddings: {path}')
 
 
-def main(argv=None):
-    args = get_args(argv)
-    if args.curves:
-        result = curves(args)
-    elif len(args.checkpoint) > 1 or args.against:
-        result = compare(args)
-    else:
-        result = evaluate(args, args.checkpoint[0])
-    print(json.dumps(result))
-    return result
-
-
-def evaluate(args, path):
+def evaluate_one(args):
     """One checkpoint: its metrics, and whatever the flags ask for"""
+    path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
-    trained = model.args
+    dataset, folder = place_of_test_set(args, [model.args])
     # What a photo is searched in need not be new to the network.
-    dataset, load = loader(args, trained, () if args.query else model.classes)
-    data = load(trained['resize'], trained['image_size'])
+    data = common.load_dataset(dataset, folder, model.args['resize'], model.args['image_size'], args.cache,
+                               known=() if args.query else model.classes)
     if args.query:
-        return search(args, model, data.gallery, args.sheet or (path if path.is_dir() else path.parent) / 'query.png')
-    training = load_training(args, model) if args.analyse else None
+        picture = args.sheet or (path if path.is_dir() else path.parent) / 'query.png'
+        return search_photo(args, model, data.gallery, picture)
+    training = load_training_set(args, model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = common.score(data, z, gallery)
     if args.analyse:
@@ -506,8 +397,42 @@ def evaluate(args, path):
     if args.embed:
         save_embeddings(args.embed, data, z, gallery)
     if args.sheet:
-        sheet(args.sheet, data, z, gallery, args.top, args.hardest)
+        draw_queries(args.sheet, data, z, gallery, args.top, args.hardest)
     return dict(checkpoint=str(path), dataset=dataset) | result
+
+
+def evaluate_several(args):
+    """The table of several checkpoints; with --against, the differences of two recipes as well"""
+    interval([0, 1])                                        # if scipy is missing, that shows here and not at the end
+    runs = read_runs([*args.checkpoint, *args.against])
+    recipes = group(runs)
+    if args.against:
+        folds = {recipe: folds_of(seeds) for recipe, seeds in recipes.items()}
+        if len(folds) != 2 or len(set(folds.values())) != 1:
+            raise common.UsageError('--against compares two recipes by the same seeds and folds, and these are '
+                                    + '; '.join(f'{recipe} ({text})' for recipe, text in folds.items()))
+    dataset, folder = place_of_test_set(args, [run.flags for run in runs])
+    known = set().union(*(run.classes for run in runs))     # left out for all, so that they see the same classes
+    load = cache(partial(common.load_dataset, dataset, folder, cache=args.cache, known=known))
+    tables = {recipe: score_recipe(args, seeds, load) for recipe, seeds in recipes.items()}
+    rows = [(recipe, setting, scores) for recipe, table in tables.items() for setting, scores in table.items()]
+    if args.against:
+        (first, a), (second, b) = tables.items()            # the same settings, perhaps with other dimensions
+        for (setting, ours), theirs in zip(a.items(), b.values()):
+            differences = {seed: {key: ours[seed][key] - theirs[seed][key] for key in ours[seed]} for seed in ours}
+            rows.append((f'{first} - {second}', setting.split(' (')[0], differences))
+    counts = sorted({len(seeds) for seeds in recipes.values()})
+    print(f'{dataset}: ' + ('one seed of each recipe, so there is no interval' if counts == [1] else
+          f'the mean over {" or ".join(map(str, counts))} seeds, ± its 95 % confidence interval'))
+    return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=dataset,
+                rows=show_table(rows))
+
+
+def main(argv=None):
+    args = get_args(argv)
+    result = evaluate_several(args) if len(args.checkpoint) > 1 or args.against else evaluate_one(args)
+    print(json.dumps(result))
+    return result
 
 
 if __name__ == '__main__':

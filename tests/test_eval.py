@@ -92,8 +92,9 @@ def test_analyse_measures_the_test_set_and_its_distance_to_the_training_set(run,
 
 def test_the_standard_error_is_that_of_a_share():
     """Of 12 queries, half of which find a match first: 100 sqrt(0.5 x 0.5 / 12)"""
-    z, data = unit(12), SimpleNamespace(query=SimpleNamespace(labels=torch.arange(12) % 3))
-    measures = evaluation.analyse(z, unit(5, seed=1), data, {'R@1': 50.0})
+    images = SimpleNamespace(labels=torch.arange(12) % 3)
+    data = SimpleNamespace(query=images, gallery=images)
+    measures = evaluation.analyse(unit(12), unit(5, seed=1), data, {'R@1': 50.0})
     assert measures['standard error'] == pytest.approx(14.434, abs=1e-3)
 
 
@@ -111,22 +112,20 @@ def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, f
 def test_utilization_is_by_the_training_images_of_the_network(run, small, folder, tmp_path, monkeypatch, capsys):
     """Also where the network is evaluated on another dataset, or another folder"""
     run(train_ms, '--name', 'x')
-    folders = []
-    with monkeypatch.context() as patch:
-        real_folder = common.read_folder
-        patch.setattr(common, 'read_folder', lambda root, seen: folders.append(str(root)) or real_folder(root, seen))
-        draw_folder(tmp_path / 'other', 'mnop', per_class=2, seed=5)
-        evaluation.main(f'--checkpoint runs/x --dataset folder --data {tmp_path}/other --analyse --device cpu'.split())
-    assert folders == [f'{tmp_path}/other', str(folder)]
-    real, loaded = common.load_dataset, []
-    monkeypatch.setattr(common, 'load_dataset', lambda name, *a, **kw: loaded.append(name) or real(name, *a, **kw))
+    real, opened = common.load_dataset, []
+    monkeypatch.setattr(common, 'load_dataset',
+                        lambda name, root, *a, **kw: opened.append((name, root)) or real(name, root, *a, **kw))
+    draw_folder(tmp_path / 'other', 'mnop', per_class=2, seed=5)
+    evaluation.main('--checkpoint runs/x --dataset folder --data other --analyse --device cpu'.split())
+    assert opened == [('folder', 'other'), ('folder', str(folder))]
+    opened.clear()
     evaluation.main('--checkpoint runs/x --dataset shapes --analyse --device cpu'.split())
-    assert loaded == ['shapes', 'folder']
+    assert [name for name, _ in opened] == ['shapes', 'folder']
 
 
 def test_another_dataset_needs_its_folder(run, small):
     run(train_ms, '--name', 'mine')
-    with pytest.raises(common.UsageError, match='--dataset cub.*--data'):
+    with pytest.raises(common.UsageError, match='training was on folder: .* --data'):
         evaluation.main(['--checkpoint', 'runs/mine', '--dataset', 'cub'])
 
 
