@@ -20,14 +20,14 @@ two rows, as in Section 3.3 of the Reality Check:
     uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better        (the same)
     utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
-    NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. Where
-                        these are many it is high for any network: 80.8 for a random one (Reality Check, Table 2, SOP)
+    NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
+                        many classes any network has a high one: on SOP a random one 80.8 (Reality Check, Table 2)
     threshold           two images are called the same class if their similarity is at least this. It is the value
                         with the highest balanced accuracy on the test images, so that accuracy is optimistic.
     balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
 Alignment needs two queries of one class, and the threshold a match; without them they are left out.
-train_metrix.py --analyse is another flag: it draws Fig. 2 of Metrix, and computes Eq. (12) with mixed examples, too.
+The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix, and adds mixed examples to Eq. (12).
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -179,9 +179,9 @@ def draw_queries(path, data, z, gallery, top, hardest):
     _, s, index = (torch.cat(parts).cpu() for parts in zip(*common.k_nearest(z, gallery, k)))      # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
     order = hardest_first(s, hit) if hardest else torch.arange(len(s))
-    # A query without any match in the gallery is no failure of the network. A query itself is no match.
-    present = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]
-    matched = present > (gallery is None)
+    # Queries whose class has no other image are no failures of the network: they are drawn only if there are no others.
+    same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
+    matched = same_class > (1 if gallery is None else 0)                 # without a gallery, a query counts itself
     order = order[matched[order]] if matched.any() else order
     if not hardest:
         order = order[torch.linspace(0, len(order) - 1, min(ROWS, len(order))).long()]
@@ -337,12 +337,12 @@ def get_args(argv=None):
 
 
 def place_of_test_set(args, trainings):
-    """Name and folder of the dataset to evaluate: the flags say it, or else the networks' trainings, dicts of flags."""
+    """Name and folder of the dataset to evaluate: --dataset and --data, or else those in `trainings`, dicts of flags."""
     trained_on = sorted({str(flags.get('dataset')) for flags in trainings})
     dataset = args.dataset or trained_on[0]
     if trained_on != [dataset] and not (args.dataset and (args.data or dataset == 'shapes')):
-        raise common.UsageError(f'the training was on {" and ".join(trained_on)}: to evaluate elsewhere, or on one of '
-                                'these, say --dataset and --data')
+        raise common.UsageError(f'the training was on {" and ".join(trained_on)}: where to evaluate must be said with '
+                                '--dataset and --data')
     if dataset == 'shapes':
         common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
     return dataset, args.data or trainings[0].get('data')
@@ -417,7 +417,7 @@ def evaluate_several(args):
     tables = {recipe: score_recipe(args, seeds, load) for recipe, seeds in recipes.items()}
     rows = [(recipe, setting, scores) for recipe, table in tables.items() for setting, scores in table.items()]
     if args.against:
-        (first, a), (second, b) = tables.items()            # the same settings, perhaps with other dimensions
+        (first, a), (second, b) = tables.items()            # settings in the same order; their dimensions may differ
         for (setting, ours), theirs in zip(a.items(), b.values()):
             differences = {seed: {key: ours[seed][key] - theirs[seed][key] for key in ours[seed]} for seed in ours}
             rows.append((f'{first} - {second}', setting.split(' (')[0], differences))
