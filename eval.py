@@ -337,7 +337,7 @@ def get_args(argv=None):
 
 
 def place_of_test_set(args, trainings):
-    """Name and folder of the dataset to evaluate: --dataset and --data, or else those in `trainings`, dicts of flags."""
+    """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags."""
     trained_on = sorted({str(flags.get('dataset')) for flags in trainings})
     dataset = args.dataset or trained_on[0]
     if trained_on != [dataset] and not (args.dataset and (args.data or dataset == 'shapes')):
