@@ -154,14 +154,14 @@ def draw_sheet(path, queries, gallery, rows, index, hit=None):
     if path.exists() and path.resolve() in {Path(name).resolve() for name in [*queries.paths, *gallery.paths]}:
         raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
     columns, side = 1 + index.shape[1], queries.image_size + 2 * BORDER
-    sheet = torch.tensor(PLAIN, dtype=torch.uint8).repeat(len(rows), columns, side, side, 1)
+    sheet = torch.empty(len(rows), columns, 3, side, side, dtype=torch.uint8)
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
-            if column and hit is not None:
-                sheet[n, column] = torch.tensor(GREEN if hit[n, column - 1] else RED)
+            border = PLAIN if column == 0 or hit is None else GREEN if hit[n, column - 1] else RED
+            sheet[n, column] = torch.tensor(border)[:, None, None]
             images = gallery if column else queries
-            images.crop(i, None, sheet[n, column, BORDER:-BORDER, BORDER:-BORDER])
-    common.save_pictures(path, sheet.flatten(0, 1).permute(0, 3, 1, 2) / 255, columns)
+            images.crop(i, None, False, sheet[n, column, :, BORDER:-BORDER, BORDER:-BORDER])
+    common.save_pictures(path, sheet.flatten(0, 1) / 255, columns)
 
 
 def hardest_first(s, hit):
@@ -193,7 +193,7 @@ def draw_queries(path, data, z, gallery, top, hardest):
 def search_photo(args, model, images, path):
     """Prints and draws the images that are nearest to --query. If it is one of them itself, it is left out."""
     photo = common.read_image(args.query, model.args['resize'])
-    query = common.Images(photo.reshape(-1), [photo.shape[:2]], torch.zeros(1), images.image_size, paths=[args.query])
+    query = common.Images(photo.flatten(), [photo.shape[:2]], torch.zeros(1), images.image_size, paths=[args.query])
     others = [i for i, name in enumerate(images.paths) if Path(name).resolve() != args.query.resolve()]
     images = images.subset(torch.tensor(others))
     z, gallery = common.embed(model, query), common.embed(model, images)
@@ -232,13 +232,13 @@ def concatenate(parts):
 def read_runs(paths):
     """What the checkpoints say of their runs: a list of objects with path, script, flags, fold, classes and recipe.
 
-    A recipe is a script with all flags but those of NO_RECIPE; of --fold i/n, n belongs to it. Its name is that of the
+    A recipe is a script with all flags but those of NO_RECIPE, and with the n of --fold i/n. Its name is that of the
     script, with the flags in which it differs from the other recipes of this script.
     """
     runs = []
     for path in paths:
         saved = common.read_checkpoint(common.best_of(path))
-        fold = saved['args'].get('fold', 'none')
+        fold = saved['args'].get('fold') or 'none'
         runs.append(SimpleNamespace(path=path, script=saved['script'], fold=fold, classes=saved.get('classes', []),
                                     flags=saved['args'] | dict(folds=fold.split('/')[-1])))
     for run in runs:
@@ -283,10 +283,10 @@ def score_recipe(args, seeds, load):
             rows.append(common.score(data, *embeddings[-1]))
             print(f'{run.path}: R@1 {rows[-1]["R@1"]:.2f}, MAP@R {rows[-1]["MAP@R"]:.2f}', flush=True)
         dim = embeddings[0][0].shape[1]
-        each = f'separated ({dim}-dim)' if len(folds) > 1 else f'one network ({dim}-dim)'
-        table.setdefault(each, {})[seed] = {key: mean(row[key] for row in rows) for key in rows[0]}
+        setting = f'separated ({dim}-dim)' if len(folds) > 1 else f'one network ({dim}-dim)'
+        table.setdefault(setting, {})[seed] = {key: mean(row[key] for row in rows) for key in rows[0]}
         if len(folds) > 1:
-            z, gallery = (None if parts[0] is None else concatenate(parts) for parts in zip(*embeddings))
+            z, gallery = (None if each[0] is None else concatenate(each) for each in zip(*embeddings))
             table.setdefault(f'concatenated ({z.shape[1]}-dim)', {})[seed] = common.score(data, z, gallery)
     return table
 

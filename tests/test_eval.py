@@ -132,7 +132,7 @@ def test_another_dataset_needs_its_folder(run, small):
 def test_the_analysis_wants_the_images_of_the_training(tmp_path, monkeypatch, small):
     monkeypatch.chdir(tmp_path)
     draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
-    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 16 --device cpu --name mine'.split())
+    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 17 --device cpu --name mine'.split())
     (tmp_path / 'birds').rename(tmp_path / 'gone')
     draw_folder(tmp_path / 'cars', 'mnop', per_class=3)
     with pytest.raises(common.UsageError, match='needs the training images, and cars has other ones: 2 cl.* m$'):
@@ -144,7 +144,7 @@ def test_a_folder_beside_drawn_images_has_no_effect(tmp_path, monkeypatch, small
     monkeypatch.chdir(tmp_path)
     with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes.*add --dataset folder'):
         train_ms.get_args(['--data', 'photos'])
-    train_ms.main('--epochs 0 --image-size 16 --device cpu --name mine'.split())
+    train_ms.main('--epochs 0 --image-size 17 --device cpu --name mine'.split())
     with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes'):
         evaluation.main('--checkpoint runs/mine --data photos --device cpu'.split())
 
