@@ -409,7 +409,7 @@ def evaluate_several(args):
     if args.against:
         folds = {recipe: folds_of(seeds) for recipe, seeds in recipes.items()}
         if len(folds) != 2 or len(set(folds.values())) != 1:
-            raise common.UsageError('--against compares two recipes by the same seeds and folds, and these are '
+            raise common.UsageError('--against compares two recipes in the same seeds and folds, and these are '
                                     + '; '.join(f'{recipe} ({text})' for recipe, text in folds.items()))
     dataset, folder = place_of_test_set(args, [run.flags for run in runs])
     known = set().union(*(run.classes for run in runs))     # left out for all, so that they see the same classes
