@@ -529,7 +529,7 @@ def jitter_colours(x, strength):
     # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
     others = [torch.zeros_like, lambda x: grey(x).mean(dim=(1, 2, 3), keepdim=True), grey]
     for i in torch.randperm(3).tolist():
-        factor = (1 + strength * (2 * torch.rand(len(x), 1, 1, 1) - 1)).to(x.device)
+        factor = (1 + strength * (2 * torch.rand(len(x), 1, 1, 1) - 1)).to(x.device, non_blocking=True)
         x = (factor * x + (1 - factor) * others[i](x)).clamp(0, 1)
     return x
 

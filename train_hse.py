@@ -80,8 +80,8 @@ def most_similar(s, allowed):
 
 
 def candidates(y, sources):
-    """Which images may be weak positives of a hybrid, and which negatives: y (B,), sources (H, num) -> (H, B) twice.
-    The sources of a hybrid may be its weak positives, as in the paper. Other hybrids are in neither mask."""
+    """Which images may be weak positives of a hybrid, its sources included, and which negatives: y (B,), sources
+    (H, num) -> (H, B) twice. Other hybrids are in neither mask."""
     weak_positive = (y[None, :, None] == y[sources][:, None, :]).any(dim=2)                 # (H, B, num) -> (H, B)
     return weak_positive, ~weak_positive
 
@@ -117,7 +117,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
         members = [(y == c).nonzero()[:, 0] for c in classes]
         rows = [m[torch.arange(per_class) % len(m)] for m in members]
         sources.append(torch.stack(rows, dim=1))                         # (Nsize, num)
-    sources = torch.cat(sources).to(images.device)                       # (H, num)
+    sources = torch.cat(sources).to(images.device, non_blocking=True)    # (H, num)
     return blend(images[sources], kind, axis, mask_size), sources
 
 
@@ -154,7 +154,7 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
         owner = row * num // height if axis == 'top-bottom' else column * num // width
     if owner.max() < num - 1:
         raise ValueError(f'no room for {num} images in {height} x {width} pixels')
-    owner = owner.to(parts.device).expand(len(parts), 1, parts.shape[2], height, width)
+    owner = owner.to(parts.device, non_blocking=True).expand(len(parts), 1, parts.shape[2], height, width)
     return parts.gather(1, owner).squeeze(1)        # (H, 3, h, w), each pixel from the image that owns it
 
 
@@ -359,8 +359,9 @@ def main(argv=None):
         super_class[y] = groups
 
     def hybridise(images, labels):
-        return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
-                            args.axis, args.mask_size, groups=super_class[labels.cpu()])
+        y = labels.cpu()                            # once: a GPU is waited for here
+        return make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations,
+                            args.axis, args.mask_size, groups=super_class[y])
 
     if args.show_hybrids:
         return show(args, data, sampler, hybridise)
