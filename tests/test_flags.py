@@ -102,13 +102,13 @@ def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
     args = common.read_checkpoint('runs/y')['args']
     assert out[out.index('folder: '):].split('\n')[:3] == [
         'folder: 30 training images of 6 classes, 16 test images of 4 classes',
-        'runs/y/: 2 epochs, of 3 batches of 8 images, on cpu in fp32',
+        '2 epochs, of 3 batches of 8 images, on cpu in fp32',
         ', '.join(f'{flag} {value}' for flag, value in args.items())]
     assert (args['freeze_bn'], args['resize'], args['lr'], args['seed'], args['per_class']) == (True, 40, 0.03, 3, 2)
     run(train_ms, '--name', 'z', '--per-class', '0')            # two steps, which are a part of the first epoch
-    assert re.search(r'runs/z/: 1 epochs, of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
+    assert re.search(r'\n1 epochs, of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
     run(train_ms, '--name', 'f', '--fold', '0/3', '--patience', '7')
-    assert 'runs/f/: 1 epochs or until 7 evaluations bring no gain, of' in capsys.readouterr().out
+    assert '1 epochs or until 7 evaluations bring no gain, of' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('typed', ['', '--batch-size 64', '--per-class 4'])
