@@ -235,14 +235,14 @@ def test_a_class_in_train_and_test_is_warned_about(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('options, decoded, queries', [
-    (dict(known=()), ['gallery', 'query'], 2), (dict(fold='0/2'), ['train'], 4), ({}, ['gallery', 'query', 'train'], 2)])
+    (dict(known=()), 'gallery query', 2), (dict(fold='0/2'), 'train', 4), ({}, 'gallery query train', 2)])
 def test_only_what_is_used_is_decoded(tmp_path, monkeypatch, options, decoded, queries):
     """An evaluation reads no training images of a benchmark, and a fold no test images."""
     small_benchmark(tmp_path / 'shop', monkeypatch, ['img/8.jpg id_8 train', 'img/9.jpg id_9 train'], images=10)
     data = common.load_dataset('inshop', tmp_path / 'shop', 16, 16, tmp_path / 'cache', **options)
     assert len(data.query) == queries and (data.gallery is data.query) == ('fold' in options)
     assert hasattr(data, 'train') == ('known' not in options)
-    assert sorted(path.name.split('-')[1] for path in (tmp_path / 'cache').glob('*.bin')) == decoded
+    assert sorted(path.name.split('-')[1] for path in (tmp_path / 'cache').glob('*.bin')) == decoded.split()
 
 
 def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
@@ -470,7 +470,8 @@ def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next_that_writes
 @pytest.mark.parametrize('resize, image_size, expected', [
     (None, None, (256, 224)), (None, 112, (128, 112)), (128, None, (128, 112)), (300, 200, (300, 200))])
 def test_sizes_follow_each_other_as_in_the_recipes(tmp_path, monkeypatch, resize, image_size, expected):
-    monkeypatch.setattr(common, 'list_images', lambda *_, **__: {'train': [('x', 'a', None)], 'query': [('x', 'b', None)]})
+    rows = dict(train=[('x', 'a', None)], query=[('x', 'b', None)])
+    monkeypatch.setattr(common, 'list_images', lambda *_, **__: rows)
     monkeypatch.setattr(common, 'decode', lambda paths, side, *rest: (None, [(side, side)]))
     data = common.load_dataset('cub', tmp_path, resize, image_size)
     assert (data.train.sizes[0][0], data.train.image_size) == expected

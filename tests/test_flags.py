@@ -15,8 +15,8 @@ from common import UsageError
 
 # The values next to the allowed ones. Everything else about a flag's values is argparse's business.
 SHARED = {
-    '--image-size': '16', '--resize': '16', '--min-crop': '0 1.1', '--jitter': '-0.1 1.1', '--dim': '0', '--epochs': '-1',
-    '--steps': '-1', '--batch-size': '1', '--per-class': '-1', '--lr': '-1', '--weight-decay': '-1',
+    '--image-size': '16', '--resize': '16', '--min-crop': '0 1.1', '--jitter': '-0.1 1.1', '--dim': '0',
+    '--epochs': '-1', '--steps': '-1', '--batch-size': '1', '--per-class': '-1', '--lr': '-1', '--weight-decay': '-1',
     '--momentum': '-0.1 1.1', '--decay-epochs': '0', '--decay-rate': '-0.1 1.1', '--warmup': '-1', '--clip': '-1',
     '--seed': f'-1 {2 ** 63}', '--eval-every': '0', '--patience': '0'}
 OWN = {
