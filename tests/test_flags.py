@@ -9,7 +9,6 @@ from conftest import SCRIPTS, draw_folder
 
 import common
 import eval as evaluation
-import train_contrastive
 import train_ms
 from common import UsageError
 
@@ -201,8 +200,3 @@ def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_traini
     expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
     assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
     assert row['no_positive'] == 1 and row['images_per_second'] == pytest.approx(60 / 7200)
-
-
-def test_an_anchor_without_a_positive_is_counted_per_image_seen(run, small):
-    row = run(train_contrastive, '--per-class', '1', '--batch-size', '4', '--steps', '2')
-    assert row['no_positive'] == 1

@@ -298,7 +298,7 @@ def test_too_little_memory_in_training_and_evaluation_ends_in_one_line(run, smal
 def test_optimizers_are_fused_where_torch_can_and_step_as_torch_does(before_training, name, kind):
     momentum = ['--momentum', '0.9'] if name in ('sgd', 'rmsprop') else []
     held = before_training(train_ms, '--optimizer', name, '--lr', '0.01', '--weight-decay', '0.1', *momentum)
-    assert bool(held.optimizer.defaults.get('fused')) == (name != 'rmsprop')
+    assert type(held.optimizer) is kind and bool(held.optimizer.defaults.get('fused')) == (name != 'rmsprop')
     weight = held.model.linear.weight
     other = torch.nn.Parameter(weight.detach().clone())
     plain = kind([other], lr=0.01, weight_decay=0.1, foreach=False, **({'momentum': 0.9} if momentum else {}))

@@ -131,17 +131,6 @@ def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training,
     assert len(rates) == 1 or found[1][1] == 1, 'the proxies have a group of their own'
 
 
-@pytest.mark.parametrize('flags, kind, options', [
-    ('--optimizer adamw --weight-decay 0.3', torch.optim.AdamW, dict(weight_decay=0.3)),
-    ('--optimizer adam', torch.optim.Adam, dict(weight_decay=1e-4)),
-    ('--optimizer sgd --momentum 0.7', torch.optim.SGD, dict(momentum=0.7)),
-    ('--optimizer rmsprop --momentum 0.7', torch.optim.RMSprop, dict(momentum=0.7))])
-def test_the_optimizer_is_the_one_of_the_flags(before_training, flags, kind, options):
-    optimizer = before_training(train_ms, *flags.split()).optimizer
-    assert type(optimizer) is kind
-    assert all(group[key] == value for group in optimizer.param_groups for key, value in options.items())
-
-
 @pytest.mark.parametrize('optimizer', ['adam', 'adamw', 'rmsprop'])
 def test_eps_reaches_the_optimizer_of_proxynca_pp(before_training, optimizer):
     held = before_training(train_proxynca_pp, '--optimizer', optimizer, '--eps', '0.5')
