@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
-SMALL = ('--arch resnet18 --dim 4 --image-size 16 --resize 16 --batch-size 4 --per-class 2 --steps 2 --device cpu '
+SMALL = ('--arch resnet18 --dim 4 --image-size 17 --resize 17 --batch-size 4 --per-class 2 --steps 2 --device cpu '
          '--weights none --dataset folder --data x --cache cache').split()
 common = None                                               # the module of the version that is tried
 
@@ -128,9 +128,7 @@ def images():
                           ('PDF', b'%PDF-1.4\n')):
         for suffix in ('.jpg', '.png', '.tiff'):
             yield f'{name} as {suffix}', case(raw(suffix, content))
-    for size in ((1, 60_000), (60_000, 1), (1, 500), (16_000, 20)):
-        yield f'size {size}', case(save('.png', Image.new('RGB', size)))
-    for size in ((1, 1), (3, 2), (40, 1), (7, 200)):
+    for size in ((1, 1), (3, 2), (40, 1), (7, 200), (1, 500), (16_000, 20)):
         yield f'size {size}', case(save('.png', Image.new('RGB', size)), lambda p: p.size > 0)
     with io.BytesIO() as file:
         picture(2, (48, 48)).save(file, 'JPEG')
@@ -217,7 +215,7 @@ def folders():
         def damaged(cut=cut):
             plain()
             whole = load().train.pixels.copy()
-            file = next(f for f in Path('cache').iterdir() if f.suffix not in ('.lock', '') and 'train' in f.name)
+            file = next(f for f in Path('cache').iterdir() if 'train' in f.name)
             file.write_bytes(file.read_bytes()[:-cut])
             assert np.array_equal(load().train.pixels, whole), 'damaged pixels'
         yield f'cache cut by {cut}', damaged
@@ -325,35 +323,31 @@ def checkpoints():
             whole = torch.load('runs/r/last.pt', weights_only=True)
             content = change(whole)
             if content is not None:
-                torch.save(content, 'odd.pt')
-            before = files()
-            refused(lambda: main('ms', '--resume', 'odd.pt', bare=True) if use == 'resume' else
-                    common.load_checkpoint('odd.pt'), 'odd.pt')
-            assert files() == before, 'wrote files'
+                torch.save(content, 'runs/r/last.pt')
+            before = sorted(map(str, Path().rglob('*')))
+            refused(lambda: main('ms', '--resume', 'runs/r', bare=True) if use == 'resume' else
+                    common.load_checkpoint('runs/r'), 'runs/r')
+            assert sorted(map(str, Path().rglob('*'))) == before, 'wrote files'
         return run
-
-    def files():
-        return sorted(str(path) for path in Path().rglob('*') if 'runs/r' not in str(path) and path.name != '.lock')
 
     def flip(whole, at):
         content = bytearray(Path('runs/r/last.pt').read_bytes())
         data = whole['model']['linear.weight'].numpy().tobytes()
         content[content.index(data) + at % len(data)] ^= 1
-        Path('odd.pt').write_bytes(content)
+        Path('runs/r/last.pt').write_bytes(content)
 
     def cut(share):
         content = Path('runs/r/last.pt').read_bytes()
-        Path('odd.pt').write_bytes(content[:int(share * len(content))])
+        Path('runs/r/last.pt').write_bytes(content[:int(share * len(content))])
     first = 'trunk.conv1.weight'
     for use in ('resume', 'load'):
-        keys = ['model', 'args', 'embedder', 'script'] + ['rows', 'epoch', 'optimizer'] * (use == 'resume')
-        for key in keys:
+        own = dict(resume=['rows', 'epoch', 'minutes', 'optimizer', 'schedule', 'learned'], load=[])[use]
+        for key in ['model', 'args', 'embedder', 'script', *own]:
             yield f'{use}: {key} is missing', changed(lambda w, k=key: {n: w[n] for n in w if n != k}, use)
-            for value in (None, 'x', [1], 3.5):
-                if key != 'script' and not (key == 'epoch' and value == 3.5):
-                    yield f'{use}: {key} is {value!r}', changed(lambda w, k=key, v=value: w | {k: v}, use)
-        for name, change in (('integers', lambda t: t.long()), ('complex', lambda t: t.to(torch.complex64)),
-                             ('of another shape', lambda t: t[:1]), ('text', lambda t: 'x'), ('None', lambda t: None)):
+        own = dict(resume=['optimizer', 'schedule', 'learned'], load=['args', 'embedder'])[use]
+        for key, value in itertools.product(['model', *own], (None, 'x', [1], 3.5)):
+            yield f'{use}: {key} is {value!r}', changed(lambda w, k=key, v=value: w | {k: v}, use)
+        for name, change in (('of another shape', lambda t: t[:1]), ('text', lambda t: 'x'), ('None', lambda t: None)):
             yield f'{use}: weights are {name}', changed(
                 lambda w, c=change: w | dict(model=w['model'] | {first: c(w['model'][first])}), use)
         yield f'{use}: weights too many', changed(lambda w: w | dict(model=w['model'] | dict(x=torch.ones(1))), use)
@@ -364,8 +358,7 @@ def checkpoints():
         for share in (0, 0.1, 0.5, 0.9, 0.999):
             yield f'{use}: cut at {share}', changed(lambda w, s=share: cut(s), use)
         yield f'{use}: no checkpoint', changed(lambda w: [1, 2], use)
-    for key, value in (('lr', 'fast'), ('lr', float('nan')), ('pool', 'median'), ('dim', -3), ('batch_size', 1),
-                       ('epsilon', 'x'), ('dim', 9), ('arch', 'resnet34'), ('image_size', [3]), ('optimizer', 'magic')):
+    for key, value in (('dim', 9), ('arch', 'resnet34')):
         yield f'resume: argument {key} {value}', changed(
             lambda w, k=key, v=value: w | dict(args=w['args'] | {k: v}), 'resume')
 
@@ -428,16 +421,9 @@ def faults():
     yield 'full stdout', one_line('> /dev/full')
     yield 'ASCII terminal', one_line('', PYTHONIOENCODING='ascii', LC_ALL='C')
 
-    def twice():
-        folder('x', 'a', 'b', 'c', 'd', per_class=4)
-        both = [start('--name', 'r', '--epochs', '60') for _ in range(2)]
-        time.sleep(1)
-        outputs = {process.wait(): process.communicate()[0] for process in both}
-        assert sorted(outputs) == [0, 2] and 'Traceback' not in outputs[2], outputs
-    yield 'two runs of one name', twice
     for name in ('../r', 'a/b', '/tmp/r', '..', '.'):
         yield f'--name {name}', partial(refused, partial(main, 'ms', '--name', name))
-    for name, content in (('runs/good/last.pt', b'checkpoint'), ('thesis.txt', b'text'), ('thesis.png', b'text')):
+    for name, content in (('runs/good/last.pt', b'checkpoint'), ('thesis.txt', b'text')):
         def overwrite(name=name, content=content):
             folder('x', 'a', 'b', 'c', 'd')
             Path(name).parent.mkdir(parents=True, exist_ok=True)

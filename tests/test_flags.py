@@ -15,8 +15,8 @@ from common import UsageError
 
 # The values next to the allowed ones. Everything else about a flag's values is argparse's business.
 SHARED = {
-    '--image-size': '7', '--resize': '7', '--min-crop': '0 1.1', '--jitter': '-0.1 1.1', '--dim': '0', '--epochs': '-1',
-    '--steps': '-1', '--batch-size': '1', '--per-class': '-1', '--lr': '-1', '--weight-decay': '-1',
+    '--image-size': '16', '--resize': '16', '--min-crop': '0 1.1', '--jitter': '-0.1 1.1', '--dim': '0',
+    '--epochs': '-1', '--steps': '-1', '--batch-size': '1', '--per-class': '-1', '--lr': '-1', '--weight-decay': '-1',
     '--momentum': '-0.1 1.1', '--decay-epochs': '0', '--decay-rate': '-0.1 1.1', '--warmup': '-1', '--clip': '-1',
     '--seed': f'-1 {2 ** 63}', '--eval-every': '0', '--patience': '0'}
 OWN = {
@@ -59,17 +59,6 @@ def test_a_flag_without_effect_is_refused(script, flags):
         __import__(script).get_args(flags.split())
 
 
-def test_a_dataset_of_fewer_classes_shrinks_the_batch_only_if_nothing_was_typed(before_training):
-    args = before_training(train_ms).args
-    labels = torch.arange(8) // 4                               # two classes
-    for typed in ({'per_class'}, {'batch_size'}):
-        args.changed = typed
-        with pytest.raises(UsageError, match='asks for 4 classes per batch, the training set has 2'):
-            common.make_sampler(args, labels)
-    args.changed = set()
-    assert common.make_sampler(args, labels).classes == 2
-
-
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_the_seed_decides_the_network_that_a_script_starts_from(before_training, script):
     first, same, other = (before_training(__import__(script), '--seed', seed).model.linear.weight for seed in '774')
@@ -110,30 +99,36 @@ def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
     run(train_ms, '--name', 'y', '--freeze-bn', '--resize', '40', '--lr', '0.03', '--seed', '3', '--precision', 'fp32',
         '--steps', '0', '--epochs', '2')
     out = capsys.readouterr().out
+    args = common.read_checkpoint('runs/y')['args']
     assert out[out.index('folder: '):].split('\n')[:3] == [
         'folder: 30 training images of 6 classes, 16 test images of 4 classes',
-        'resnet18, weights none, BatchNorm frozen, avg+max pooling, 16 dimensions, crops of 32 px from 40 px',
-        'adamw, lr 0.03, schedule cosine, batches of 8 (2 images per class), 2 epochs of 3 steps, seed 3, cpu in fp32; '
-        'runs/y/']
+        '2 epochs, of 3 batches of 8 images, on cpu in fp32',
+        ', '.join(f'{flag} {value}' for flag, value in args.items())]
+    assert (args['freeze_bn'], args['resize'], args['lr'], args['seed'], args['per_class']) == (True, 40, 0.03, 3, 2)
     run(train_ms, '--name', 'z', '--per-class', '0')            # two steps, which are a part of the first epoch
-    out = capsys.readouterr().out
-    assert 'BatchNorm trained' in out and 'batches of 8 (in random order), 1 epochs of 3 steps' in out
-    assert re.search(r'cpu in (bf16|fp32); runs/z/', out)
+    assert re.search(r'\n1 epochs, of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
+    run(train_ms, '--name', 'f', '--fold', '0/3', '--patience', '7')
+    assert '1 epochs or until 7 evaluations bring no gain, of' in capsys.readouterr().out
 
 
-def test_the_size_of_a_batch_is_printed_as_it_is(small, tmp_path, monkeypatch, capsys):
-    """The recipe asks for 64 images, and three classes of 4 images are 12."""
+@pytest.mark.parametrize('typed', ['', '--batch-size 64', '--per-class 4'])
+def test_a_batch_of_more_classes_than_there_are_shrinks_and_is_printed_as_it_is(small, tmp_path, monkeypatch, capsys,
+                                                                                typed):
+    """64 images are asked for, by the recipe or by whoever types the flag, and three classes of 4 images are 12."""
     monkeypatch.chdir(tmp_path)
     draw_folder(tmp_path / 'x', list('abcdef'), per_class=5)
-    train_ms.main('--dataset folder --data x --device cpu --steps 1 --image-size 16 --dim 4'.split())
-    assert 'batches of 12 (4 images per class)' in capsys.readouterr().out
+    train_ms.main(f'--dataset folder --data x --device cpu --steps 1 --image-size 17 --dim 4 {typed}'.split())
+    assert 'of 1 batches of 12 images' in capsys.readouterr().out
 
 
 def test_a_line_that_will_be_overwritten_is_no_wider_than_the_screen(monkeypatch, capsys):
+    common.show_progress('x')
+    common.show_progress('y', done=True)
+    assert capsys.readouterr().out == 'y\n', 'to a file goes the last state only'
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
     monkeypatch.setenv('COLUMNS', '20')
-    common.live('x' * 50)
-    common.live('y' * 50, done=True)
+    common.show_progress('x' * 50)
+    common.show_progress('y' * 50, done=True)
     assert capsys.readouterr().out == '\r' + 'x' * 19 + '\r' + 'y' * 50 + '\n'
 
 
@@ -171,37 +166,41 @@ def test_only_a_trained_network_above_098_is_called_collapsed(run, small, monkey
     assert capsys.readouterr().out.count('collapse:') == collapsed
 
 
-class Clock(SimpleNamespace):
-    """A minute passes between any two looks at it."""
-    now = 0.0
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """The first of each three steps takes ten minutes, the others take one, and nothing else takes any time."""
+    clock, steps, real = SimpleNamespace(now=0.0), [], train_ms.multi_similarity_loss
+    clock.time = lambda: clock.now
 
-    def time(self):
-        self.now += 60
-        return self.now
+    def slow(*args, **kwargs):
+        clock.now += 60 if len(steps) % 3 else 600
+        steps.append(1)
+        return real(*args, **kwargs)
+    monkeypatch.setattr(common, 'time', clock)
+    monkeypatch.setattr(train_ms, 'multi_similarity_loss', slow)
 
 
-def test_minutes_and_images_per_second(run, small, monkeypatch, capsys):
-    monkeypatch.setattr(common, 'time', Clock())
-    run(train_ms, '--epochs', '40', '--steps', '100', '--eval-every', '40', '--name', 'x')
-    first, last = common.read_checkpoint('runs/x')['rows']
-    assert first['minutes'] == 1 and last['minutes'] == 1 + 3 * 34, 'looks at start and end of an epoch, and after it'
-    assert last['images_per_second'] == pytest.approx(8 / 60), 'the last epoch has one step of 8 images'
+def test_minutes_and_images_per_second(run, small, slow_steps):
+    """The first step of an epoch is left out of the images per second, if there are others."""
+    run(train_ms, '--epochs', '40', '--steps', '4', '--name', 'x')
+    before, first, last = common.read_checkpoint('runs/x')['rows']
+    assert [row['minutes'] for row in (before, first, last)] == [0, 12, 22]
+    assert first['images_per_second'] == pytest.approx(8 / 60) and last['images_per_second'] == pytest.approx(8 / 600)
     assert last['no_positive'] == 0
-    capsys.readouterr()
-    train_ms.main(['--resume', 'runs/x', '--steps', '0'])
-    assert common.read_checkpoint('runs/x')['minutes'] > last['minutes']
+    train_ms.main(['--resume', 'runs/x', '--steps', '0', '--epochs', '3'])
+    assert common.read_checkpoint('runs/x')['minutes'] == 34, 'those before are kept'
 
 
-def test_the_estimate_is_in_minutes_and_comes_again_on_resume(before_training, monkeypatch, capsys):
-    held = before_training(train_ms, '--batch-size', '2', '--per-class', '1')
-    monkeypatch.setattr(common, 'time', Clock())
-    sampler = [[0, 5]] * 30
-    run = SimpleNamespace(epoch=4, start=4, total=150)
-    schedule = SimpleNamespace(last_epoch=120, step=lambda: setattr(schedule, 'last_epoch', schedule.last_epoch + 1))
-    row = common.train_epoch(held.args, run, held.data, sampler, held.step, held.optimizer, schedule)
-    # after 20 steps, which took a minute, 10 are left
-    assert '10 steps to come, about 0.5 min' in capsys.readouterr().out
-    assert row['no_positive'] == 1 and row['images_per_second'] == pytest.approx(60 / 120)
+def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
+    held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
+    monkeypatch.setattr(common, 'show_progress', shown.append)
+    schedule = SimpleNamespace(last_epoch=100, step=lambda: setattr(schedule, 'last_epoch', schedule.last_epoch + 1))
+    row = common.train_epoch(held.args, SimpleNamespace(epoch=4, total=150), held.data, [[0, 5]] * 31, held.step,
+                             held.optimizer, schedule)
+    # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
+    expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
+    assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
+    assert row['no_positive'] == 1 and row['images_per_second'] == pytest.approx(60 / 7200)
 
 
 def test_an_anchor_without_a_positive_is_counted_per_image_seen(run, small):

@@ -74,7 +74,7 @@ def test_the_main_process_prints_and_writes(trained):
 def test_processes_on_a_cpu_need_frozen_batchnorm(run, small, monkeypatch):
     monkeypatch.setattr(common, 'world', lambda: 2)
     monkeypatch.setattr(common, 'rank', lambda: 0)
-    monkeypatch.setattr(common, 'main_process_first', common.nullcontext)
+    monkeypatch.setattr(common, 'from_main_process', lambda make: make())
     with pytest.raises(common.UsageError, match='several processes on a CPU.*take --freeze-bn'):
         run(train_ms, '--name', 'x')
     assert not Path('runs').exists()

@@ -80,25 +80,28 @@ def test_every_image_duplicated_under_another_class_scores_zero():
     assert found['R@1'] == 0
 
 
-def test_in_a_tie_non_matches_come_first():
-    z = on_circle(0, 0, 0, 90, dtype=torch.float32)         # to image 0, image 1 (match) and 2 (not) are equal
-    found = retrieval_metrics(z[:1], torch.tensor([0]), z[1:], torch.tensor([0, 1, 0]))
-    assert found['R@1'] == 0 and found['R@2'] == 100
-
-
 def test_a_query_without_a_match_is_a_miss_and_is_counted():
     z, y = on_circle(0, 5, 90, dtype=torch.float32), torch.tensor([0, 0, 1])
     found = retrieval_metrics(z, y)
     assert found['R@1'] == pytest.approx(200 / 3) and found['MAP@R'] == 100 and found['unmatched'] == 1
 
 
-def test_the_torch_search_of_a_gpu_agrees_with_faiss(monkeypatch):
-    z, y = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 20
-    by_faiss = retrieval_metrics(z, y)
-    monkeypatch.setitem(sys.modules, 'faiss', None)         # importing it now fails: torch searches, as on a GPU
-    calls, search = [], common.matrix_search
-    monkeypatch.setattr(common, 'matrix_search', lambda *given: calls.append(given) or search(*given))
-    assert retrieval_metrics(z, y) == by_faiss and calls
+@pytest.mark.parametrize('within', [True, False])
+@pytest.mark.parametrize('library', ['faiss', 'torch'])
+def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, within):
+    """By both searches, in two blocks, of embeddings of any length; within a set nobody finds oneself."""
+    if library == 'torch':
+        monkeypatch.setitem(sys.modules, 'faiss', None)     # importing it now fails: torch searches, as on a GPU
+    z = torch.randn(4300, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    query, gallery = (z, None) if within else (z[:4200], z[4200:])
+    rows, s, index = map(torch.cat, zip(*common.k_nearest(query, gallery, 3)))
+    cosines = F.normalize(query, dim=1) @ F.normalize(z if within else gallery, dim=1).T
+    if within:
+        cosines.fill_diagonal_(-2)
+    expected = cosines.topk(3).values
+    assert torch.equal(rows, torch.arange(len(query)))
+    assert torch.allclose(s.double(), expected, atol=1e-6)
+    assert torch.allclose(cosines.gather(1, index), expected, atol=1e-6), 'positions are those in the gallery'
 
 
 def test_queries_beyond_the_first_block_have_their_own_labels_and_ranks():
@@ -194,8 +197,11 @@ def test_evaluate_takes_the_k_of_the_dataset():
 
 
 @pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
-def test_of_two_that_tie_the_other_class_comes_first(labels):
-    """Whichever the search returns first"""
-    gallery = on_circle(20, 20).float()
-    found = retrieval_metrics(on_circle(0).float(), torch.tensor([0]), gallery, torch.tensor(labels), ks=(1, 2))
+@pytest.mark.parametrize('query', [0, 20])
+def test_of_two_that_tie_the_other_class_comes_first(query, labels):
+    """Whichever the search returns first. A cosine that is larger by 1e-4 is no tie."""
+    gallery, labels = on_circle(20, 20).float(), torch.tensor(labels)
+    found = retrieval_metrics(on_circle(query).float(), torch.tensor([0]), gallery, labels, ks=(1, 2))
     assert (found['R@1'], found['R@2'], found['RP']) == (0, 100, 0)
+    gallery = on_circle(*(20 + 0.02 * labels)).float()
+    assert retrieval_metrics(on_circle(0).float(), torch.tensor([0]), gallery, labels, ks=(1,))['R@1'] == 100
