@@ -20,26 +20,25 @@ Equations
     Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
-    paper          here          flag               meaning
-    y              y, weights    -                  (A, V), (A, M) labels from 0 to 1; elsewhere y are classes (B,)
-    x, x'          i, j          -                  (M,) the two ends of each mixture, as indices
-    lambda         lam           --alpha            (M,) share of end i, from Beta(alpha, alpha)
-    w              strength      --strength         weight of the mixed loss
-    k              k             --hard-negatives   how many of an anchor's hardest negatives are mixed
-    beta gamma m   beta gamma m  --beta --gamma --m of ms; contrastive has an m, too
+    paper     here          flag              meaning
+    y         y, weights    -                 (A, V), (A, M) labels from 0 to 1; elsewhere y are classes (B,)
+    x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
+    lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
+    w         strength      --strength        weight of the mixed loss
+    k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
-    python train_metrix.py --epochs 0 --name start; python train_metrix.py --analyse runs/start     # Fig. 2, untrained
-    The last row of Table 6, with one hard negative per anchor in input mixing:
+    python train_metrix.py --epochs 0 --name start; python train_metrix.py --analyse runs/start    # Fig. 2, untrained
     python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
+                                                             # the last row of Table 6
 
 Expect
     With ms and feature mixing R@1 rises from 7.4 to 61.3 ± 1.5 on shapes (three seeds, on a CPU in bfloat16). On
     birds it rises from 52.8 to 55.8 ± 1.4, and without mixing to 57.2 ± 0.6: the paper's gain does not show there.
-    The paper (Table 2) reports, with ResNet-50 and 512 dimensions, R@1 71.4 on CUB, 89.6 on Cars, 81.0 on SOP
-    and 92.2 on In-Shop; without mixing 67.8, 87.8, 76.9 and 90.1.
+    The paper (Table 2) reports R@1 71.4 on CUB, 89.6 on Cars, 81.0 on SOP and 92.2 on In-Shop, with ResNet-50 and
+    512 dimensions; without mixing 67.8, 87.8, 76.9 and 90.1.
 """
 import argparse
 import random
@@ -58,8 +57,7 @@ import common
 def labelled_loss(s, y, valid, kind, **hyper):
     """The generic loss, Eq. (7): an example counts as a positive with weight y, as a negative with weight 1 - y.
 
-    s        (A, V) similarities of A anchors and V examples, clean (not mixed) or mixed; half precision is raised
-             to float32
+    s        (A, V) similarities of A anchors and V examples, clean or mixed; half precision is raised to float32
     y        (A, V) labels from 0 to 1, for each anchor
     valid    (A, V) bool, whether the anchor has this example
     kind     name of a row of TABLE_1;  hyper  hyper-parameters of that row
@@ -186,7 +184,7 @@ def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
             + (1 - lam) * F.cross_entropy(logits, y_j, reduction='none')).mean()
 
 
-# ---- Eq. (4): mixing
+# ---- mixtures: Eq. (4) and (8)
 
 
 def mix(x, i, j, lam):
@@ -239,9 +237,6 @@ def max_of_mixed(f, i, j, lam):
     # gather would keep eight bytes per index for its gradient; a checkpoint keeps the one byte of the position.
     return torch.cat([checkpoint(mix_there, *pairs, use_reentrant=False)
                       for pairs in in_chunks(2 ** 23 // c, i, j, lam, position)])
-
-
-# ---- Eq. (8): which mixtures an anchor has
 
 
 def cross_class_pairs(y):
@@ -297,22 +292,20 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
             anchor = len(y) + torch.arange(len(anchor_y), device=y.device)
             end_z, end_y = torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
     negatives = anchor_y[:, None] != y                                                          # (A, B)
-    if k is not None:                               # k may exceed an anchor's negatives: hence the & at the end
+    if k is not None:
         s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
-        hardest = s.topk(min(k, len(y)), dim=1).indices
-        negatives = torch.zeros_like(negatives).scatter(1, hardest, True)
+        negatives = torch.zeros_like(negatives).scatter(1, s.topk(min(k, len(y)), dim=1).indices, True)
     negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
-    if pairs == 'pos-pos':                          # both ends are of one class
+    i, j = cross_class_pairs(end_y)
+    if pairs == 'pos-pos':                          # all pairs: those of two classes are not valid, and left out below
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    else:
-        i, j = cross_class_pairs(end_y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
     lam = Beta(alpha, alpha).sample(i.shape).to(y.device)
     weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
-    i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
-    if not len(i):
+    if not len(used):
         return z.new_zeros(())
+    i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
     if mixup == 'input':
         v = model(mix(images, i, j, lam))           # Eq. (4), input mixup; trained BatchNorm sees the mixtures, too
     elif mixup == 'feature':
@@ -348,13 +341,12 @@ def positivity_threshold(lam, beta, gamma, m):
 def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     """Fig. 2: P(Pos(a, v)) for ms with embedding mixing, over batches (lists of indices) of a set z (N, D), y (N,)
 
-    Returns a row for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)).
-    measured is the share of pairs whose derivative is not positive, predicted the share whose similarity is at most
-    the threshold of Eq. (24).
+    Returns for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)). measured
+    is the share of pairs with a derivative <= 0, predicted the share at or below the threshold of Eq. (24).
     """
     samples, hyper = [], dict(beta=beta, gamma=gamma, m=m)
     for index in batches:
-        # float64: where beta and gamma are some hundreds, tiny derivatives would be 0 in float32, and count as positive
+        # In float32, tiny derivatives would be 0, and count as positive, where beta and gamma are some hundreds.
         zb, yb = z[index].double(), y[index]
         i, j = cross_class_pairs(yb)
         lam = Beta(alpha, alpha).sample(i.shape).double()
@@ -412,11 +404,10 @@ def analyse(args):
 # ---- recipes and flags
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay
-# rates (none for ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come
-# warm-up, clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and
-# decays every 10 epochs, which is its default; some of its commands have 5 or 20. On SOP and In-Shop
-# its commands freeze BatchNorm for contrastive with mixing, and train it without; here it is trained.
+# Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates (none for
+# ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come warm-up, clipping, proxies at 100 times
+# the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, its default; some of its commands
+# have 5 or 20. On SOP and In-Shop they freeze BatchNorm for contrastive with mixing only; here it is trained.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -429,7 +420,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': dict(proxy_lr_mult=1),                             # for --protocol
+    'reality-check': dict(proxy_lr_mult=1),             # see common.PROTOCOL
 }
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
 DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)
@@ -484,8 +475,8 @@ def get_args(argv=None):
     add('--clean-bn', action=argparse.BooleanOptionalAction, default=False,
         help='input: the running statistics of trained BatchNorm are those of clean images only')
     add('--analyse', type=Path, metavar='RUN',
-        help='print Fig. 2, and utilization with mixed examples, of a run of this script, and stop; eval.py --analyse '
-             'prints alignment, uniformity, a threshold and more, of any checkpoint')
+        help='print Fig. 2 and utilization with mixed examples of a run, and stop; eval.py --analyse prints '
+             'alignment, uniformity, a threshold and more of any checkpoint')
     args = common.parse(parser, DEFAULTS, argv)
     check(args)
     return args
@@ -494,9 +485,8 @@ def get_args(argv=None):
 def check(args):
     """Refuses flags that have no effect, and what the paper leaves undefined."""
     if args.analyse:
-        read = {'analyse', 'alpha', 'beta', 'gamma', 'm', 'dataset', 'data', 'cache', 'batch_size', 'per_class', 'seed',
-                'device', 'precision'}
-        common.refuse(args, sorted(args.changed - read), '--analyse')
+        read = 'analyse alpha beta gamma m dataset data cache batch_size per_class seed device precision'.split()
+        common.refuse(args, sorted(args.changed - {*read}), '--analyse')
         if args.loss == 'contrastive' and 'm' not in args.changed:
             raise common.UsageError(f'{args.analyse} was trained with contrastive, and its m {args.m} is no margin of '
                                     'ms, which Fig. 2 is about: give one with --m, in the paper 0.77')
@@ -561,31 +551,29 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Eq. (8) reads as one lambda per pair and anchor. Here an unordered pair has one lambda and one mixture,
-       which all anchors share. Mixed embeddings are scaled to unit length, as in the released code.
-    2. Contrastive divides its sums, positives by their number and negatives by the number above m.
-       --reduction sum is the equation as printed.
+    1. An unordered pair has one lambda and one mixture, which all anchors share; Eq. (8) reads as one for each
+       anchor. Mixed embeddings are scaled to unit length, as in the released code.
+    2. Contrastive divides its two sums by their numbers of terms; --reduction sum is the equation as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be divided
        by all C proxies. Its anc-neg pairs exist in embedding mixing only: a proxy has no image or feature map.
     5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing cannot mix,
        though the paper has results for both. Here a mixture of two images of different classes is a query, with
        an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
-    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing. In the paper, Fig. 2 is about the
-       whole dataset, and utilization about what Metrix mixed over a number of epochs.
+    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing; in the paper on the whole dataset,
+       and on what Metrix mixed over a number of epochs.
 What differs from the released code, which mixes for contrastive, and for ms with embeddings
     7. All positives, all anchors and each anchor's own hard negatives take part. In the code, feature and
-       embedding mixing have only the first positive of an anchor, anc-neg pairs only exist for anchors without a
-       positive, and hard negatives are looked up among those of the first anchor.
-    8. The code has Euclidean distances for similarities, one lambda per batch, k = 1, w = 0.3 for anc-neg pairs of
-       embeddings, Adam, and 60 epochs for contrastive. Its ms with embedding mixing is not Eq. (15).
-    9. On CUB and Cars the code freezes the statistics of BatchNorm, but trains its affine weights after the
-       warm-up. Here both stay frozen. The code reports its best epoch on the test set.
+       embedding mixing have only an anchor's first positive, anc-neg pairs only anchors without a positive, and
+       hard negatives are looked up among those of the first anchor.
+    8. The code has Euclidean distances, one lambda per batch, k = 1, w = 0.3 for anc-neg pairs of embeddings, Adam,
+       and 60 epochs for contrastive. Its ms with embedding mixing is not Eq. (15). It reports its best epoch on
+       the test set, and trains the affine weights of frozen BatchNorm after the warm-up.
 Cost
     Input mixing sends about 300 more images through the network per step, and up to 1,200 with pos-neg pairs of
-    20 x 5 batches. Running statistics of trained BatchNorm, which the evaluation uses, then come from mixtures,
-    too; with --clean-bn from clean images only. The number of mixtures grows with the square of the batch: for
-    several hundred images, --hard-negatives 40 saves memory and time.
+    20 x 5 batches. Running statistics of trained BatchNorm, which the evaluation uses, then come from mixtures, too;
+    with --clean-bn from clean images only. The number of mixtures grows with the square of the batch: for several
+    hundred images, --hard-negatives 40 saves memory and time.
 """
 
 

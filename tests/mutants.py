@@ -588,7 +588,7 @@ MUTANTS = {
         ('s.topk(min(k, len(y)), dim=1)', 's.topk(min(k, len(y)), dim=1, largest=False)',
          'the easiest negatives are mixed'),
         ("3 if mixup == 'input' else None", 'None', 'input mixing with all negatives'),
-        ('lam.logit() / (beta + gamma) + m', 'lam.logit() / (beta + gamma) - m', 'the threshold of Eq. (24)'),
+        ('.logit() / (beta + gamma) + m', '.logit() / (beta + gamma) - m', 'the threshold of Eq. (24)'),
         ('positive = s.grad <= 0', 'positive = s.grad >= 0', 'Fig. 2 upside down'),
         ('below = s <= positivity_threshold', 'below = s >= positivity_threshold', 'the prediction of Fig. 2'),
         ('positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)', 'positive',
@@ -604,7 +604,7 @@ MUTANTS = {
         # found by a second search
         ('args.dim) * (2 / data.train.num_classes) ** 0.5', 'args.dim)', 'proxies turn at another speed'),
         ('{k or "all"} negatives', 'all negatives', 'the printed plan is wrong'),
-        ("'batch_size', 'per_class', 'seed',\n", "'batch_size', 'per_class', 'seed', 'strength',\n",
+        ("batch_size per_class seed device", "batch_size per_class seed strength device",
          '--strength is taken without effect with --analyse'),
         ('(args, y), 20))', '(args, y), 2))', 'the analysis looks at two batches'),
         ('lam = Beta(args.alpha, args.alpha)', 'lam = Beta(2.0, 2.0)', '--alpha has no effect on utilization'),
