@@ -87,7 +87,6 @@ class Embedder(nn.Module):
         resnet = load_resnet(arch, weights)
         channels = resnet.fc.in_features                                 # c
         self.trunk = trunk_of(resnet)
-        self.trunk.to(memory_format=torch.channels_last)
         self.norm = nn.LayerNorm(channels, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(channels, dim)
         if head_init == 'kaiming':
@@ -97,7 +96,14 @@ class Embedder(nn.Module):
         for module in self.frozen:
             module.requires_grad_(False)
         self.trunk_weights = [p for p in self.trunk.parameters() if p.requires_grad]
-        self.train()                        # once, so that frozen BatchNorm is in evaluation mode from the start
+        self.place('cpu').train()           # once, so that frozen BatchNorm is in evaluation mode from the start
+
+    def place(self, device):
+        """Moves the network to a device, in the layout that is fast there. Returns itself."""
+        self.to(device)
+        self.layout = fast_layout(self.linear.weight.device, self.precision)
+        self.trunk.to(memory_format=self.layout)
+        return self
 
     def train(self, mode=True):
         super().train(mode)
@@ -114,7 +120,7 @@ class Embedder(nn.Module):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
         B = len(x)
         # Under torchrun it is this process' share of the batch, else the whole.
-        x = x.tensor_split(world())[rank()].contiguous(memory_format=torch.channels_last)
+        x = x.tensor_split(world())[rank()].contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
                 f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, chunk, use_reentrant=False)
@@ -140,6 +146,13 @@ class Embedder(nn.Module):
 
     def forward(self, x):
         return self.head(self.features(x))
+
+
+def fast_layout(device, precision='bf16'):
+    """channels_last on CPUs, and on CUDA in bfloat16; there convolutions are faster in it. Elsewhere contiguous: on a
+    Mac's GPU, the backward pass of BatchNorm is wrong in channels_last in many releases (torch issue 175189)."""
+    fast = device.type == 'cpu' or device.type == 'cuda' and precision == 'bf16'
+    return torch.channels_last if fast else torch.contiguous_format
 
 
 def at_least_float32(*tensors):
@@ -264,7 +277,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         row = train_epoch(args, run, data, sampler, step, optimizer, schedule)
         if row['epoch'] % args.eval_every == 0 or row['epoch'] == epochs:
             row |= evaluate(model, data)
-        run.record(row)
+        run.record(from_main_process(row.copy))             # unlike GPUs may differ in the last bits of a row
     return run.summary()
 
 
@@ -1045,7 +1058,7 @@ def load_checkpoint(path, device='cpu', precision='auto'):
         model.transform = transforms.Compose([
             to_rgb, transforms.Resize(model.args['resize']), transforms.CenterCrop(model.args['image_size']),
             transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    return model.to(device).eval()
+    return model.place(device).eval()
 
 
 def read_file(path):
@@ -1259,7 +1272,7 @@ def add_run_flags(add, switch):
     """The flags of one run: where and how it computes, what validates, where it is kept"""
     add('--seed', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random')
     add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
-    add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
+    add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk; fp32 is TF32 on CUDA')
     add('--compile', action=switch, default=False, help='torch.compile of the trunk: slow at first, then faster')
     add('--chunk', type=at_least(0), default=0, help='images that the trunk takes at a time, to save memory; 0: all')
     add('--eval-every', type=at_least(1), help='epochs between evaluations')
@@ -1300,7 +1313,8 @@ def parse(parser, DEFAULTS, argv=None):
     check(args)
     if args.protocol and not (asked.fold or args.resume):
         print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
-    args.device = join_processes(pick_device(args.device))
+    args.device = pick_device(args.device)
+    join_processes(args.device)
     return args
 
 
@@ -1359,10 +1373,14 @@ def refuse(args, flags, because):
 
 
 def pick_device(name):
-    """auto takes a GPU if there is one."""
+    """auto takes a GPU if there is one. Under torchrun each process takes its own."""
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if name == 'cuda':
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
     try:
+        if name.startswith('cuda:'):
+            torch.cuda.set_device(name)     # before any tensor, or each process would take memory on the first GPU
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f'--device {name} cannot be used here: {str(error).strip().splitlines()[0]}') from None
@@ -1378,15 +1396,18 @@ def pick_precision(name, device):
 def dataset_from(args):
     """The dataset that the flags name"""
     load = partial(load_dataset, args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
-    if world() > 1:                         # the main process decodes the images, where this was not done before
-        from_main_process(lambda: load().name)
+    if world() > 1:                         # the main process decodes the images; the others may wait long for it
+        patient = distributed.new_group(backend='gloo', timeout=timedelta(days=1))
+        if not rank():
+            load()
+        distributed.barrier(patient)
     return load()
 
 
 def build(args, **options):
     """The network that the flags name, on their device. `options` go to Embedder."""
-    if args.device.type == 'cuda':
-        torch.backends.cudnn.benchmark = True               # the batches of training have one shape
+    torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
+    torch.set_float32_matmul_precision('highest')           # some systems turn on TF32, which errs by 1e-3 in a cosine
     # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
     weights = 'none' if args.resume or args.show_batch else args.weights
     model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
@@ -1397,7 +1418,7 @@ def build(args, **options):
         model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
     if args.compile:
         model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are
-    return model.to(args.device)
+    return model.place(args.device)
 
 
 # ---- 9. processes ----------------------------------------------------------------------------------
@@ -1416,19 +1437,12 @@ def rank():
 
 
 def join_processes(device):
-    """Under torchrun, finds the other processes. Returns the device of this one."""
-    if int(os.environ.get('WORLD_SIZE', 1)) < 2:
-        return device
-    if device.type == 'cuda':
-        device = pick_device(f'cuda:{os.environ["LOCAL_RANK"]}')        # refuses more processes than there are GPUs
-        torch.cuda.set_device(device)
-    if not distributed.is_initialized():
-        # Waiting for the main process to decode a large dataset must not end a run. If a process dies, torchrun ends
-        # the others.
-        distributed.init_process_group('nccl' if device.type == 'cuda' else 'gloo', timeout=timedelta(days=1))
+    """Under torchrun, finds the other processes. If one dies, torchrun ends the others."""
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1 and not distributed.is_initialized():
+        options = dict(backend='nccl', device_id=device) if device.type == 'cuda' else dict(backend='gloo')
+        distributed.init_process_group(timeout=timedelta(minutes=30), **options)
         if rank():
             sys.stdout = open(os.devnull, 'w')
-    return device
 
 
 def from_main_process(make):
@@ -1492,6 +1506,8 @@ def cli(main):
     sys.stdout.reconfigure(errors='replace')                # a terminal that lacks a letter must not end a run
     try:
         main()
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
         sys.stdout.flush()
     except KeyboardInterrupt:
         print('stopped', file=sys.stderr)

@@ -4,55 +4,52 @@ Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to T
 Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sections are numbered as there.
 
 Idea
-    Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In
-    metric learning a label belongs to a pair: seen from an anchor, a positive has label 1 and a
-    negative has label 0. So a mixture of a positive, with share lambda, and of a negative, with share
-    1 - lambda, has label lambda. It enters the loss's sum over positives with weight lambda, and its
-    sum over negatives with weight 1 - lambda. What is mixed are images, feature maps or embeddings.
-    Training thus also covers the space between the classes, where there are no training images.
+    Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In metric learning
+    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So a mixture
+    of a positive, with share lambda, and of a negative, with share 1 - lambda, has label lambda. It enters the
+    loss's sum over positives with weight lambda, and its sum over negatives with weight 1 - lambda. So training
+    also covers the space between the classes, where there are no images.
 
 Equations
     Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
     Eq. (7)   l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1-y) rho-(s(a,x)) ) ),
               with sums over the examples (x, y) of anchor a, and functions from Table 1
-    Eq. (8)   V(a), the mixed examples of anchor a with their labels. What is mixed are a positive and a
-              negative of a (pos-neg pairs), or a itself and a negative (anc-neg pairs).
+    Eq. (8)   V(a), the mixed examples of anchor a with their labels. What is mixed are a positive and a negative
+              of a (pos-neg pairs), or a itself and a negative (anc-neg pairs).
     Eq. (9)   l~(a): Eq. (7) over V(a); for ms this is Eq. (15), for contrastive Eq. (14)
     Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
-    paper          here          flag               meaning
-    y              y, weights    -                  (A, V), (A, M) labels from 0 to 1; elsewhere y are classes (B,)
-    x, x'          i, j          -                  (M,) the two ends of each mixture, as indices
-    lambda         lam           --alpha            (M,) share of end i, from Beta(alpha, alpha)
-    w              strength      --strength         weight of the mixed loss
-    k              k             --hard-negatives   how many of an anchor's hardest negatives are mixed
-    beta gamma m   beta gamma m  --beta --gamma --m of ms; contrastive has an m, too
+    paper     here          flag              meaning
+    y         y, weights    -                 (A, V), (A, M) labels from 0 to 1; elsewhere y are classes (B,)
+    x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
+    lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
+    w         strength      --strength        weight of the mixed loss
+    k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
-    python train_metrix.py --epochs 0 --name start; python train_metrix.py --analyse runs/start     # Fig. 2, untrained
-    The last row of Table 6, with one hard negative per anchor in input mixing:
+    python train_metrix.py --epochs 0 --name start; python train_metrix.py --analyse runs/start    # Fig. 2, untrained
     python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
+                                                             # the last row of Table 6
 
 Expect
-    Measured with ms, three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 61.3 ± 1.5 on
-    shapes, with feature mixing. On birds, by fine-tuning a ResNet-18, it rises from 52.8 to 55.8 ± 1.4 with
-    feature mixing, and to 57.2 ± 0.6 without: the paper's gain does not show there (see README).
-    The paper (Table 2) reports for ms with feature mixing, ResNet-50 and 512 dimensions, R@1 71.4 on
-    CUB, 89.6 on Cars, 81.0 on SOP, 92.2 on In-Shop; without mixing 67.8, 87.8, 76.9 and 90.1.
+    With ms and feature mixing R@1 rises from 7.4 to 61.3 ± 1.5 on shapes (three seeds, on a CPU in bfloat16). On
+    birds it rises from 52.8 to 55.8 ± 1.4, and without mixing to 57.2 ± 0.6: the paper's gain does not show there.
+    The paper (Table 2) reports R@1 71.4 on CUB, 89.6 on Cars, 81.0 on SOP and 92.2 on In-Shop, with ResNet-50 and
+    512 dimensions; without mixing 67.8, 87.8, 76.9 and 90.1.
 """
 import argparse
 import random
-from functools import partial
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.distributions import Beta
+from torch.utils.checkpoint import checkpoint
 
 import common
 
@@ -60,23 +57,17 @@ import common
 def labelled_loss(s, y, valid, kind, **hyper):
     """The generic loss, Eq. (7): an example counts as a positive with weight y, as a negative with weight 1 - y.
 
-    s        (A, V) similarities of A anchors and V examples, clean (not mixed) or mixed; half precision is raised
-             to float32
+    s        (A, V) similarities of A anchors and V examples, clean or mixed; half precision is raised to float32
     y        (A, V) labels from 0 to 1, for each anchor
     valid    (A, V) bool, whether the anchor has this example
     kind     name of a row of TABLE_1;  hyper  hyper-parameters of that row
     returns  (A,), the loss of each anchor; if an anchor has no positives, or no negatives, that term is 0
     """
-    row = TABLE_1[kind](**hyper)
     s, y, valid = drop_invalid(s, y, valid)
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
-    positive, negative = y * valid, (1 - y) * valid                      # (A, V) weights
-    pull = row.sigma_pos(row.sum_pos(row.rho_pos(s), positive))          # (A,)
-    push = row.sigma_neg(row.sum_neg(row.rho_neg(s), negative))          # (A,)
-    pull = pull.masked_fill(~positive.any(dim=1), 0)
-    push = push.masked_fill(~negative.any(dim=1), 0)
-    return row.tau(pull + push)     # Eq. (7); with labels 0 and 1 it is Eq. (3), over mixed examples Eq. (9)
+    pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)   # (A,), (A,)
+    return pull + push              # Eq. (7); with labels 0 and 1 it is Eq. (3), over mixed examples Eq. (9)
 
 
 def drop_invalid(s, y, valid):
@@ -92,76 +83,61 @@ def drop_invalid(s, y, valid):
     return s.gather(1, columns), y.gather(1, columns), valid.bool()
 
 
-# ---- Table 1
+# ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
+# a negative (1 - y), all (A, V). They return the two terms of Eq. (7), pull and push, both (A,).
 
 
-def log_sum_exp(t, weight):
-    """log of the sum of weight * exp(t) over each row, without overflow.  (A, V), (A, V) -> (A,)"""
-    # Where a weight is 0, the exponent becomes -inf, whose exp is 0. If all exponents of a row were -inf, its
-    # gradient would be NaN, even if its value is not used. So such rows are set to 0 before; labelled_loss drops them.
-    empty = ~weight.any(dim=1, keepdim=True)                             # (A, 1)
-    return (t + weight.log()).masked_fill(empty, 0).logsumexp(dim=1)
+def contrastive(s, positive, negative, m=0.5, reduction='mean'):
+    """Eq. (1), over mixed examples Eq. (14): sum of -y s, and sum of (1 - y) [s - m]+
 
-
-class Row(NamedTuple):
-    """A row of Table 1, with tau, sigma and rho as named there.
-
-    Except for contrastive, rho is an exponential. We store its exponent, and pass sigma the log of the sum, which
-    cannot overflow. So where the table has sigma(x) = log(x), sigma is x here, and for log(1 + x) it is log1p_exp.
-    """
-    rho_pos: Callable
-    rho_neg: Callable
-    sigma_pos: Callable = lambda x: x
-    sigma_neg: Callable = lambda x: x
-    tau: Callable = lambda x: x
-    sum_pos: Callable = log_sum_exp                                      # the sums of Eq. (7)
-    sum_neg: Callable = log_sum_exp
-
-
-def contrastive(m=0.5, reduction='mean'):
-    """The row of the contrastive loss: Eq. (1), and for mixed examples Eq. (14). 'sum' is the equation as printed.
-
-    'mean' divides the sum over positives by their number, and the sum over negatives by the number of those above
-    m. As sums, the 380 pos-neg mixtures that an anchor has in a batch of 20 x 5 would outweigh its 99 clean pairs.
+    'sum' is the equation as printed. 'mean' divides the sum over positives by their number, and the sum over negatives
+    by the number of those above m. As sums, the 380 pos-neg mixtures that an anchor has in a batch of 20 x 5 would
+    outweigh its 99 clean pairs.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
-
-    def total(t, weight, counted):                                       # counted (A, V) bool
-        number = counted.sum(dim=1).clamp_min(1) if reduction == 'mean' else 1
-        return (t * weight).sum(dim=1) / number
-
-    return Row(
-        rho_pos=lambda x: -x, sum_pos=lambda t, weight: total(t, weight, weight > 0),
-        rho_neg=lambda x: (x - m).clamp_min(0), sum_neg=lambda t, weight: total(t, weight, (weight > 0) & (t > 0)))
+    pull, push = -s * positive, (s - m).clamp_min(0) * negative         # (A, V)
+    if reduction == 'mean':
+        pull = pull / (positive > 0).sum(dim=1, keepdim=True).clamp_min(1)
+        push = push / (push > 0).sum(dim=1, keepdim=True).clamp_min(1)
+    return pull.sum(dim=1), push.sum(dim=1)
 
 
-# log(1 + exp(x)). Above its threshold softplus returns x; the default of 20 would be coarse in float64.
-log1p_exp = partial(F.softplus, threshold=50)
+def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
+    """Eq. (2), over mixed examples Eq. (15):
+    1/beta log(1 + sum of y exp(-beta (s - m))), and 1/gamma log(1 + sum of (1 - y) exp(gamma (s - m)))
+    """
+    return log1p_sum_exp(-beta * (s - m), positive) / beta, log1p_sum_exp(gamma * (s - m), negative) / gamma
+
+
+def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
+    """As in the Proxy-Anchor paper. Table 1 differs: s - delta on negatives, too, and factors 1 / alpha."""
+    return log1p_sum_exp(-alpha * (s - delta), positive), log1p_sum_exp(alpha * (s + delta), negative)
+
+
+def log1p_sum_exp(t, weight):
+    """log(1 + sum of weight * exp(t)) of each row, without overflow.  (A, V), (A, V) -> (A,)"""
+    zero = t.new_zeros(len(t), 1)                                        # exp(0) is the "1 +"
+    return torch.cat([zero, t + weight.log()], dim=1).logsumexp(dim=1)   # where a weight is 0: exp(-inf) = 0
+
+
+def log_sum_exp(t, weight):
+    """log1p_sum_exp without the "1 +", which only rows without any weight keep: they give log 1 = 0."""
+    zero = t.new_zeros(len(t), 1).masked_fill(weight.any(dim=1, keepdim=True), float('-inf'))
+    return torch.cat([zero, t + weight.log()], dim=1).logsumexp(dim=1)
+
+
 TABLE_1 = {
-    'contrastive': contrastive,
-    # 1/beta log(1 + sum y exp(-beta (s - m))) + 1/gamma log(1 + sum (1 - y) exp(gamma (s - m))): for mixed examples
-    # Eq. (15), with labels 0 and 1 Eq. (2)
-    'ms': lambda beta=18.0, gamma=75.0, m=0.77: Row(
-        rho_pos=lambda x: -beta * (x - m), sigma_pos=lambda x: log1p_exp(x) / beta,
-        rho_neg=lambda x: gamma * (x - m), sigma_neg=lambda x: log1p_exp(x) / gamma),
-    # As in the Proxy-Anchor paper. Table 1 of Metrix differs: s - delta on negatives, too, and factors 1 / alpha.
-    'proxy_anchor': lambda alpha=32.0, delta=0.1: Row(
-        rho_pos=lambda x: -alpha * (x - delta), sigma_pos=log1p_exp,
-        rho_neg=lambda x: alpha * (x + delta), sigma_neg=log1p_exp),
+    'contrastive': contrastive, 'ms': ms, 'proxy_anchor': proxy_anchor,
     # The rows from here on are for the reader; nothing below trains with them.
-    'lifted': lambda m=0.5: Row(
-        rho_pos=lambda x: -x, rho_neg=lambda x: x - m, tau=lambda x: x.clamp_min(0)),
-    'binomial': lambda beta=18.0, gamma=75.0, m=0.77: Row(
-        rho_pos=lambda x: -beta * (x - m), sigma_pos=log1p_exp,
-        rho_neg=lambda x: gamma * (x - m), sigma_neg=log1p_exp),
-    'nca': lambda: Row(                                                  # and ProxyNCA
-        rho_pos=lambda x: x, sigma_pos=lambda x: -x, rho_neg=lambda x: x),
-    # Table 1 scales similarities by 1/T = 9, and its sum has negatives only. Training has the function proxynca_pp
-    # below, which scales by 2/T = 18 and sums over all proxies.
-    'proxynca_pp': lambda temperature=1 / 9: Row(
-        rho_pos=lambda x: x / temperature, sigma_pos=lambda x: -x, rho_neg=lambda x: x / temperature),
-}
+    'binomial': lambda s, positive, negative, beta=18.0, gamma=75.0, m=0.77: (
+        log1p_sum_exp(-beta * (s - m), positive), log1p_sum_exp(gamma * (s - m), negative)),
+    'lifted': lambda s, positive, negative, m=0.5: (                    # tau is [.]+ of both terms together
+        (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
+    'nca': lambda s, positive, negative: (-log_sum_exp(s, positive), log_sum_exp(s, negative)),     # and ProxyNCA
+    # Scaled by 1/T = 9. Training has proxynca_pp below, which scales by 2/T = 18 and sums over all proxies.
+    'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: (
+        -log_sum_exp(s / temperature, positive), log_sum_exp(s / temperature, negative))}
 
 
 # ---- clean losses: the first term of Eq. (10)
@@ -177,13 +153,11 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     if kind == 'proxynca_pp':
         return proxynca_pp(z, y, y, 1, proxies, **hyper)
     if kind == 'proxy_anchor':
-        # The pull is divided by the classes in the batch, and the push by C. So there are two calls: if only positives
-        # are valid, the loss is the pull alone, and if only negatives are, the push.
         z, proxies = common.at_least_float32(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
-        pull = labelled_loss(s, positive, positive, kind, **hyper).sum() / positive.any(dim=1).sum()
-        return pull + labelled_loss(s, positive, ~positive, kind, **hyper).mean()
+        pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
+        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # by the classes in the batch, and by all C
     s = z @ z.T                                                                                 # (B, B)
     positive = y[:, None] == y                                      # Eq. (5): these have label 1,
     negative = ~positive                                            # Eq. (6): and these label 0
@@ -198,19 +172,19 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()
 
 
-def proxynca_pp(v, first, second, lam, proxies, temperature=1 / 9):
-    """ProxyNCA++ for queries v (M, D) whose class is `first` with share lam, `second` with share 1 - lam -> scalar
+def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
+    """ProxyNCA++ for queries v (M, D) whose class is y_i with share lam, and y_j with share 1 - lam -> scalar
 
     Cross-entropy over the C proxies of -|v - p|^2 / temperature. Its softmax cancels the lengths: what is left is
     2 v.p / temperature.
     """
     v, proxies = common.at_least_float32(v, proxies)
     logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
-    return (lam * F.cross_entropy(logits, first, reduction='none')
-            + (1 - lam) * F.cross_entropy(logits, second, reduction='none')).mean()
+    return (lam * F.cross_entropy(logits, y_i, reduction='none')
+            + (1 - lam) * F.cross_entropy(logits, y_j, reduction='none')).mean()
 
 
-# ---- Eq. (4): mixing
+# ---- mixtures: Eq. (4) and (8)
 
 
 def mix(x, i, j, lam):
@@ -229,56 +203,45 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     """Eq. (4), feature mixup and pooling, exact in value and gradient: pool(lam f_i + (1 - lam) f_j)
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear. It is computed
-    a few pairs at a time, since the mixed maps of 4,900 pairs would take 2 GB.
+    Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear.
     """
     # With channels last, max_pool2d is many times faster on a CPU.
     f = common.at_least_float32(f).contiguous(memory_format=torch.channels_last)
-    pooling = dict(avg=lambda: mix(f.mean(dim=(2, 3)), i, j, lam),
-                   max=lambda: MaxOfMixed.apply(f, i, j, lam.to(f.dtype)))
+    pooling = dict(avg=lambda: mix(f.mean(dim=(2, 3)), i, j, lam), max=lambda: max_of_mixed(f, i, j, lam.to(f.dtype)))
     return sum(pooling[name]() for name in pool.split('+'))
 
 
-class MaxOfMixed(torch.autograd.Function):
+def max_of_mixed(f, i, j, lam):
     """max over the T positions of lam f_i + (1 - lam) f_j.  f (B, c, h, w), i, j, lam (M,) -> (M, c)
 
-    The backward pass needs only where each maximum was: the gradient goes to f_i and f_j at that position.
+    The mixed maps of all pairs would take gigabytes. So maps are mixed, a few pairs at a time, only to find where the
+    maxima are, without gradients. Then both ends are mixed at these positions: the maximum, and its gradient.
     """
-    @staticmethod
-    def forward(ctx, f, i, j, lam):
-        chunk = max(1, 2 ** 22 // f[0].numel())                         # pairs at a time: 16 MB of workspace
-        best = f.new_empty(len(i), f.shape[1])                                                  # (M, c)
-        position = torch.empty_like(best, dtype=torch.uint8 if f[0, 0].numel() <= 256 else torch.int32)
-        # All pairs of one image i at a time, so that f_i need not be copied for each of them
-        groups = i.argsort(stable=True).split(torch.bincount(i, minlength=len(f)).tolist())
-        for first, group in enumerate(groups):
-            for rows in group.split(chunk) if len(group) else ():
-                mixed = f[j[rows]].lerp_(f[first], lam[rows, None, None, None])  # f_j + lam (f_i - f_j), (., c, h, w)
-                pooled, where = F.max_pool2d(mixed, mixed.shape[2:], return_indices=True)
-                best[rows], position[rows] = pooled.flatten(1), where.flatten(1).to(position.dtype)
-        ctx.save_for_backward(i, j, lam, position)
-        ctx.shape, ctx.chunk = f.shape, chunk
-        return best
+    _, c, h, w = f.shape
+    lam = lam[:, None]                                                                          # (M, 1)
+    position = torch.empty(len(i), c, dtype=torch.uint8 if h * w <= 256 else torch.int32, device=f.device)
 
-    @staticmethod
-    def backward(ctx, grad):
-        B, c, h, w = ctx.shape
-        f_grad, channel = grad.new_zeros(B * h * w * c), torch.arange(c, device=grad.device)    # in the order (B, T, c)
-        i, j, lam, position = ctx.saved_tensors
-        for rows in torch.arange(len(i), device=i.device).split(ctx.chunk):
-            for end, share in ((i[rows], lam[rows]), (j[rows], 1 - lam[rows])):
-                index = (end[:, None] * (h * w) + position[rows]) * c + channel                 # (chunk, c)
-                f_grad.scatter_add_(0, index.flatten(), (share[:, None] * grad[rows]).flatten())
-        return f_grad.view(B, h, w, c).permute(0, 3, 1, 2), None, None, None
+    def in_chunks(size, *tensors):
+        return zip(*(t.split(max(1, size)) for t in tensors))
 
+    def mix_there(i, j, lam, position):
+        maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                              # (B T, c)
+        f_i, f_j = (maps.gather(0, end[:, None] * (h * w) + position) for end in (i, j))        # (pairs, c)
+        return f_j.lerp(f_i, lam)                       # f_j + lam (f_i - f_j)
 
-# ---- Eq. (8): which mixtures an anchor has
+    size = 2 ** 27 if f.is_cuda else 2 ** 21            # values at a time: on a GPU, few large chunks are faster
+    with torch.no_grad():
+        for i_, j_, lam_, found in in_chunks(size // f[0].numel(), i, j, lam, position):
+            mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (pairs, c, h, w)
+            found.copy_(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))
+    # gather would keep eight bytes per index for its gradient; a checkpoint keeps the one byte of the position.
+    return torch.cat([checkpoint(mix_there, *pairs, use_reentrant=False)
+                      for pairs in in_chunks(2 ** 23 // c, i, j, lam, position)])
 
 
 def cross_class_pairs(y):
     """The M unordered pairs i < j of different classes.  (B,) -> (M,), (M,)"""
-    i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    return i[y[i] != y[j]], j[y[i] != y[j]]
+    return (y[:, None] != y).triu().nonzero().unbind(dim=1)
 
 
 def pair_labels(y, anchor_y, i, j, lam):
@@ -287,14 +250,14 @@ def pair_labels(y, anchor_y, i, j, lam):
     A mixture is valid for an anchor if exactly one of its ends, of classes y[i] and y[j], has the anchor's class.
     Its label is the share of that end: lam for i, 1 - lam for j.
     """
-    first, second = anchor_y[:, None] == y[i], anchor_y[:, None] == y[j]
-    return torch.where(first, lam, 1 - lam), first ^ second
+    i_is_positive, j_is_positive = anchor_y[:, None] == y[i], anchor_y[:, None] == y[j]
+    return torch.where(i_is_positive, lam, 1 - lam), i_is_positive ^ j_is_positive
 
 
 def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> weights, valid (A, M)
 
-    pairs      pos-neg, anc-neg, pos-pos or neg-neg
+    pairs      pos-neg, anc-neg or pos-pos
     y          class labels of all possible ends;  i, j, lam, anchor_y  as in pair_labels
     anchor     (A,) the anchor's own index in y, -1 if it is not in y
     negatives  (A, len(y)) bool, the negatives of each anchor that may be mixed
@@ -303,8 +266,6 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     weights, valid = pair_labels(y, anchor_y, i, j, lam)
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
         return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j]) & ~with_anchor
-    if pairs == 'neg-neg':          # both ends are negatives: the label is 0, and there is no positive term
-        return torch.zeros_like(weights), negatives[:, i] & negatives[:, j]
     valid = valid & (negatives[:, i] | negatives[:, j])             # the end that is a negative may be mixed
     return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # Eq. (8)
 
@@ -331,22 +292,20 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
             anchor = len(y) + torch.arange(len(anchor_y), device=y.device)
             end_z, end_y = torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
     negatives = anchor_y[:, None] != y                                                          # (A, B)
-    if k is not None:                               # k may exceed an anchor's negatives: hence the & at the end
+    if k is not None:
         s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
-        hardest = s.topk(min(k, len(y)), dim=1).indices
-        negatives = torch.zeros_like(negatives).scatter(1, hardest, True) & negatives
+        negatives = torch.zeros_like(negatives).scatter(1, s.topk(min(k, len(y)), dim=1).indices, True)
     negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
-    if pairs in ('pos-pos', 'neg-neg'):                             # the ends may be of one class
+    i, j = cross_class_pairs(end_y)
+    if pairs == 'pos-pos':                          # all pairs: those of two classes are not valid, and left out below
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    else:
-        i, j = cross_class_pairs(end_y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
     lam = Beta(alpha, alpha).sample(i.shape).to(y.device)
     weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
-    used = valid.any(dim=0)
-    i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
-    if not len(i):
+    used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
+    if not len(used):
         return z.new_zeros(())
+    i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
     if mixup == 'input':
         v = model(mix(images, i, j, lam))           # Eq. (4), input mixup; trained BatchNorm sees the mixtures, too
     elif mixup == 'feature':
@@ -358,25 +317,36 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     return labelled_loss(anchor_z @ v.T, weights, valid, kind, **hyper).mean()
 
 
+@contextmanager
+def keeping_statistics(trunk, on):
+    """While it lasts, trained BatchNorm still normalises by the batch, but its running statistics stay, if `on`."""
+    momenta = {layer: layer.momentum for layer in trunk.modules() if on and hasattr(layer, 'running_mean')}
+    for layer in momenta:
+        layer.momentum = 0.0                        # the share that a batch has in the running statistics
+    yield
+    for layer, momentum in momenta.items():
+        layer.momentum = momentum
+
+
 # ---- analysis: Sections 3.6 and 4.3
 
 
 def positivity_threshold(lam, beta, gamma, m):
-    """The similarity up to which a mixture acts as a positive in ms: the right-hand side of Eq. (24)"""
-    lam = lam if torch.is_tensor(lam) else torch.tensor(lam, dtype=torch.float64)
-    return lam.logit() / (beta + gamma) + m
+    """The similarity up to which a mixture acts as a positive in ms, the right-hand side of Eq. (24):
+    s(a, v) <= ln(lam / (1 - lam)) / (beta + gamma) + m
+    """
+    return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m
 
 
 def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     """Fig. 2: P(Pos(a, v)) for ms with embedding mixing, over batches (lists of indices) of a set z (N, D), y (N,)
 
-    Returns a row for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)).
-    measured is the share of pairs whose derivative is not positive, predicted the share whose similarity is at most
-    the threshold of Eq. (24).
+    Returns for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)). measured
+    is the share of pairs with a derivative <= 0, predicted the share at or below the threshold of Eq. (24).
     """
-    seen, hyper = [], dict(beta=beta, gamma=gamma, m=m)
+    samples, hyper = [], dict(beta=beta, gamma=gamma, m=m)
     for index in batches:
-        # float64: where beta and gamma are some hundreds, tiny derivatives would be 0 in float32, and count as positive
+        # In float32, tiny derivatives would be 0, and count as positive, where beta and gamma are some hundreds.
         zb, yb = z[index].double(), y[index]
         i, j = cross_class_pairs(yb)
         lam = Beta(alpha, alpha).sample(i.shape).double()
@@ -386,15 +356,16 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
         # Eq. (11) and (25): F_lambda at the threshold is the share of the similarities up to it.
         below = s <= positivity_threshold(weights, **hyper)
-        seen.append(torch.stack([weights, positive, below, s.detach()])[:, valid])
-    lam, *columns = torch.cat(seen, dim=1)
-    bins = [(low / 10 + 0.05, (lam * 10).long() == low) for low in range(10)]
-    return [(centre, *(t[b].mean().item() for t in columns), int(b.sum())) for centre, b in bins if b.any()]
+        samples.append(torch.stack([weights, positive, below, s.detach()])[:, valid])           # (4, pairs)
+    lam, *columns = torch.cat(samples, dim=1)
+    tenths = [(tenth / 10 + 0.05, (lam * 10).long() == tenth) for tenth in range(10)]
+    return [(middle, *(t[b].mean().item() for t in columns), int(b.sum())) for middle, b in tenths if b.any()]
 
 
 def analyse(args):
     """Prints Fig. 2 and the utilization of a saved network on the dataset of its run; draws Fig. 2 with matplotlib."""
-    model, data = common.load_checkpoint(args.analyse, args.device, args.precision), common.dataset_from(args)
+    model = common.load_checkpoint(args.analyse, args.device, args.precision)
+    data = common.dataset_from(args)
     z, q, y = common.embed(model, data.train), common.embed(model, data.query), data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
@@ -404,14 +375,14 @@ def analyse(args):
         threshold = positivity_threshold(lam, args.beta, args.gamma, args.m)
         print(f'{lam:8.2f} {measured:9.3f} {predicted:9.3f} {s:13.3f} {threshold:10.3f} {number:9d}')
 
-    def nearest(x):                                 # squared distance of each query to its nearest row of x
-        return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.nearest(q, x, 1)])
+    def distances_to(examples):                     # squared distance of each query to the nearest example
+        return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])
 
-    clean = mixed = nearest(z)
+    clean = mixed = distances_to(z)
     for index in batches:
         i, j = cross_class_pairs(y[index])
         lam = Beta(args.alpha, args.alpha).sample(i.shape)
-        mixed = mixed.minimum(nearest(mix_embeddings(z[index], i, j, lam)))
+        mixed = mixed.minimum(distances_to(mix_embeddings(z[index], i, j, lam)))
     print(f'utilization, Eq. (12): {clean.mean():.3f} by clean examples, {mixed.mean():.3f} by these and the mixed '
           f'ones of {len(batches)} batches')
     try:
@@ -432,16 +403,11 @@ def analyse(args):
 
 # ---- recipes and flags
 
-# The recipe of each dataset: defaults of the flags. The rows of the benchmarks name all settings of
-# training; network and image sizes are those of common.BENCHMARK, unless the row sets them. Without
-# pretrained weights, shapes and folder start from common.DEMO; a folder with pretrained weights takes
-# the row of cub. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order.
-# Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay
-# rates (none for ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come
-# warm-up, clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and
-# decays every 10 epochs, which is its default; some of its commands have 5 or 20. On SOP and In-Shop
-# its commands freeze BatchNorm for contrastive with mixing, and train it without; here it is trained.
+# The recipe of each dataset: defaults of the flags, explained at common.BASE.
+# Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates (none for
+# ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come warm-up, clipping, proxies at 100 times
+# the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, its default; some of its commands
+# have 5 or 20. On SOP and In-Shop they freeze BatchNorm for contrastive with mixing only; here it is trained.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -454,7 +420,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': dict(proxy_lr_mult=1),                             # for --protocol
+    'reality-check': dict(proxy_lr_mult=1),             # see common.PROTOCOL
 }
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
 DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)
@@ -463,36 +429,22 @@ DEFAULTS['sop', 'contrastive'] = dict(m=0.5, warmup=5)
 # {loss: {hyper-parameter: its flag}}, for the losses that can be trained
 HYPER = {'contrastive': dict(m='m', reduction='reduction'), 'ms': dict(beta='beta', gamma='gamma', m='m'),
          'proxy_anchor': dict(alpha='proxy_alpha', delta='delta'), 'proxynca_pp': dict(temperature='temperature')}
+OTHER_FLAGS = {'ms': ['epsilon'], 'proxy_anchor': ['proxy_lr_mult'], 'proxynca_pp': ['proxy_lr_mult']}
 
 
 def plan(args):
-    """The choices (type of mixing, kinds of pairs, k), of which each iteration draws one; [] without mixing.
-
-    Raises common.UsageError for what the paper leaves undefined.
-    """
-    types, ks = args.mixup, args.hard_negatives
-    if types == ['none']:
+    """The choices (type of mixing, kinds of pairs, k), of which each iteration draws one; [] without mixing"""
+    if args.mixup == ['none']:
         return []
-    if 'none' in types:
-        raise common.UsageError('--mixup none cannot be combined with other types')
-    if len(ks) not in (1, len(types)):
-        raise common.UsageError(f'--hard-negatives: give one K, or one for each of the {len(types)} types of --mixup')
-    if args.loss == 'proxynca_pp' and args.pairs != 'both':
-        raise common.UsageError('--pairs has no effect with --loss proxynca_pp: its positives and negatives are '
-                                'proxies, which are not mixed; a mixture of two images of different classes is a query')
-    if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and types != ['embed']:
-        raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
-                                'feature map: take --mixup embed, or --pairs pos-neg')
     choices = []
-    for mixup, k in zip(types, ks * len(types)):    # one K serves all types
-        pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]        # Section 4.1
+    for mixup, k in zip(args.mixup, args.hard_negatives * len(args.mixup)):     # one K serves all types
+        kinds = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]        # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
-            pairs = ['pos-neg']
+            kinds = ['pos-neg']
         if args.loss == 'proxynca_pp':              # every image is an anchor, so these are all cross-class pairs
-            pairs = ['anc-neg']
-        if k == 'auto':                             # Section B.2
-            k = 3 if mixup == 'input' else 'all'
-        choices.append((mixup, pairs, None if k == 'all' else k))
+            kinds = ['anc-neg']
+        k = {'auto': 3 if mixup == 'input' else None, 'all': None}.get(k, k)            # Section B.2
+        choices.append((mixup, kinds, k))
     return choices
 
 
@@ -503,7 +455,7 @@ def get_args(argv=None):
     add('--loss', choices=list(HYPER), default='ms', help='base loss')
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
         help='what is mixed; if several are given, each iteration draws one')
-    add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos', 'neg-neg'], default='both',
+    add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
         help='which examples are mixed; both: each iteration draws pos-neg or anc-neg')
     add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
         metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
@@ -518,13 +470,13 @@ def get_args(argv=None):
     add('--reduction', choices=['mean', 'sum'], default='mean', help='contrastive: mean or sum over examples')
     add('--proxy-alpha', type=above_0, default=32.0, help='proxy_anchor: sharpness')
     add('--delta', type=cosine, default=0.1, help='proxy_anchor: margin')
-    add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,
-        help='proxynca_pp: divides squared distances')
-    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0,
-        help='learning rate of the proxies, as a multiple of --lr')
+    add('--temperature', type=common.at_least(1e-4, float), default=1 / 9, help='proxynca_pp: divides distances^2')
+    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies, times --lr')
     add('--clean-bn', action=argparse.BooleanOptionalAction, default=False,
         help='input: the running statistics of trained BatchNorm are those of clean images only')
-    add('--analyse', type=Path, metavar='RUN', help='print Fig. 2 and the utilization of a saved network, and stop')
+    add('--analyse', type=Path, metavar='RUN',
+        help='print Fig. 2 and utilization with mixed examples of a run, and stop; eval.py --analyse prints '
+             'alignment, uniformity, a threshold and more of any checkpoint')
     args = common.parse(parser, DEFAULTS, argv)
     check(args)
     return args
@@ -533,27 +485,29 @@ def get_args(argv=None):
 def check(args):
     """Refuses flags that have no effect, and what the paper leaves undefined."""
     if args.analyse:
-        read = {'analyse', 'alpha', 'beta', 'gamma', 'm', 'dataset', 'data', 'cache', 'batch_size', 'per_class', 'seed',
-                'device', 'precision'}
-        common.refuse(args, sorted(args.changed - read), '--analyse')
+        read = 'analyse alpha beta gamma m dataset data cache batch_size per_class seed device precision'.split()
+        common.refuse(args, sorted(args.changed - {*read}), '--analyse')
         if args.loss == 'contrastive' and 'm' not in args.changed:
             raise common.UsageError(f'{args.analyse} was trained with contrastive, and its m {args.m} is no margin of '
                                     'ms, which Fig. 2 is about: give one with --m, in the paper 0.77')
         return
-    flags = {loss: set(HYPER[loss].values()) for loss in HYPER}
-    flags['ms'] |= {'epsilon'}
-    flags['proxy_anchor'] |= {'proxy_lr_mult'}
-    flags['proxynca_pp'] |= {'proxy_lr_mult'}
+    flags = {loss: {*names.values(), *OTHER_FLAGS.get(loss, [])} for loss, names in HYPER.items()}
     common.refuse(args, sorted(set().union(*flags.values()) - flags[args.loss]), f'--loss {args.loss}')
-    if 'input' not in args.mixup:
-        common.refuse(args, ['clean_bn'], '--mixup ' + ' '.join(args.mixup) + ', where the network sees no mixtures')
-    if args.freeze_bn:
-        common.refuse(args, ['clean_bn'], 'frozen BatchNorm')
+    if 'input' not in args.mixup or args.freeze_bn:
+        common.refuse(args, ['clean_bn'], 'frozen BatchNorm, or where the network sees no mixtures')
     if args.mixup == ['none']:
         common.refuse(args, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
+    if 'none' in args.mixup[:-1] + args.mixup[1:]:
+        raise common.UsageError('--mixup none cannot be combined with other types')
     if args.pairs == 'pos-pos':
         common.refuse(args, ['hard_negatives'], '--pairs pos-pos')
-    plan(args)
+    if len(args.hard_negatives) not in (1, len(args.mixup)):
+        raise common.UsageError('--hard-negatives: give one K, or one for each of the types of --mixup')
+    if args.loss == 'proxynca_pp':
+        common.refuse(args, ['pairs'], '--loss proxynca_pp, where a mixture is a query')
+    if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and args.mixup != ['embed']:
+        raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
+                                'feature map: take --mixup embed, or --pairs pos-neg')
 
 
 def main(argv=None):
@@ -586,7 +540,7 @@ def main(argv=None):
         if choices:
             mixup, kinds, k = random.choice(choices)                    # Section B.4: the type is drawn per iteration,
             pairs = random.choice(kinds)                                # Section B.2: and so is the kind of pairs
-            with model.keeping_statistics(args.clean_bn):
+            with keeping_statistics(model.trunk, args.clean_bn):
                 mixed = mixed_loss(args.loss, hyper, mixup, pairs, k, args.alpha, model, images, f, z, labels,
                                    **learned)
             loss = loss + args.strength * mixed                         # Eq. (10)
@@ -597,36 +551,29 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Eq. (8) reads as one lambda per pair and anchor. Here an unordered pair has one lambda and one
-       mixture, which all anchors share. Mixed embeddings are scaled to unit length, as in the released
-       code.
-    2. Contrastive divides its sums, positives by their number and negatives by the number above m.
-       --reduction sum is the equation as printed.
+    1. An unordered pair has one lambda and one mixture, which all anchors share; Eq. (8) reads as one for each
+       anchor. Mixed embeddings are scaled to unit length, as in the released code.
+    2. Contrastive divides its two sums by their numbers of terms; --reduction sum is the equation as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
-    4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be
-       divided by all C proxies. Only embedding mixing has its anc-neg pairs, since a proxy has neither
-       an image nor a feature map.
-    5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing
-       cannot mix, though the paper has results for both. Here a mixture is a query with an interpolated
-       target, lam CE(v, y_i) + (1 - lam) CE(v, y_j), for two images of different classes.
-    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing. In the paper, Fig. 2 is
-       about the whole dataset, and utilization about what Metrix mixed over a number of epochs.
+    4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be divided
+       by all C proxies. Its anc-neg pairs exist in embedding mixing only: a proxy has no image or feature map.
+    5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing cannot mix,
+       though the paper has results for both. Here a mixture of two images of different classes is a query, with
+       an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
+    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing; in the paper on the whole dataset,
+       and on what Metrix mixed over a number of epochs.
 What differs from the released code, which mixes for contrastive, and for ms with embeddings
-    7. All positives, all anchors and each anchor's own hard negatives take part. In the code, feature
-       and embedding mixing have only the first positive of an anchor, anc-neg pairs only exist for
-       anchors without a positive, and hard negatives are looked up among those of the first anchor.
-    8. The code has Euclidean distances for similarities, one lambda per batch, k = 1, w = 0.3 for anc-neg
-       pairs of embeddings, Adam, and 60 epochs for contrastive. Its ms with embedding mixing is not
-       Eq. (15).
-    9. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
-       weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
-       the test set.
+    7. All positives, all anchors and each anchor's own hard negatives take part. In the code, feature and
+       embedding mixing have only an anchor's first positive, anc-neg pairs only anchors without a positive, and
+       hard negatives are looked up among those of the first anchor.
+    8. The code has Euclidean distances, one lambda per batch, k = 1, w = 0.3 for anc-neg pairs of embeddings, Adam,
+       and 60 epochs for contrastive. Its ms with embedding mixing is not Eq. (15). It reports its best epoch on
+       the test set, and trains the affine weights of frozen BatchNorm after the warm-up.
 Cost
-    Input mixing sends about 300 more images through the network per step, and up to 1,200 with pos-neg
-    pairs of 20 x 5 batches. Where BatchNorm is trained, its running statistics, which the evaluation
-    uses, then come from mixtures and clean images; with --clean-bn from clean images only. The number of
-    mixtures grows with the square of the batch: for batches of several hundred images,
-    --hard-negatives 40 saves memory and time.
+    Input mixing sends about 300 more images through the network per step, and up to 1,200 with pos-neg pairs of
+    20 x 5 batches. Running statistics of trained BatchNorm, which the evaluation uses, then come from mixtures, too;
+    with --clean-bn from clean images only. The number of mixtures grows with the square of the batch: for several
+    hundred images, --hard-negatives 40 saves memory and time.
 """
 
 

@@ -66,7 +66,6 @@ LOSSES = {
     'metrix, ms, pos-neg, k = 2': partial(metrix, 'ms', 'pos-neg', k=2),
     'metrix, ms, anc-neg': partial(metrix, 'ms', 'anc-neg'),
     'metrix, ms, pos-pos': partial(metrix, 'ms', 'pos-pos'),
-    'metrix, ms, neg-neg': partial(metrix, 'ms', 'neg-neg'),
     'metrix, proxy_anchor, pos-neg': partial(metrix, 'proxy_anchor', 'pos-neg'),
     'metrix, proxy_anchor, anc-neg': partial(metrix, 'proxy_anchor', 'anc-neg'),
     'metrix, proxynca_pp': partial(metrix, 'proxynca_pp', 'anc-neg'),

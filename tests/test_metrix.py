@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from bench import peak_memory
 from conftest import on_circle, unit
 from torch.distributions import Beta
 
@@ -212,13 +213,13 @@ def test_metrix_eq4_feature_gradcheck():
     assert torch.autograd.gradcheck(lambda f: mix_features(f, i, j, lam), f)
 
 
-def test_metrix_eq4_feature_keeps_little():
-    """What autograd keeps grows with M x c, not with M x c x h x w."""
-    kept = []
-    f, (i, j) = torch.randn(20, 64, 8, 8, requires_grad=True), torch.triu_indices(20, 20, 1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
-        mix_features(f, i, j, shares(len(i)))
-    assert 190 * 64 <= sum(kept) <= 2 * 190 * 64, 'a byte per maximum; the mixed maps would be 190 x 64 x 64 x 4'
+def test_metrix_eq4_feature_takes_little_memory():
+    """What it takes grows with M x c, not with M x c x h x w: the mixed maps would be 245 MB, their maxima 4 MB."""
+    f, (i, j) = torch.randn(40, 1200, 8, 8, requires_grad=True), torch.triu_indices(40, 40, 1)
+    mix_features(f, i[:9], j[:9], shares(9)).sum().backward()
+    before = peak_memory(reset=True)
+    mix_features(f, i, j, shares(len(i))).sum().backward()
+    assert not peak_memory() - before > 0.2, 'GB; it is NaN where it cannot be measured'
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
@@ -270,18 +271,18 @@ def test_metrix_eq8_labels():
     assert weights[1, 0].item() == pytest.approx(0.7) and weights[2, 1].item() == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg', 'pos-pos', 'neg-neg'])
+@pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg', 'pos-pos'])
 def test_metrix_eq8_sets(pairs):
-    """M(a) from the definitions: U+ x U-, S x U-, U+ x U+, U- x U-"""
+    """M(a) from the definitions: U+ x U-, S x U-, U+ x U+"""
     i, j, lam, weights, valid = mixture_set(pairs, Y)
     for a in range(len(Y)):
         P = [p for p in range(len(Y)) if Y[p] == Y[a] and p != a]
         N = [n for n in range(len(Y)) if Y[n] != Y[a]]
-        first, second = {'pos-neg': (P, N), 'anc-neg': ([a], N), 'pos-pos': (P, P), 'neg-neg': (N, N)}[pairs]
+        first, second = {'pos-neg': (P, N), 'anc-neg': ([a], N), 'pos-pos': (P, P)}[pairs]
         expected = {frozenset((p, n)) for p in first for n in second if p != n}
         assert {frozenset((i[m].item(), j[m].item())) for m in valid[a].nonzero()[:, 0]} == expected
         for m in valid[a].nonzero()[:, 0]:
-            share = {'pos-pos': 1, 'neg-neg': 0}.get(pairs, lam[m] if Y[i[m]] == Y[a] else 1 - lam[m])
+            share = 1 if pairs == 'pos-pos' else lam[m] if Y[i[m]] == Y[a] else 1 - lam[m]
             assert weights[a, m] == share
 
 
@@ -327,18 +328,6 @@ def test_hard_negatives_are_the_anchors_own_nearest(monkeypatch, pairs):
         ends = {frozenset((seen['i'][m].item(), seen['j'][m].item())) for m in seen['valid'][a].nonzero()[:, 0]}
         first = [p for p in range(len(y)) if y[p] == y[a] and p != a] if pairs == 'pos-neg' else [a]
         assert ends == {frozenset((p, n)) for p in first for n in order[:2]}
-
-
-@pytest.mark.parametrize('k', [2, 6])
-def test_neg_neg_pairs_are_of_the_hardest_negatives(monkeypatch, k):
-    """Also where k exceeds the number of negatives: a positive is never among them."""
-    z = on_circle(0, 5, 180, 20, 40, 60, 170, dtype=torch.float32)
-    y = torch.tensor([0, 0, 0, 1, 2, 3, 1])
-    seen = run_mixed(monkeypatch, z, y, 'neg-neg', k=k)
-    for a in range(len(y)):
-        hardest = sorted((n for n in range(len(y)) if y[n] != y[a]), key=lambda n: -(z[a] @ z[n]).item())[:k]
-        ends = {frozenset((seen['i'][m].item(), seen['j'][m].item())) for m in seen['valid'][a].nonzero()[:, 0]}
-        assert ends == {frozenset((p, n)) for p in hardest for n in hardest if p != n}
 
 
 def test_a_mixture_that_no_anchor_has_is_not_embedded(monkeypatch):
@@ -406,23 +395,14 @@ def test_mean_reduction_divides_by_the_terms_that_are_not_zero():
     assert loss.item() == pytest.approx(-(0.5 * 0.9 + 0.7) / 2 + 0.5 * (0.9 - 0.5) / 1)
 
 
-def test_pos_pos_has_no_negative_term_and_neg_neg_no_positive_one():
+def test_pos_pos_has_no_negative_term(monkeypatch):
     z = F.normalize(unit(8) + 1, dim=1)
-    for pairs, negative in (('pos-pos', False), ('neg-neg', True)):
-        i, j, lam, weights, valid = mixture_set(pairs, Y)
-        s = z @ mix_embeddings(z, i, j, lam).T
-        x = s.masked_fill(~valid, float('-inf')) if negative else -s.masked_fill(~valid, float('inf'))
-        scale, m = (GAMMA, M) if negative else (BETA, -M)
-        expected = (scale * (x - m)).exp().sum(1).log1p() / scale
-        assert torch.allclose(labelled_loss(s, weights, valid, 'ms'), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize('pairs', ['pos-pos', 'neg-neg'])
-def test_ends_of_pos_pos_and_neg_neg_may_be_of_one_class(monkeypatch, pairs):
-    """In the step too: it draws these pairs from all of the batch, not across classes only."""
-    seen = run_mixed(monkeypatch, unit(8), Y, pairs)
-    same = Y[seen['i']] == Y[seen['j']]
-    assert same.all() if pairs == 'pos-pos' else same.any() and not same.all()
+    i, j, lam, weights, valid = mixture_set('pos-pos', Y)
+    s = (z @ mix_embeddings(z, i, j, lam).T).masked_fill(~valid, float('inf'))
+    expected = (-BETA * (s - M)).exp().sum(1).log1p() / BETA
+    assert torch.allclose(labelled_loss(s.masked_fill(~valid, 0), weights, valid, 'ms'), expected, atol=1e-12)
+    drawn = run_mixed(monkeypatch, z, Y, 'pos-pos')
+    assert len(drawn['i']) and (Y[drawn['i']] == Y[drawn['j']]).all(), 'the step draws these pairs within classes'
 
 
 @pytest.mark.parametrize('kind', ['ms', 'contrastive'])
@@ -793,7 +773,7 @@ def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run,
     out = capsys.readouterr().out
     clean, mixed = (float(x) for x in re.findall(r'\d\.\d+', out.split('Eq. (12):')[1].split('\n')[0]))
     model = common.load_checkpoint('runs/x/last.pt')
-    data = common.load(train_metrix.get_args(['--analyse', 'runs/x']))
+    data = common.dataset_from(train_metrix.get_args(['--analyse', 'runs/x']))
     z, q = common.embed(model, data.train), common.embed(model, data.query)
     def nearest(*examples):
         return (torch.cdist(q, torch.cat(examples).float()) ** 2).amin(1).mean().item()
