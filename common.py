@@ -1376,8 +1376,8 @@ def pick_device(name):
     """auto takes a GPU if there is one. Under torchrun each process takes its own."""
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if name == 'cuda':
-        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    if name == 'cuda' and 'LOCAL_RANK' in os.environ:
+        name = f'cuda:{os.environ["LOCAL_RANK"]}'
     try:
         if name.startswith('cuda:'):
             torch.cuda.set_device(name)     # before any tensor, or each process would take memory on the first GPU

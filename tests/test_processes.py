@@ -12,23 +12,34 @@ import common
 import train_ms
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+def start(command, where, rank, size, port=0):
+    """A Python process as torchrun starts it"""
+    env = os.environ | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1',
+                            MASTER_PORT=str(port), OMP_NUM_THREADS='1',
+                            PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / 'tests')]))
+    return subprocess.Popen([sys.executable, *command], cwd=where, env=env, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def finished(started):
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert not any(process.returncode for process in started), '\n'.join(outputs)
+    return outputs
+
+
 @pytest.fixture(scope='module')
 def trained(folder, tmp_path_factory):
     """Folders of the runs by one process, and by two at once"""
     one, two = tmp_path_factory.mktemp('one'), tmp_path_factory.mktemp('two')
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = str(probe.getsockname()[1])
-    started = []
-    for where, rank, size in ((one, 0, 1), (two, 0, 2), (two, 1, 2)):
-        env = os.environ | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1',
-                                MASTER_PORT=port, OMP_NUM_THREADS='1',
-                                PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / 'tests')]))
-        started.append(subprocess.Popen([sys.executable, ROOT / 'tests' / 'worker.py', folder], cwd=where, env=env,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert not any(process.returncode for process in started), '\n'.join(outputs)
-    return one, two, outputs
+    port = free_port()
+    command = [ROOT / 'tests' / 'worker.py', folder]
+    return one, two, finished([start(command, *place) for place in ((one, 0, 1), (two, 0, 2, port), (two, 1, 2, port))])
 
 
 def weights(run):
@@ -64,10 +75,34 @@ def test_the_gradient_of_a_step_in_float32(trained, script):
 
 def test_the_main_process_prints_and_writes(trained):
     _, two, outputs = trained
-    assert outputs[1].count('R@1 = ') == 14 and 'R@1' not in outputs[2]
+    assert outputs[1].count('R@1 = ') == 15 and 'R@1' not in outputs[2]
     assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(
-        name + end for name in SCRIPTS for end in ('', '-step'))
+        ['patience', *(name + end for name in SCRIPTS for end in ('', '-step'))])
     assert not list(two.glob('runs/*/*.tmp'))
+
+
+def test_the_row_of_the_main_process_is_the_row_of_all(trained):
+    """Else the one with more patience would wait for the other without an end, and the fixture for both."""
+    rows = weights(trained[1] / 'runs' / 'patience')[1]
+    assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
+
+
+SHARE = '''
+import torch, common
+common.join_processes(torch.device('cpu'))
+x, weight = torch.arange(6.).view(2, 3), torch.ones(3, 4, requires_grad=True)
+f = common.gather(x.tensor_split(3)[common.rank()] @ weight, 2)
+f.pow(2).sum().backward()
+common.average_gradients([weight])
+assert torch.equal(f, x @ weight), f
+assert torch.equal(weight.grad, 2 * x.T @ x @ weight), weight.grad
+'''
+
+
+def test_three_processes_share_two_images(tmp_path):
+    """The last one has none of them, and the same loss and gradients."""
+    port = free_port()
+    finished([start(['-c', SHARE], tmp_path, rank, 3, port) for rank in range(3)])
 
 
 def test_processes_on_a_cpu_need_frozen_batchnorm(small, monkeypatch):

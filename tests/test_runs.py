@@ -17,7 +17,7 @@ from PIL import Image
 import common
 import eval as evaluation
 import train_ms
-from common import UsageError, retrieval_metrics
+from common import UsageError
 
 
 def rows_of(name):
@@ -463,11 +463,3 @@ def test_ctrl_c_in_a_real_process_keeps_the_checkpoint(folder, tmp_path):
     output = process.communicate(timeout=30)[0]
     assert process.returncode == 130 and '--resume runs/mine' in output and 'Traceback' not in output, output
     assert common.read_checkpoint(tmp_path / 'runs/mine')['epoch'] >= 1
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-def test_a_gpu_trains_and_finds_what_the_cpu_finds(run):
-    row = run(train_ms, '--device', 'cuda')
-    assert math.isfinite(row['loss'])
-    z, y = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 20
-    assert retrieval_metrics(z.cuda(), y) == pytest.approx(retrieval_metrics(z, y), abs=1e-3)

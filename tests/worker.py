@@ -1,14 +1,17 @@
 """One process of test_processes.py: all seven scripts on a small network.
 
 Started as torchrun starts a script, with RANK and WORLD_SIZE in the environment; without them it is the only process.
-Ten updates in float64, as runs/<script>; and one step of plain gradient descent in float32, as runs/<script>-step.
+Ten updates in float64, as runs/<script>; one step of plain gradient descent in float32, as runs/<script>-step; and
+runs/patience, in which each process measures something else.
 """
+import os
 import sys
 
 import torch
 from conftest import SCRIPTS, SmallNet
 
 import common
+import train_ms
 
 # Batches of 9 images are not shared evenly by two processes.
 SHARED = ('--dataset folder --device cpu --precision fp32 --image-size 32 --dim 16 --freeze-bn --batch-size 9 '
@@ -25,6 +28,11 @@ def main(data):
                             (torch.float32, f'--steps 1 --optimizer sgd --lr 1 --name {script}-step')):
             torch.set_default_dtype(dtype)
             __import__(script).main([*flags, *more.split()])
+    measure = common.evaluate
+    others_gain = 10.0 * int(os.environ.get('RANK', 0))     # from epoch to epoch, so their patience would not end
+    common.evaluate = lambda model, data: measure(model, data) | {'MAP@R': 1.0 + others_gain * next(epochs)}
+    epochs = iter(range(100))
+    train_ms.main([*SHARED, data, *'--epochs 9 --fold 0/3 --patience 1 --batch-size 6 --name patience'.split()])
 
 
 if __name__ == '__main__':

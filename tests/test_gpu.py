@@ -1,0 +1,47 @@
+"""What a GPU computes, against the CPU. Skipped where there is none."""
+import pytest
+import torch
+from conftest import SCRIPTS
+
+import common
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+
+SETTINGS = [(script, '') for script in SCRIPTS] + [
+    ('train_metrix', f'--loss {loss} --mixup {mixup}') for loss in ('ms', 'contrastive', 'proxy_anchor', 'proxynca_pp')
+    for mixup in ('input', 'feature', 'embed')] + [
+    ('train_hse', f'--loss {loss}') for loss in ('contrastive', 'proxy_anchor', 'epshn', 'npair')] + [
+    ('train_hse', '--kind gridmask'), ('train_contrastive', '--form similarity'), ('train_ccl', '--variant cluster'),
+    ('train_ccl', '--variant center_loss --jitter 0.3'), ('train_proxynca_pp', '--loss proxynca'),
+    ('train_ms', '--freeze-bn --chunk 3'), ('train_ms', '--compile')]
+
+
+def trained(run, script, device, precision, flags=''):
+    """What three steps of plain gradient descent learn, and their row"""
+    name = f'{device}-{precision}'
+    run(__import__(script), '--optimizer', 'sgd', '--lr', '0.01', '--steps', '3', '--device', device,
+        '--precision', precision, '--name', name, *flags.split())
+    saved = common.read_checkpoint(f'runs/{name}')
+    return saved['model'] | saved['learned'], saved['rows'][-1]
+
+
+@pytest.mark.parametrize('script, flags', SETTINGS)
+def test_three_steps_are_those_of_the_cpu(run, small, monkeypatch, script, flags):
+    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
+    expected, row = trained(run, script, 'cpu', 'fp32', flags)
+    found, other = trained(run, script, 'cuda', 'fp32', flags)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
+    assert other['loss'] == pytest.approx(row['loss'], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_bfloat16_is_float32_with_fewer_digits(run, small, script):
+    _, row = trained(run, script, 'cuda', 'fp32')
+    _, other = trained(run, script, 'cuda', 'bf16')
+    assert other['loss'] == pytest.approx(row['loss'], rel=0.05)
+
+
+def test_a_gpu_finds_what_the_cpu_finds():
+    z, y = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 20
+    assert common.retrieval_metrics(z.cuda(), y) == pytest.approx(common.retrieval_metrics(z, y), abs=1e-3)
