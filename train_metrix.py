@@ -234,9 +234,10 @@ def max_of_mixed(f, i, j, lam):
         for i_, j_, lam_, found in in_chunks(size // f[0].numel(), i, j, lam, position):
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (pairs, c, h, w)
             found.copy_(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))
-    # gather would keep eight bytes per index for its gradient; a checkpoint keeps the one byte of the position.
+    # gather would keep eight bytes per index for its gradient; a checkpoint keeps the one byte of the position. There
+    # are about 16 chunks at most, since each has a gradient of the size of f.
     return torch.cat([checkpoint(mix_there, *pairs, use_reentrant=False)
-                      for pairs in in_chunks(2 ** 23 // c, i, j, lam, position)])
+                      for pairs in in_chunks(max(size // c, len(i) // 16), i, j, lam, position)])
 
 
 def cross_class_pairs(y):
