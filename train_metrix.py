@@ -140,11 +140,8 @@ TABLE_1 = {
         -log_sum_exp(s / temperature, positive), log_sum_exp(s / temperature, negative))}
 
 
-# ---- clean losses: the first term of Eq. (10)
-
-
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
-    """The clean loss of a batch, z (B, D) with class labels y (B,) -> scalar
+    """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar
 
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
@@ -175,8 +172,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
 def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
     """ProxyNCA++ for queries v (M, D) whose class is y_i with share lam, and y_j with share 1 - lam -> scalar
 
-    Cross-entropy over the C proxies of -|v - p|^2 / temperature. Its softmax cancels the lengths: what is left is
-    2 v.p / temperature.
+    Cross-entropy of -|v - p|^2 / temperature over the C proxies p; lengths cancel, and 2 v.p / temperature is left.
     """
     v, proxies = common.at_least_float32(v, proxies)
     logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
@@ -184,7 +180,7 @@ def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
             + (1 - lam) * F.cross_entropy(logits, y_j, reduction='none')).mean()
 
 
-# ---- mixtures: Eq. (4) and (8)
+# ---- mixtures
 
 
 def mix(x, i, j, lam):
@@ -214,15 +210,15 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 def max_of_mixed(f, i, j, lam):
     """max over the T positions of lam f_i + (1 - lam) f_j.  f (B, c, h, w), i, j, lam (M,) -> (M, c)
 
-    The mixed maps of all pairs would take gigabytes. So maps are mixed, a few pairs at a time, only to find where the
-    maxima are, without gradients. Then both ends are mixed at these positions: the maximum, and its gradient.
+    The mixed maps of all pairs would take gigabytes. So maps are mixed a few pairs at a time, without gradients, only
+    to find where the maxima are. Then both ends are mixed at these positions, with gradients.
     """
     _, c, h, w = f.shape
     lam = lam[:, None]                                                                          # (M, 1)
     position = torch.empty(len(i), c, dtype=torch.uint8 if h * w <= 256 else torch.int32, device=f.device)
 
-    def in_chunks(size, *tensors):
-        return zip(*(t.split(max(1, size)) for t in tensors))
+    def in_chunks(pairs):                               # i, j, lam and position of so many pairs at a time
+        return zip(*(t.split(max(1, pairs)) for t in (i, j, lam, position)))
 
     def mix_there(i, j, lam, position):
         maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                              # (B T, c)
@@ -231,12 +227,13 @@ def max_of_mixed(f, i, j, lam):
 
     size = 2 ** 27 if f.is_cuda else 2 ** 21            # values at a time: on a GPU, few large chunks are faster
     with torch.no_grad():
-        for i_, j_, lam_, found in in_chunks(size // f[0].numel(), i, j, lam, position):
+        for i_, j_, lam_, found in in_chunks(size // f[0].numel()):
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (pairs, c, h, w)
             found.copy_(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))
-    # gather would keep eight bytes per index for its gradient; a checkpoint keeps the one byte of the position.
-    return torch.cat([checkpoint(mix_there, *pairs, use_reentrant=False)
-                      for pairs in in_chunks(2 ** 23 // c, i, j, lam, position)])
+    # For its gradient gather would keep eight bytes per index, a checkpoint keeps the position's one. The chunks are at
+    # most about 16, because the gradient of each is as large as f.
+    chunks = in_chunks(max(size // c, len(i) // 16))
+    return torch.cat([checkpoint(mix_there, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 def cross_class_pairs(y):
@@ -270,11 +267,8 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # Eq. (8)
 
 
-# ---- the mixed loss: the second term of Eq. (10)
-
-
 def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
-    """The mean over the anchors of Eq. (9), for proxynca_pp over the mixtures -> scalar
+    """The second term of Eq. (10), without w: the mean over the anchors of Eq. (9), for proxynca_pp over the mixtures
 
     kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict, because proxy_anchor has an alpha of its own
     mixup   input, feature or embed;  pairs  as in mixtures
@@ -570,10 +564,9 @@ What differs from the released code, which mixes for contrastive, and for ms wit
        and 60 epochs for contrastive. Its ms with embedding mixing is not Eq. (15). It reports its best epoch on
        the test set, and trains the affine weights of frozen BatchNorm after the warm-up.
 Cost
-    Input mixing sends about 300 more images through the network per step, and up to 1,200 with pos-neg pairs of
-    20 x 5 batches. Running statistics of trained BatchNorm, which the evaluation uses, then come from mixtures, too;
-    with --clean-bn from clean images only. The number of mixtures grows with the square of the batch: for several
-    hundred images, --hard-negatives 40 saves memory and time.
+    Input mixing sends 300 more images through the network per step, and up to 1,200 with pos-neg pairs of 20 x 5
+    batches. They count in the running statistics of trained BatchNorm, which the evaluation uses, unless --clean-bn
+    is given. For batches of several hundred images, --hard-negatives 40 saves memory and time.
 """
 
 
