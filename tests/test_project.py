@@ -10,9 +10,10 @@ import pytest
 import results
 import torch
 import torch.nn.functional as F
-import train_metrix
 from conftest import ROOT, SCRIPTS
 from mutants import MUTANTS
+
+import train_metrix
 
 
 def test_importing_has_no_effect(tmp_path):
@@ -149,7 +150,8 @@ def test_the_commands_of_the_results_are_commands():
     for table in results.TABLES.values():
         for command in table.rows.values():
             script, *words = re.sub(r'^tests/results.py --patched \S+ ', '', command).split()
-            args = __import__(script.removesuffix('.py')).get_args([*words, *table.repeats[0].split(), '--device', 'cpu'])
+            words += [*table.repeats[0].split(), '--device', 'cpu']
+            args = __import__(script.removesuffix('.py')).get_args(words)
             assert args.seed == 0 and args.dataset in ('shapes', 'folder')
         assert {row for pair in table.pairs for row in pair} <= table.rows.keys()
     for line in results.finished().values():
