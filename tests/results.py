@@ -119,7 +119,8 @@ best rate may lie outside.''',
     'birds': Table('Do losses matter?', '''
 This is the question of the Reality Check. Each row is a recipe with its loss. Recipes differ in batches, pooling and
 optimizer as well, so a difference is not one of losses alone. Every row gains over the network before training. As in
-the Reality Check, the order in which the papers appeared does not show.''',
+the Reality Check, the order in which the papers appeared does not show. For its centre term (lam 2), CCL reports a gain
+of 0.7 points of R@1 on CUB, which these intervals neither show nor exclude.''',
                    SEEDS, TUNED, against(TUNED, 'contrastive') + [('ccl, lam 2', 'ccl, lam 0')]),
     'recipes': Table('Recipe or loss?', '''
 Losses with the recipe of their own script, and with that of train_metrix.py, without mixing. There, contrastive is one
@@ -130,7 +131,10 @@ of cosines and not of distances, and ms has other parameters. Recipes matter at 
                      + [('proxy_anchor, as in train_metrix.py', 'contrastive, as in train_metrix.py')]),
     'metrix': Table('Does mixing help?', '''
 Metrix. The two sides of a difference differ in `--mixup` and in nothing else. Their learning rate, 3.3e-5, was chosen
-for ms without mixing; for ms that favours the side without.''',
+for ms without mixing; for ms that favours the side without. With feature mixing the paper reports gains of R@1 on CUB
+of 3.6 points for ms, 1.5 for Proxy-Anchor, 2.7 for contrastive and 1.3 for ProxyNCA++. The intervals exclude those of ms
+and of Proxy-Anchor. That does not refute the paper, which trains a larger network on 100 classes for up to 100
+epochs.''',
                     SEEDS, METRIX,
                     [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXING if mixup != 'none']),
     'fast': Table('Does mixing help at the rate of the recipe?', 'This rate is three times as high.',
@@ -138,7 +142,8 @@ for ms without mixing; for ms that favours the side without.''',
                           for mixup in ('none', 'feature')}, [('proxy_anchor, feature', 'proxy_anchor, none')]),
     'hse': Table('Do hybrids help?', '''
 HSE. The two sides of a difference differ in `--alpha` and in nothing else. With alpha 0 there are no hybrids, and a
-batch has a class more.''',
+batch has a class more. The paper reports gains of R@1 on CUB of 1.9 points for ms, 1.2 for Proxy-Anchor and 2.5 for
+EPSHN. The interval excludes that of EPSHN.''',
                  SEEDS, HSE, [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
     'shapes': Table('The built-in dataset', '''
 `shapes`, with defaults. Learning rates and epochs were chosen on this test set, so the table shows that each script
