@@ -205,7 +205,7 @@ By Eq. (24) of Metrix, a mixture is at rest at the similarity m + ln(lambda / (1
 paper's 18, 75 and 0.77 that is between 0.74 and 0.80 for every lambda from 0.05 to 0.95. So a mixture that is nearly a
 pure negative is held at about 0.77 as well. These runs of ms on `shapes`, on its four folds with one seed and 8 epochs,
 ask whether this keeps s- high, and whether that is what costs R@1. The baselines were run again for these tables. On
-one of the folds the same training then reached R@1 83.2, and 76.0 in the table `scratch`, on another machine with another
+one of the folds feature mixing then reached R@1 83.2, and 76.0 in the table `scratch`, on another machine with another
 torch: rounding alone can move a run so far. So differences of single folds say little.''',
      ['search', 'term', 'soft', 'pairs', 'input']),
 ]
