@@ -224,9 +224,10 @@ ResNet-50.
 All numbers are of the last epoch. R@1 and MAP@R are in percent; s+ and s- are mean similarities of two images of the
 same class and of different classes. *Before* is the network before training, *gain* the number minus that before.
 *Runs* counts the seeds or folds. A number after ± is half of the 95 % confidence interval of the mean (Student's t).
-Differences are taken between runs of the same seed or fold. They are in bold if their interval excludes 0, which by
-chance happens to one difference in twenty. Machines are CPUs that multiply in bfloat16, in which the trunk ran. A row's
-command is `python`, what stands in its last column, the flags that all rows share, and `--seed` or `--fold`.
+Differences are taken between runs of the same seed or fold. A mean of three or more is in bold if its interval excludes
+0, which by chance happens to one difference in twenty. Machines are CPUs that multiply in bfloat16, in which the trunk
+ran. A row's command is `python`, what stands in its last column, the flags that all rows share, and `--seed` or
+`--fold`.
 '''
 
 
@@ -354,7 +355,7 @@ def cell(values, digits=1, bold=False):
     middle, half = interval(values)
     text = f'{round(middle, digits) + 0:.{digits}f}'                     # + 0 makes 0.0 of -0.0
     text += '' if half is None else f' ± {half:.{digits}f}'
-    return f'**{text}**' if bold and half is not None and abs(middle) > half else text
+    return f'**{text}**' if bold and len(values) > 2 and abs(middle) > half else text
 
 
 def gap(row):
