@@ -173,7 +173,7 @@ The beginning of the table `search`: no mixing, feature mixing, and a mixed term
 Mixtures that only push, a contrastive mixed term, and the paper's mixed term with an eighth of its weight.''',
                   FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
     'push': Table('Mixtures that only push, with other seeds', '''
-The row `push` of the table before, which looked best there, with seeds 1 and 2 on each of the four folds.''',
+The row `push` of the table before, with seeds 1 and 2 on each of the four folds.''',
                   [f'{fold} --seed {n}' for n in (1, 2) for fold in FOLDS], BOTH | {'push': TERM['push']},
                   [('feature', 'none'), ('push', 'none'), ('push', 'feature')]),
     'soft': Table('Softer parameters in both terms', 'Beta 2, gamma 10 and m 0.5 in the clean and in the mixed term.',
