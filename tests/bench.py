@@ -11,6 +11,19 @@
 
 Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine
 may be busy with other work. Memory is the peak of a process of its own.
+
+Measured at commit 2abae0e, on two cores of a CPU that multiplies in bfloat16. A ratio is a time divided by that of what
+stands behind 'to'.
+
+    loop     a step of the shared loop, to the same step on crops that are ready (ResNet-18, 64 px, batches of
+             100): 1.02 in float32, 1.06 to 1.09 in bfloat16. Making the crops takes 3 to 5 % of an epoch.
+    losses   forward and backward, to pytorch-metric-learning 2.9 (batches of 100 and 500; 100 and 11,318 classes):
+             contrastive 0.5 to 0.9, ms 0.3 to 0.4, Proxy-Anchor 0.5 to 0.9, ProxyNCA++ 0.5 to 0.7
+    search   all metrics of 60,502 embeddings of 512 dimensions, to the bare product of the matrices: 0.96 (16 s, 0.5
+             GB more memory); with K up to 1,000 1.44 (24 s, 0.7 GB)
+    decode   the first start, to decoding on both cores and nothing else: 1.29 (18 s). The second start takes 0.9 s.
+    metrix   a step with mixing, to one without (ResNet-50, 64 px): in batches of 20 x 5 embed 1.03 and feature 1.26,
+             in batches of 80 x 5 embed 1.26 and feature 2.91
 """
 import argparse
 import os

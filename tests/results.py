@@ -1,11 +1,14 @@
-"""The runs behind README's tables, and the tables. Not collected by pytest.
+"""The runs behind tests/results.md, and that page. Not collected by pytest.
 
+    python tests/results.py                  writes tests/results.md from tests/results.jsonl
     python tests/results.py pilots           makes the runs of this table that results.jsonl lacks, and prints it
     python tests/results.py birds --jobs 2   two runs at a time, each on half of the cores
     python tests/results.py birds --jobs 0   only prints
+    python tests/results.py --patched push train_metrix.py --mixup feature     a run whose step is changed: see PATCHES
 
-A finished run becomes a line of tests/results.jsonl; a run that was stopped is resumed. Its checkpoint, of 100 to 150
-MB, stays in runs/ and may be deleted then. Any row may be added to TABLES.
+A finished run becomes a line of tests/results.jsonl, with its commit and all its evaluations; no two lines have the
+same command. A run that was stopped is resumed. Its checkpoint, of 100 to 150 MB, stays in runs/ and may be deleted
+then. Any row may be added to TABLES.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
@@ -14,23 +17,42 @@ small1 lacks: Japanese (katakana), Sanskrit and Tagalog.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import md5
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import torch.nn.functional as F
 import torchvision
 
+import common
+import train_metrix
+import train_ms
 from eval import interval
 
 ROOT = Path(__file__).parents[1]
-LINES = ROOT / 'tests' / 'results.jsonl'
-SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in range(4)]
+LINES, PAGE = ROOT / 'tests' / 'results.jsonl', ROOT / 'tests' / 'results.md'
 
+# ---- which runs there are
+
+
+class Table(NamedTuple):
+    title: str
+    text: str           # what the table asks, and how it was made
+    repeats: list       # flags; each command is run once with each of them
+    rows: dict          # {row: command}
+    pairs: list         # [(row, row that it is compared with)]
+
+
+SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in range(4)]
 BIRDS = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112 '
          '--epochs 9 --warmup 1 --eval-every 9')
 # Schedules by steps decay once in these nine epochs, after epoch 5, by the factor of the recipe.
@@ -44,11 +66,17 @@ RATES = {'contrastive': 1e-4, 'ms': 3e-5, 'proxy_anchor': 1e-4, 'proxynca_pp': 4
          'ccl, lam 0': 0.02, 'metrix ms, none': 1e-4, 'hse ms, no hybrids': 1e-4}       # those of the recipes
 CHOSEN = {'contrastive': '3.3e-05', 'ms': '3e-05', 'proxy_anchor': '3.3e-05', 'proxynca_pp': '0.012',
           'ccl, lam 2': '0.02', 'ccl, lam 0': '0.02'}                   # by the table 'pilots'
+TUNED = {name: f'{FIRST[name]} --lr {CHOSEN[name]}' for name in CHOSEN}
 # The pilots of train_metrix.py and train_hse.py have ms without mixing and without hybrids. All their rows take over
 # that rate, which is also the one chosen for train_proxy_anchor.py and train_contrastive.py.
-FINE = STEP + ' --lr 3.3e-05'
+FINE, FAST = STEP + ' --lr 3.3e-05', STEP + ' --lr 1e-4'
 MIXING = [(loss, mixup) for loss in ('proxy_anchor', 'ms', 'contrastive') for mixup in ('none', 'feature', 'embed')]
 MIXING += [('proxynca_pp', 'none'), ('proxynca_pp', 'feature')]
+METRIX = {f'{loss}, {mixup}': f'train_metrix.py {FINE} --loss {loss} --mixup {mixup}' for loss, mixup in MIXING}
+HSE = {f'{loss}, {what}': f'train_hse.py {FINE} --loss {loss}{flag}' for loss in ('ms', 'proxy_anchor', 'epshn')
+       for what, flag in (('alone', ' --alpha 0'), ('hybrids', ''))}
+# Losses that have a script of their own, and a row in train_metrix.py
+TWICE = ('contrastive', 'ms', 'proxy_anchor', 'proxynca_pp')
 SCRATCH = {'alpha 0': 'hse.py --alpha 0', 'alpha 1e-9': 'hse.py --alpha 1e-9',
            'alpha 1e-9, append': 'hse.py --alpha 1e-9 --hybrids append', 'alpha 0.01': 'hse.py --alpha 0.01',
            'alpha 0.02': 'hse.py --alpha 0.02', 'alpha 0.05': 'hse.py --alpha 0.05',
@@ -58,33 +86,236 @@ SCRATCH = {'alpha 0': 'hse.py --alpha 0', 'alpha 1e-9': 'hse.py --alpha 1e-9',
            'none, 16 epochs': 'metrix.py --mixup none --epochs 16',
            'feature, 16 epochs': 'metrix.py --mixup feature --epochs 16',
            'input': 'metrix.py --mixup input', 'input, clean BatchNorm': 'metrix.py --mixup input --clean-bn'}
+# --eval-every 2 only adds rows to the log. It keeps these commands apart from those of 'scratch', which were run at an
+# earlier commit.
+NONE, FEATURE, INPUT = (f'train_metrix.py --eval-every 2 --mixup {mixup}' for mixup in ('none', 'feature', 'input'))
+BOTH, SOFT = {'none': NONE, 'feature': FEATURE}, ' --beta 2 --gamma 10 --m 0.5'
+SEARCH = ['18:75:0.3', '2:50:0.5', '2:10:0.3', '2:10:0.7', '5:25:0.5']
+LONG = BIRDS.replace('--epochs 9 --warmup 1 --eval-every 9', '--epochs 60 --warmup 3 --eval-every 4 --decay-epochs 6')
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
 
-# {table: (repeats of each command, {row: command}, [(row, row that it is compared with)])}
+
+def patched(name, command=FEATURE):
+    return f'tests/results.py --patched {name} {command}'
+
+
+def against(rows, *bases):
+    """Each row compared with each base"""
+    return [(row, base) for base in bases for row in rows if row not in bases]
+
+
+SOFTER = {f'softer:{what}': patched(f'softer:{what}') for what in ['2:10:0.5', *SEARCH]}
+TERM = {'push': patched('push'), 'contrast:0.5': patched('contrast:0.5'), 'strength 0.05': FEATURE + ' --strength 0.05'}
+MINED = {'mined': patched('mined'), 'embed': 'train_metrix.py --eval-every 2 --mixup embed',
+         'released': patched('released', 'train_metrix.py --eval-every 2 --mixup embed --strength 1')}
 TABLES = {
-    # One fold and one seed choose each learning rate, by the validation MAP@R.
-    'pilots': (['--seed 0'], {f'{name}, lr {rate:.2g}': f'{FIRST[name]} --fold 0/4 --lr {rate:.2g}' for name in FIRST
-                              for rate in (RATES[name] / 3, RATES[name], RATES[name] * 3)}, []),
-    'birds': (SEEDS, {name: f'{FIRST[name]} --lr {CHOSEN[name]}' for name in CHOSEN},
-              [(name, 'contrastive') for name in CHOSEN if name != 'contrastive'] + [('ccl, lam 2', 'ccl, lam 0')]),
-    'metrix': (SEEDS, {f'{loss}, {mixup}': f'train_metrix.py {FINE} --loss {loss} --mixup {mixup}'
-                       for loss, mixup in MIXING},
-               [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXING if mixup != 'none']),
-    # The same at the rate of the recipe, three times as high
-    'fast': (SEEDS, {mixup: f'train_metrix.py {STEP} --lr 1e-4 --loss proxy_anchor --mixup {mixup}'
-                     for mixup in ('none', 'feature')}, [('feature', 'none')]),
-    'hse': (SEEDS, {f'{loss}, {what}': f'train_hse.py {FINE} --loss {loss}{flag}'
-                    for loss in ('ms', 'proxy_anchor', 'epshn')
-                    for what, flag in (('alone', ' --alpha 0'), ('hybrids', ''))},
-            [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
-    'shapes': (SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
-    'omniglot': (SEEDS, {name: f'train_{name}.py --dataset folder --data data/omniglot' for name in SCRIPTS}, []),
-    # From random weights. At alpha 1e-9 there are hybrids in the batch and in BatchNorm, but their loss weighs nothing.
-    'scratch': (FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
-                [(name, 'alpha 0') for name in SCRATCH if name.startswith('alpha ') and name != 'alpha 0']
-                + [(name, 'none') for name in ('feature', 'input', 'input, clean BatchNorm')]
-                + [('feature, 16 epochs', 'none, 16 epochs')]),
+    'pilots': Table('Which learning rate?', '''
+A third of the recipe's rate, the rate itself, and three times the rate: one seed, on the seven validation classes of
+`--fold 0/4`. The rate with the highest MAP@R is the one of the next tables; for train_metrix.py and train_hse.py it was
+searched without mixing and without hybrids. Except for ms and CCL it is the lowest or the highest of the three, so the
+best rate may lie outside.''',
+                    ['--seed 0'], {f'{name}, lr {rate:.2g}': f'{FIRST[name]} --fold 0/4 --lr {rate:.2g}'
+                                   for name in FIRST for rate in (RATES[name] / 3, RATES[name], RATES[name] * 3)}, []),
+    'birds': Table('Do losses matter?', '''
+This is the question of the Reality Check. Each row is a recipe with its loss. Recipes differ in batches, pooling and
+optimizer as well, so a difference is not one of losses alone. Every row gains over the network before training. As in
+the Reality Check, the order in which the papers appeared does not show. For its centre term (lam 2), CCL reports a gain
+of 0.7 points of R@1 on CUB, which these intervals neither show nor exclude.''',
+                   SEEDS, TUNED, against(TUNED, 'contrastive') + [('ccl, lam 2', 'ccl, lam 0')]),
+    'recipes': Table('Recipe or loss?', '''
+Losses with the recipe of their own script, and with that of train_metrix.py, without mixing. There, contrastive is one
+of cosines and not of distances, and ms has other parameters. Recipes matter at least as much as losses.''',
+                     SEEDS, {name: TUNED[name] for name in TWICE}
+                     | {f'{name}, as in train_metrix.py': METRIX[f'{name}, none'] for name in TWICE},
+                     [(f'{name}, as in train_metrix.py', name) for name in TWICE]
+                     + [('proxy_anchor, as in train_metrix.py', 'contrastive, as in train_metrix.py')]),
+    'metrix': Table('Does mixing help?', '''
+Metrix. The two sides of a difference differ in `--mixup` and in nothing else. Their learning rate, 3.3e-5, was chosen
+for ms without mixing; for ms that favours the side without. With feature mixing the paper reports gains of R@1 on CUB
+of 3.6 points for ms, 1.5 for Proxy-Anchor, 2.7 for contrastive and 1.3 for ProxyNCA++. The intervals exclude those of
+ms and of Proxy-Anchor. That does not refute the paper, which trains a larger network on 100 classes for up to 100
+epochs.''',
+                    SEEDS, METRIX,
+                    [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXING if mixup != 'none']),
+    'fast': Table('Does mixing help at the rate of the recipe?', 'This rate is three times as high.',
+                  SEEDS, {f'proxy_anchor, {mixup}': f'train_metrix.py {FAST} --loss proxy_anchor --mixup {mixup}'
+                          for mixup in ('none', 'feature')}, [('proxy_anchor, feature', 'proxy_anchor, none')]),
+    'hse': Table('Do hybrids help?', '''
+HSE. The two sides of a difference differ in `--alpha` and in nothing else. With alpha 0 there are no hybrids, and a
+batch has a class more. The paper reports gains of R@1 on CUB of 1.9 points for ms, 1.2 for Proxy-Anchor and 2.5 for
+EPSHN. The interval excludes that of EPSHN.''',
+                 SEEDS, HSE, [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
+    'shapes': Table('The built-in dataset', '''
+`shapes`, with defaults. Learning rates and epochs were chosen on this test set, so the table shows that each script
+learns and how far apart its seeds are, and not which one is best. Rounding moves these numbers, too: on two cores,
+train_metrix.py with seed 0 reaches R@1 64.0, and on one 60.7.''',
+                    SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
+    'omniglot': Table('Omniglot', '''
+A folder of handwritten characters, with defaults: 136 characters of five alphabets train (2,720 images), 106 characters
+of three other alphabets test. The defaults of a folder were chosen on `shapes`; nothing was chosen on Omniglot.''',
+                      SEEDS, {name: f'train_{name}.py --dataset folder --data data/omniglot' for name in SCRIPTS}, []),
+    'scratch': Table('Why do hybrids and mixing lose?', '''
+On `shapes`, ms: one seed on the four folds of the training classes, measured on the validation classes. At alpha 1e-9
+there are hybrids in the batch and in the statistics of BatchNorm, but their loss weighs nothing. `append` adds hybrids
+to a batch; otherwise they replace one of its eight classes. Hybrids lose for two reasons: a class less in each batch,
+and L_Hy itself. What enters the statistics of BatchNorm is not the reason, neither for hybrids nor for input
+mixing.''',
+                     FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
+                     against([name for name in SCRATCH if name.startswith('alpha ')], 'alpha 0')
+                     + [('alpha 1e-9, append', 'alpha 1e-9'), ('alpha 0.05, append', 'alpha 1e-9, append'),
+                        ('alpha 0.05, append', 'alpha 0.05'), ('alpha 0.05, temperature 1', 'alpha 0.05')]
+                     + against(('feature', 'input', 'input, clean BatchNorm'), 'none')
+                     + [('feature, 16 epochs', 'none, 16 epochs')]),
+    'softer': Table('A softer mixed term', '''
+The beginning of the table `search`: no mixing, feature mixing, and a mixed term with beta 2, gamma 10 and m 0.5.''',
+                    FOLDS, BOTH | {'softer:2:10:0.5': SOFTER['softer:2:10:0.5']}, []),
+    'term': Table('Another mixed term', '''
+Mixtures that only push, a contrastive mixed term, and the paper's mixed term with an eighth of its weight.''',
+                  FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
+    'push': Table('Mixtures that only push, with other seeds', '''
+The row `push` of the table before, with seeds 1 and 2 on each of the four folds.''',
+                  [f'{fold} --seed {n}' for n in (1, 2) for fold in FOLDS], BOTH | {'push': TERM['push']},
+                  [('feature', 'none'), ('push', 'none'), ('push', 'feature')]),
+    'soft': Table('Softer parameters in both terms', 'Beta 2, gamma 10 and m 0.5 in the clean and in the mixed term.',
+                  FOLDS, {'none': NONE + SOFT, 'feature': FEATURE + SOFT}, [('feature', 'none')]),
+    'search': Table('Is there a mixed term that wins?', '''
+The clean term of ms keeps beta 18, gamma 75 and m 0.77; the mixed term gets the three numbers in the name of the row.
+If the best row is chosen by this table, it has to be repeated with other seeds.''',
+                    FOLDS, BOTH | SOFTER, [('feature', 'none'), *against(SOFTER, 'none', 'feature')]),
+    'pairs': Table('Other pairs, and the released loss', '''
+Mixtures of mined pairs only; embedding mixing; and the loss of the code that was released for ms with embedding
+mixing.''',
+                   FOLDS, BOTH | MINED, against(MINED, 'none', 'feature')),
+    'input': Table('Input mixing', 'With and without the term that pulls.',
+                   FOLDS, {'none': NONE, 'input': INPUT, 'push': patched('push', INPUT)},
+                   [('input', 'none'), ('push', 'none'), ('push', 'input')]),
+    'long': Table('As long as the papers train', '''
+Birds for 60 epochs, 840 steps, with the rate of the recipe and its schedule scaled to them.''',
+                  SEEDS, {f'ms, {mixup}': f'train_metrix.py {LONG} --mixup {mixup}' for mixup in ('none', 'feature')},
+                  [('ms, feature', 'ms, none')]),
 }
+# What the page shows, in its order; 'softer' is a part of 'search'.
+CHAPTERS = [
+    ('Fine-tuning on birds', '''
+The first 50 classes of CUB-200-2011 are a folder: 25 classes train (1,402 photographs), the other 25 test (1,487). A
+ResNet-18 starts from torchvision's ImageNet weights, in half precision and with statistics of BatchNorm that were
+estimated anew on 600 other photographs; with torchvision's own file the numbers will differ. ImageNet has birds, so the
+weights may have seen some of these species. Crops have 112 px. In the first of nine epochs only the head trains.
+Schedules by steps decay once, after epoch 5. All else is the recipe of the script for CUB. The test set chose
+nothing.''', ['pilots', 'birds', 'recipes', 'metrix', 'fast', 'hse', 'long']),
+    ('From random weights', '', ['shapes', 'omniglot', 'scratch']),
+    ('Why does feature mixing lose?', '''
+By Eq. (24) of Metrix, a mixture is at rest at the similarity m + ln(lambda / (1 - lambda)) / (beta + gamma). With the
+paper's 18, 75 and 0.77 that is between 0.74 and 0.80 for every lambda from 0.05 to 0.95. So a mixture that is nearly a
+pure negative is held at about 0.77 as well. These runs of ms on `shapes`, on its four folds with one seed and 8 epochs,
+ask whether this keeps s- high, and whether that is what costs R@1. The baselines were run again for these tables. On
+one of the folds feature mixing then reached R@1 83.2, and 76.0 in the table `scratch`, on another machine with another
+torch: rounding alone can move a run so far. So differences of single folds say little.''',
+     ['search', 'term', 'push', 'soft', 'pairs', 'input']),
+]
+HEAD = '''# Results
+
+Written by `python tests/results.py` from tests/results.jsonl; do not edit this file.
+
+`python tests/results.py NAME` makes those runs of a table that results.jsonl lacks; what has to lie in `data/` is
+named at the top of tests/results.py. No benchmark has been run yet: there was no GPU, and no ImageNet weights of a
+ResNet-50.
+
+All numbers are of the last epoch. R@1 and MAP@R are in percent; s+ and s- are mean similarities of two images of the
+same class and of different classes. *Before* is the network before training, *gain* the number minus that before.
+*Runs* counts the seeds or folds. A number after ± is half of the 95 % confidence interval of the mean (Student's t).
+Differences are taken between runs of the same seed or fold. A mean of three or more is in bold if its interval excludes
+0, which by chance happens to one difference in twenty. Machines are CPUs that multiply in bfloat16, in which the trunk
+ran. A row's command is `python`, what stands in its last column, the flags that all rows share, and `--seed` or
+`--fold`.
+'''
+
+
+# ---- runs whose step is changed. A patch returns the functions of train_metrix.py that it replaces, by their names.
+
+
+def in_mixed_loss(**replaced):
+    """mixed_loss, in which functions are replaced; in the clean loss they stay as they are."""
+    real = train_metrix.mixed_loss
+
+    def mixed_loss(*args, **kwargs):
+        with mock.patch.multiple(train_metrix, **replaced):
+            return real(*args, **kwargs)
+    return dict(mixed_loss=mixed_loss)
+
+
+def with_kind(change):
+    """mixed_loss with another kind and other hyper-parameters than the clean loss"""
+    real = train_metrix.mixed_loss
+    return dict(mixed_loss=lambda kind, hyper, *args, **kwargs: real(*change(kind, hyper), *args, **kwargs))
+
+
+def softer(beta, gamma, m):
+    """`mixed_loss('ms', dict(beta=..., gamma=..., m=...), ...)`: the clean loss keeps 18, 75 and 0.77"""
+    return with_kind(lambda kind, hyper: (kind, dict(beta=beta, gamma=gamma, m=m)))
+
+
+def contrast(m):
+    """`mixed_loss('contrastive', dict(m=0.5), ...)`: the mixed loss is contrastive, the clean one is ms"""
+    return with_kind(lambda kind, hyper: ('contrastive', dict(m=m)))
+
+
+def push():
+    """`1 / gamma log(1 + sum (1 - y) exp(gamma (s - m)))`: mixtures only push, without the term that pulls"""
+    def labelled_loss(s, y, valid, kind, beta, gamma, m):
+        exponents = gamma * (s - m) + ((1 - y) * valid).log()                                   # (A, V)
+        return F.pad(exponents, (1, 0)).logsumexp(dim=1) / gamma                                # exp(0) is the 1
+    return in_mixed_loss(labelled_loss=labelled_loss)
+
+
+def mined():
+    """`valid & mined`: what is mixed for an anchor are a positive and a negative that the miner keeps (epsilon 0.39)"""
+    real, real_mixtures = train_metrix.mixed_loss, train_metrix.mixtures
+
+    def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, **kwargs):
+        kept, negatives_kept = train_ms.mine(z @ z.T, y, 0.39)                                  # (B, B)
+
+        def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
+            weights, valid = real_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives & negatives_kept)
+            positive_end = torch.where(y[i] == anchor_y[:, None], i, j)                         # (A, M)
+            return weights, valid & (kept.gather(1, positive_end) | (positive_end == anchor[:, None]))
+        with mock.patch.object(train_metrix, 'mixtures', mixtures):
+            return real(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, **kwargs)
+    return dict(mixed_loss=mixed_loss)
+
+
+def released():
+    """The released loss of ms with embedding mixing, in place of both terms: one lambda a batch; mined clean positives
+    weigh lambda, mined clean negatives 1 - lambda, mixtures of these 0.4 as positives, and nothing as negatives"""
+    def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y):
+        beta, gamma, m = hyper['beta'], hyper['gamma'], hyper['m']
+        z, lam = z.float(), torch.distributions.Beta(alpha, alpha).sample().item()
+        s = z @ z.T
+        positive, negative = train_ms.mine(s, y, 0.39)                                          # (B, B)
+        length = (lam ** 2 + (1 - lam) ** 2 + 2 * lam * (1 - lam) * s).sqrt()                   # of a mixture (p, n)
+        mixed = (lam * s[:, :, None] + (1 - lam) * s[:, None]) / length                         # (anchor, p, n)
+        both = positive[:, :, None] & negative[:, None]
+        pull = torch.cat([-beta * (s - m) + (lam * positive).log(),
+                          (-beta * (mixed - m) + (0.4 * both).log()).flatten(1)], dim=1)
+        terms = (pull, beta), (gamma * (s - m) + ((1 - lam) * negative).log(), gamma)
+        return sum(F.pad(exponents, (1, 0)).logsumexp(dim=1) / scale for exponents, scale in terms).mean()
+    return dict(mixed_loss=mixed_loss, clean_loss=lambda *args, **kwargs: 0)
+
+
+PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released)}
+
+
+def run_patched(name, script, *words):
+    """Runs train_metrix.py with flags, as PATCHES[name] changes it; `softer:2:10:0.5` gives a patch its numbers."""
+    name, *numbers = name.split(':')
+    for function, replacement in PATCHES[name](*map(float, numbers)).items():
+        setattr(train_metrix, function, replacement)
+    if script != 'train_metrix.py':
+        raise SystemExit(f'patches are for train_metrix.py, not {script}')
+    common.cli(lambda: train_metrix.main(list(words)))
+
+
+# ---- making them
 
 
 def finished():
@@ -106,8 +337,9 @@ def run(command, threads):
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
-    line = dict(command=command, before=rows[0], last=rows[-1], seconds=round(60 * rows[-1]['minutes']),
-                machine=machine,
+    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
+    line = dict(command=command, commit=commit.strip(), before=rows[0], last=rows[-1], rows=rows,
+                seconds=round(60 * rows[-1]['minutes']), machine=machine,
                 recipe=next((text for text in done.stdout.splitlines() if ' batches of ' in text), ''),
                 python=sys.version.split()[0], torch=torch.__version__, torchvision=torchvision.__version__)
     with LINES.open('a') as file:
@@ -116,47 +348,104 @@ def run(command, threads):
     return True
 
 
-def cell(values):
+# ---- the page
+
+
+def cell(values, digits=1, bold=False):
     middle, half = interval(values)
-    return f'{middle:.1f}' if half is None else f'{middle:.1f} ± {half:.1f}'
+    text = f'{round(middle, digits) + 0:.{digits}f}'                     # + 0 makes 0.0 of -0.0
+    text += '' if half is None else f' ± {half:.{digits}f}'
+    return f'**{text}**' if bold and len(values) > 2 and abs(middle) > half else text
 
 
-def show(repeats, commands, pairs):
-    """Prints each row with its gain over the network before training; then, if there are pairs, their differences."""
-    done = finished()
-    lines = {row: {repeat: done[f'{command} {repeat}'] for repeat in repeats if f'{command} {repeat}' in done}
-             for row, command in commands.items()}
-    keys = ['R@1', 'MAP@R']
-    print('| | R@1 | MAP@R | R@1, gain by training | MAP@R, gain by training | runs | minutes |')
-    print('|---|---|---|---|---|---|---|')
-    for row, runs in lines.items():
-        if runs:
-            cells = [cell([run['last'][key] for run in runs.values()]) for key in keys]
-            cells += [cell([run['last'][key] - run['before'][key] for run in runs.values()]) for key in keys]
-            minutes = sum(run['last']['minutes'] for run in runs.values()) / len(runs)
-            print(f'| {row} | {" | ".join(cells)} | {len(runs)} | {minutes:.1f} |')
-    if pairs:
-        print('\n| difference, in pairs of the same seed or fold | R@1 | MAP@R | pairs |\n|---|---|---|---|')
-    for row, base in pairs:
-        both = sorted(lines[row].keys() & lines[base].keys())
+def gap(row):
+    return row['s+'] - row['s-']
+
+
+def flags_of(rows):
+    """What the commands of the rows share, and what is each row's own: [text], {row: text}"""
+    parts = {row: re.split(' (?=--)', command) for row, command in rows.items()}
+    shared = [part for part in next(iter(parts.values())) if all(part in other for other in parts.values())]
+    return shared, {row: ' '.join(part for part in own if part not in shared) for row, own in parts.items()}
+
+
+def tables(name):
+    """The two tables of TABLES[name], rows and differences, as Markdown; [] if nothing can be compared yet"""
+    done, table = finished(), TABLES[name]
+    runs = {row: {flag: done[f'{command} {flag}'] for flag in table.repeats if f'{command} {flag}' in done}
+            for row, command in table.rows.items()}
+    runs = {row: lines for row, lines in runs.items() if lines}
+    differences = {(row, base): [(lines['last'], runs[base][flag]['last']) for flag, lines in runs.get(row, {}).items()
+                                 if flag in runs.get(base, {})] for row, base in table.pairs}
+    if not runs or (differences and not any(differences.values())):
+        return []
+    every = [line for lines in runs.values() for line in lines.values()]
+    minutes = sorted(line['last']['minutes'] for line in every)
+    shared, own = flags_of({row: table.rows[row] for row in runs})
+    out = [f'{len(every)} runs of {minutes[0]:.1f} to {minutes[-1]:.1f} minutes, each on '
+           + ' or '.join(sorted({line['machine'] for line in every})) + '.'
+           + (f' All rows share `{" ".join(shared)}`.' if shared else ''), '',
+           '| | runs | R@1 before | R@1 | gain | MAP@R before | MAP@R | gain | s+ | s- | s+ - s- | command |',
+           '|---' * 12 + '|']
+    for row, lines in runs.items():
+        before, last = ([line[when] for line in lines.values()] for when in ('before', 'last'))
+        cells = []
+        for key in ('R@1', 'MAP@R'):
+            cells += [f'{sum(one[key] for one in before) / len(before):.1f}', cell([one[key] for one in last]),
+                      cell([b[key] - a[key] for a, b in zip(before, last)])]
+        cells += [cell([one[key] for one in last], 2) for key in ('s+', 's-')] + [cell(list(map(gap, last)), 2)]
+        out.append(f'| {row} | {len(lines)} | {" | ".join(cells)} | `{own[row]}` |')
+    if differences:
+        out += ['', '| difference | pairs | R@1 | MAP@R | s+ - s- |', '|---' * 5 + '|']
+    for (row, base), both in differences.items():
         if both:
-            cells = [cell([lines[row][r]['last'][key] - lines[base][r]['last'][key] for r in both]) for key in keys]
-            print(f'| {row} - {base} | {" | ".join(cells)} | {len(both)} |')
+            cells = [cell([a[key] - b[key] for a, b in both], bold=True) for key in ('R@1', 'MAP@R')]
+            cells.append(cell([gap(a) - gap(b) for a, b in both], 2, bold=True))
+            out.append(f'| {row} - {base} | {len(both)} | {" | ".join(cells)} |')
+    return out
+
+
+def section(name):
+    """A table with its title, its text and the changed steps of its rows, as lines of Markdown"""
+    lines, table = tables(name), TABLES[name]
+    if not lines:
+        return []
+    names = re.findall(r'--patched (\w+)', ' '.join(table.rows.values()))
+    notes = [f'* `{patch}`: {" ".join(PATCHES[patch].__doc__.split())}' for patch in dict.fromkeys(names)]
+    return [f'### {table.title}', '', f'`python tests/results.py {name}`', '', *table.text.strip().splitlines(), '',
+            *notes, *([''] if notes else []), *lines, '']
+
+
+def page():
+    """The text of tests/results.md"""
+    out = HEAD.splitlines() + ['']
+    for title, text, names in CHAPTERS:
+        sections = [line for name in names for line in section(name)]
+        if sections:
+            out += [f'## {title}', '', *text.strip().splitlines(), *([''] if text else []), *sections]
+    return '\n'.join(out).rstrip() + '\n'
 
 
 def main():
+    if sys.argv[1:2] == ['--patched']:
+        return run_patched(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('tables', nargs='+', choices=list(TABLES))
+    parser.add_argument('tables', nargs='*', choices=[*TABLES, []], default=[])
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
+    parser.add_argument('--threads', type=int, help='cores of a run; default: all, divided by --jobs')
     options = parser.parse_args()
+    if not options.tables:
+        return PAGE.write_text(page())
     worked = []
-    for repeats, commands, pairs in map(TABLES.get, options.tables):
+    for name in options.tables:
         if options.jobs:
-            done, wanted = finished(), [f'{command} {repeat}' for repeat in repeats for command in commands.values()]
+            done, table = finished(), TABLES[name]
+            wanted = [f'{command} {flag}' for flag in table.repeats for command in table.rows.values()]
             missing = [command for command in wanted if command not in done]
+            threads = options.threads or max(1, os.cpu_count() // options.jobs)
             with ThreadPoolExecutor(options.jobs) as pool:
-                worked += pool.map(lambda command: run(command, max(1, os.cpu_count() // options.jobs)), missing)
-        show(repeats, commands, pairs)
+                worked += pool.map(partial(run, threads=threads), missing)
+        print('\n'.join(tables(name)))
     sys.exit(not all(worked))
 
 

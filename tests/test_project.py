@@ -1,5 +1,6 @@
 """The shape of the project: what imports what, which words stand where, which equations have tests."""
 import ast
+import json
 import os
 import re
 import subprocess
@@ -7,8 +8,12 @@ import sys
 
 import pytest
 import results
+import torch
+import torch.nn.functional as F
 from conftest import ROOT, SCRIPTS
 from mutants import MUTANTS
+
+import train_metrix
 
 
 def test_importing_has_no_effect(tmp_path):
@@ -105,24 +110,67 @@ def test_mutants_still_fit_their_files(file):
         ast.parse(text.replace(old, new))
 
 
-def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch, capsys):
+def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
     def line(before, last):
-        return dict(before={'R@1': before, 'MAP@R': before}, last={'R@1': last, 'MAP@R': last, 'minutes': 1})
-    runs = {'a --seed 0': line(1, 6), 'b --seed 0': line(2, 4), 'a --seed 1': line(1, 9)}
+        rows = [{'R@1': n, 'MAP@R': n, 's+': n / 10, 's-': 0, 'minutes': 1} for n in (before, last)]
+        return dict(before=rows[0], last=rows[1], machine='a machine')
+    runs = {'t.py --a 1 --c --seed 0': line(1, 6), 't.py --a 2 --c --seed 0': line(2, 4),
+            't.py --a 1 --c --seed 1': line(1, 9)}
+    rows = {'with': 't.py --a 1 --c', 'without': 't.py --a 2 --c', 'not run': 't.py --a 3 --c'}
+    table = results.Table('Title', 'Text', ['--seed 0', '--seed 1'], rows, [('with', 'without'), ('not run', 'with')])
+    monkeypatch.setattr(results, 'TABLES', {'made up': table})
     monkeypatch.setattr(results, 'finished', lambda: runs)
-    results.show(['--seed 0', '--seed 1'], {'with': 'a', 'without': 'b'}, [('with', 'without')])
-    out = capsys.readouterr().out
-    assert '| without | 4.0 | 4.0 | 2.0 | 2.0 | 1 | 1.0 |' in out and '| with | 7.5 ± 19.1 | 7.5 ± 19.1 | 6.5 ±' in out
-    assert '| with - without | 2.0 | 2.0 | 1 |' in out, 'only the seed that both have'
+    out = '\n'.join(results.section('made up'))
+    assert '3 runs of 1.0 to 1.0 minutes, each on a machine. All rows share `t.py --c`.' in out
+    assert '| without | 1 | 2.0 | 4.0 | 2.0 | 2.0 | 4.0 | 2.0 | 0.40 | 0.00 | 0.40 | `--a 2` |' in out
+    assert '| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |' in out
+    assert '| with - without | 1 | 2.0 | 2.0 | 0.20 |' in out, 'only the seed that both have'
+    assert 'not run' not in out
+    assert results.cell([1, 1.1, 1.2], bold=True) == '**1.1 ± 0.2**' and results.cell([1, -1], bold=True)[0] != '*'
+
+
+def test_the_page_of_results_is_that_of_the_finished_runs():
+    assert results.page() == results.PAGE.read_text(), 'write it: python tests/results.py'
+    commands = [json.loads(line)['command'] for line in results.LINES.read_text().splitlines()]
+    shown = {f'{command} {flag}' for table in results.TABLES.values() for command in table.rows.values()
+             for flag in table.repeats}
+    assert len(set(commands)) == len(commands) and set(commands) <= shown
+
+
+@pytest.mark.parametrize('name', ['README.md', *(f'{script}.py' for script in SCRIPTS)])
+def test_intervals_in_texts_stand_on_the_page_of_results(name):
+    """A gain has a sign in README. Tables of eval.py, which have two digits, are examples of what it prints."""
+    page = results.PAGE.read_text()
+    for number in re.findall(r'-?\d+\.\d ± \d+\.\d\b', (ROOT / name).read_text()):
+        assert number in page, f'{name}: {number}'
 
 
 def test_the_commands_of_the_results_are_commands():
     """Each row of tests/results.py, as its script reads it; and finished runs have the rows that the tables show."""
-    for repeats, commands, pairs in results.TABLES.values():
-        for command in commands.values():
-            script, *words = command.split()
-            args = __import__(script.removesuffix('.py')).get_args([*words, *repeats[0].split(), '--device', 'cpu'])
-            assert args.seed == 0 and args.dataset in ('shapes', 'folder')
-        assert {row for pair in pairs for row in pair} <= commands.keys()
+    for table in results.TABLES.values():
+        for command in table.rows.values():
+            script, *words = re.sub(r'^tests/results.py --patched \S+ ', '', command).split()
+            words += [*table.repeats[0].split(), '--device', 'cpu']
+            args = __import__(script.removesuffix('.py')).get_args(words)
+            assert args.seed in range(3) and args.dataset in ('shapes', 'folder')
+        assert {row for pair in table.pairs for row in pair} <= table.rows.keys()
     for line in results.finished().values():
         assert {'R@1', 'MAP@R', 'minutes'} <= line['last'].keys() and line['before']['epoch'] == 0
+
+
+@pytest.mark.parametrize('name', ['softer:2:10:0.5', 'contrast:0.5', 'push', 'mined', 'released'])
+def test_a_patch_changes_the_mixed_loss(monkeypatch, name):
+    """The same draw of lambda, with and without the patch: another loss, with a gradient, and still a finite one"""
+    torch.manual_seed(0)
+    z, y = F.normalize(torch.randn(12, 8), dim=1).requires_grad_(), torch.arange(12) // 3
+
+    def loss():
+        torch.manual_seed(1)
+        return train_metrix.mixed_loss('ms', dict(beta=18.0, gamma=75.0, m=0.77), 'embed', 'pos-neg', None, 2.0, None,
+                                       None, None, z, y)
+    before, (patch, *numbers) = loss(), name.split(':')
+    for function, replacement in results.PATCHES[patch](*map(float, numbers)).items():
+        monkeypatch.setattr(train_metrix, function, replacement)
+    after = loss()
+    after.backward()
+    assert after.isfinite() and not torch.isclose(before, after) and z.grad.isfinite().all() and z.grad.any()
