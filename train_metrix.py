@@ -231,8 +231,8 @@ def max_of_mixed(f, i, j, lam):
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (pairs, c, h, w)
             found.copy_(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))
     # For its gradient gather would keep eight bytes per index, a checkpoint keeps the position's one. The chunks are at
-    # most about 16, because the gradient of each is as large as f.
-    chunks = in_chunks(max(size // c, len(i) // 16))
+    # most about four, because the gradient of each is as large as f.
+    chunks = in_chunks(max(size // c, len(i) // 4))
     return torch.cat([checkpoint(mix_there, *chunk, use_reentrant=False) for chunk in chunks])
 
 
