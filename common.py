@@ -2,8 +2,7 @@
 
 What a paper's method section describes stands in the train_*.py of that paper. The Reality Check (Musgrave et al., A
 Metric Learning Reality Check, ECCV 2020) is about how to compare methods: its metrics are in section 4 here, its
-protocol in section 8. Sections 1 to 4 are worth reading beside any script. The others bring images in and results
-out, and can be skipped.
+protocol in section 8. Sections 1 to 4 are worth reading beside any script; the others can be skipped.
 
     1. network        Embedder: ResNet trunk, pooling, linear head
     2. batches        which images meet in a batch
@@ -16,8 +15,7 @@ out, and can be skipped.
     9. processes      one for each GPU, under torchrun
    10. errors
 
-Letters in the shapes of all files. In a paper's formula a letter may mean something else: the table of symbols
-in its script says what.
+Letters in the shapes of all files. In a formula they are the paper's; the script's table of symbols explains those.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
@@ -55,7 +53,6 @@ from torch import distributed, nn
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
 from torchvision.transforms import v2
-from torchvision.utils import save_image
 
 # ---- 1. network ------------------------------------------------------------------------------------
 
@@ -99,9 +96,11 @@ class Embedder(nn.Module):
         self.place('cpu').train()           # once, so that frozen BatchNorm is in evaluation mode from the start
 
     def place(self, device):
-        """Moves the network to a device, in the layout that is fast there. Returns itself."""
-        self.to(device)
-        self.layout = fast_layout(self.linear.weight.device, self.precision)
+        """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
+        # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
+        kind = self.to(device).linear.weight.device.type
+        fast = kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16'
+        self.layout = torch.channels_last if fast else torch.contiguous_format
         self.trunk.to(memory_format=self.layout)
         return self
 
@@ -119,8 +118,8 @@ class Embedder(nn.Module):
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
         B = len(x)
-        # Under torchrun it is this process' share of the batch, else the whole.
-        x = x.tensor_split(world())[rank()].contiguous(memory_format=self.layout)
+        x = x.tensor_split(world())[rank()]                 # under torchrun this process' share, else the whole batch
+        x = x.contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
                 f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, chunk, use_reentrant=False)
@@ -148,13 +147,6 @@ class Embedder(nn.Module):
         return self.head(self.features(x))
 
 
-def fast_layout(device, precision='bf16'):
-    """channels_last on CPUs, and on CUDA in bfloat16; there convolutions are faster in it. Elsewhere contiguous: on a
-    Mac's GPU, the backward pass of BatchNorm is wrong in channels_last in many releases (torch issue 175189)."""
-    fast = device.type == 'cpu' or device.type == 'cuda' and precision == 'bf16'
-    return torch.channels_last if fast else torch.contiguous_format
-
-
 def at_least_float32(*tensors):
     """Raises half precision to float32, and all tensors to the widest type among them, for a loss: exp() overflows
     float16 above 11, and bfloat16 has two to three digits. One tensor gives a tensor, several give a list."""
@@ -174,9 +166,8 @@ class BalancedSampler(Sampler):
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // (P K) batches, at least one. No batch has a class twice, and all classes come up about equally
-    often. Nor has a batch an image twice, and the images of a class come up about equally often; only in a class of
-    fewer than K images some repeat.
+    An epoch has N // (P K) batches, at least one. No batch has a class or an image twice. All classes, and all images
+    of a class, come up about equally often. Only in a class of fewer than K images some repeat in a batch.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -282,11 +273,8 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
 
 
 def train_epoch(args, run, data, sampler, step, optimizer, schedule):
-    """Trains the next epoch of a run. Returns its row: epoch, loss, no_positive and images_per_second.
-
-    no_positive        share of the anchors that have no positive in their batch
-    images_per_second  without the first step, in which --compile may compile the trunk, or a GPU tries algorithms
-    """
+    """Trains the next epoch of a run. Returns its row: epoch, loss, no_positive, which is the share of the anchors that
+    have no positive in their batch, and images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     epoch, losses, without_positive, start = run.epoch + 1, [], 0, time.time()
     steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
@@ -303,18 +291,17 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         losses.append(loss.detach())
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
-        if number == 1 < steps:
+        if number == 1 < steps:                             # it may be slow: a compiler runs, a GPU tries algorithms
             start = time.time()
         if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
             if not math.isfinite(mean):
                 raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
-                                 f'the last checkpoint is unharmed; try a lower --lr, or --precision fp32')
+                                 f'try a lower --lr, or --precision fp32')
             minutes = (time.time() - start) / max(1, number - 1) * (run.total - schedule.last_epoch) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
-    seconds = time.time() - start
     return dict(epoch=epoch, loss=mean, no_positive=float(without_positive) / (steps * len(y)),
-                images_per_second=max(1, steps - 1) * len(y) / seconds)
+                images_per_second=max(1, steps - 1) * len(y) / (time.time() - start))
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -425,20 +412,16 @@ def evaluate(model, data):
 
 
 def embed_test(model, data):
-    """Embeddings of the queries (N, D), and of the gallery (G, D) or None where queries are searched in themselves.
-
-    They are where the search will run: on a CUDA device if the model is on one, else on the CPU.
-    """
+    """Embeddings of the queries (N, D), and of the gallery (G, D) or None where queries are searched in themselves"""
     device = next(model.parameters()).device
-    where = device if device.type == 'cuda' else 'cpu'
+    where = device if device.type == 'cuda' else 'cpu'                   # there the search will run
     z = embed(model, data.query).to(where)
     return z, None if data.gallery is data.query else embed(model, data.gallery).to(where)
 
 
 def score(data, z, gallery=None):
     """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
-    gallery_labels = None if gallery is None else data.gallery.labels
-    metrics = retrieval_metrics(z, data.query.labels, gallery, gallery_labels, DATASETS[data.name]['ks'])
+    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, DATASETS[data.name]['ks'])
     similarities = zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device)))
     return metrics | {name: s for name, s in similarities if s is not None}
 
@@ -550,7 +533,7 @@ def jitter_colours(x, strength):
 def save_pictures(path, x, columns):
     """Writes a PNG file with the pictures x (n, 3, H, W), from 0 to 1, `columns` of them in a row."""
     with written_whole(path) as file:
-        save_image(x, file, format='png', nrow=columns, pad_value=1)
+        torchvision.utils.save_image(x, file, format='png', nrow=columns, pad_value=1)
 
 
 def as_pictures(x):
