@@ -83,7 +83,8 @@ class Embedder(nn.Module):
         self.pool, self.normalize, self.precision, self.chunk = pool, normalize, precision, chunk
         resnet = load_resnet(arch, weights)
         channels = resnet.fc.in_features                                 # c
-        self.trunk = trunk_of(resnet)
+        # All but the last two children, which are its own pooling and classifier
+        self.trunk = nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
         self.norm = nn.LayerNorm(channels, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(channels, dim)
         if head_init == 'kaiming':
@@ -516,11 +517,8 @@ def batches(images, index_lists, device, augment=None):
 
 
 def jitter_colours(x, strength):
-    """Brightness, contrast and saturation as in torchvision's ColorJitter, each image with factors of its own.
-
-    x (B, 3, S, S) in [0, 1]; factors lie evenly between 1 - strength and 1 + strength. ColorJitter itself takes one
-    image at a time, and 9 ms for one of 256 px.
-    """
+    """Brightness, contrast and saturation of x (B, 3, S, S) in [0, 1], as torchvision's ColorJitter changes them one
+    image at a time, in 9 ms. Each image has factors of its own, evenly between 1 - strength and 1 + strength."""
     grey = transforms.functional.rgb_to_grayscale                        # (B, 3, S, S) -> (B, 1, S, S)
     # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
     others = [torch.zeros_like, lambda x: grey(x).mean(dim=(1, 2, 3), keepdim=True), grey]
@@ -550,11 +548,11 @@ def show_batch(args, data, sampler):
 
 
 def decode(paths, resize, what, cache):
-    """Decodes images once, shorter side `resize`, into a file that the next run just maps into memory.
+    """Pixels and sizes of images, shorter side `resize`: decoded once, into a file that later runs map into memory.
 
     The file holds the pixels of all images and then their sizes, (N, 2) int32; with another length than these say, it
     is damaged. Its name has a hash of the images' paths, lengths and times, so that a changed image is decoded anew:
-    the system sets st_ctime, even where a program puts the old st_mtime back. Returns pixels and sizes.
+    the system sets st_ctime, even where a program puts the old st_mtime back.
     """
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     key = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats])
@@ -629,8 +627,6 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
     share theirs. Raises UsageError if files or counts are not as published.
     """
-    if name not in DATASETS:
-        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
     scale = BASE[name]['resize'] / BASE[name]['image_size']
     image_size = image_size or (round(resize / scale) if resize else BASE[name]['image_size'])
     resize = resize or round(image_size * scale)
@@ -657,11 +653,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
 
 
 def hold_out(data, fold):
-    """Splits the training set of `data`: block i of its n blocks of classes validates, the others train.
-
-    fold  'i/n'. The blocks are contiguous in the order of the classes, and of equal size up to one class, as in
-          Section 3.3 of the Reality Check, which has four.
-    """
+    """Splits the training set of `data`: with a fold of 'i/n', block i of n blocks of classes validates, the others
+    train. The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class."""
     i, n = map(int, fold.split('/'))
     classes = data.train.num_classes
     block = torch.arange(classes) * n // classes                         # (C,)
@@ -676,7 +669,7 @@ def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
     """{split: rows [path, class name, super-class]} for those wanted, and for an evaluation not for train"""
     root, splits = Path(root).expanduser(), {}
     try:
-        for split, *row in read_folder(root, known) if name == 'folder' else READERS[name](root):
+        for split, *row in read_folder(root, known) if name == 'folder' else read_benchmark(name, root):
             splits.setdefault(split, []).append(row)
         check_images(name, root, splits, needed=('train', 'query') if known is None else ('query',))
     except ImportError:
@@ -691,10 +684,8 @@ def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
 
 
 def check_images(name, root, splits, needed):
-    """Raises ValueError where counts are not as published, images are not there or a test class trains.
-
-    needed  splits that must have two classes
-    """
+    """Raises ValueError where counts are not as published, images are not there, a test class trains, or one of the
+    splits that are `needed` has fewer than two classes."""
     found = {split: (len(rows), len({row[1] for row in rows})) for split, rows in splits.items()}
     for split, expected in DATASETS[name].get('counts', {}).items():
         if found.get(split) != expected:
@@ -703,10 +694,10 @@ def check_images(name, root, splits, needed):
         if found.get(split, (0, 0))[1] < 2:
             raise ValueError(f'{split} has fewer than two classes')
     paths = [row[0] for rows in splits.values() for row in rows]
-    for text, wrong in (('are listed twice', [path for path, times in Counter(paths).items() if times > 1]),
-                        ('lie elsewhere', [path for path in paths
-                                           if root not in path.parents or '..' in path.relative_to(root).parts]),
-                        ('are missing', [path for path in paths if not path.is_file()])):
+    twice = [path for path, times in Counter(paths).items() if times > 1]
+    outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
+    missing = [path for path in paths if not path.is_file()]
+    for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
     if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits['query']}:
@@ -740,40 +731,27 @@ def split_lines(path):
     return [line.split() for line in open(path) if line.strip()]
 
 
-def read_cub(root):
-    """Lines `<image id> <class>/<file>`, where a class starts with its number. The first 100 classes train:
-    train_test_split.txt belongs to another task, classification."""
-    base = root / 'CUB_200_2011'
-    # macOS leaves files `._<file>` beside the real ones.
-    return [('train' if int(path[:3]) <= 100 else 'query', base / 'images' / path, path.split('/')[0], None)
-            for _, path in split_lines(base / 'images.txt') if '/._' not in path]
-
-
-def read_cars(root):
-    """The .mat file's `annotations`: field 0 is the path, field 5 the class, 1 to 196. The first 98 classes
-    train: field 6, `test`, belongs to another task, classification."""
-    from scipy.io import loadmat
-    with open(root / 'cars_annos.mat', 'rb') as file:
-        table = loadmat(file, squeeze_me=True)['annotations']
-    return [('train' if int(row[5]) <= 98 else 'query', root / str(row[0]), f'{int(row[5]):03d}', None)
-            for row in table]
-
-
-def read_sop(root):
-    """A header, then lines `image_id class_id super_class_id path`"""
-    base = root / 'Stanford_Online_Products'
-    return [(split, base / path, f'{int(number):05d}', int(group) - 1)
-            for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt'))
-            for _, number, group, path in split_lines(base / file)[1:]]
-
-
-def read_inshop(root):
-    """A count, a header, then lines `img/... id_00000001 train|query|gallery`"""
-    rows = split_lines(root / 'Eval' / 'list_eval_partition.txt')[2:]
-    return [(split, root / 'Img' / path, name, None) for path, name, split in rows]
-
-
-READERS = dict(cub=read_cub, cars=read_cars, sop=read_sop, inshop=read_inshop)
+def read_benchmark(name, root):
+    """Yields (split, path, class name, super-class or None) of each image that the annotation lists."""
+    if name == 'cub':                       # lines `<image id> <class>/<file>`, where a class starts with its number
+        # The first 100 classes train: train_test_split.txt belongs to another task, classification.
+        for _, path in split_lines(root / 'CUB_200_2011' / 'images.txt'):
+            if '/._' not in path:           # macOS leaves files `._<file>` beside the real ones
+                split = 'train' if int(path[:3]) <= 100 else 'query'
+                yield split, root / 'CUB_200_2011' / 'images' / path, path.split('/')[0], None
+    elif name == 'cars':                    # field 0 is the path, field 5 the class, 1 to 196
+        from scipy.io import loadmat
+        # The first 98 classes train: field 6, `test`, belongs to another task, classification.
+        with open(root / 'cars_annos.mat', 'rb') as file:
+            for row in loadmat(file, squeeze_me=True)['annotations']:
+                yield 'train' if int(row[5]) <= 98 else 'query', root / str(row[0]), f'{int(row[5]):03d}', None
+    elif name == 'sop':                     # a header, then lines `image_id class_id super_class_id path`
+        for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt')):
+            for _, number, group, path in split_lines(root / 'Stanford_Online_Products' / file)[1:]:
+                yield split, root / 'Stanford_Online_Products' / path, f'{int(number):05d}', int(group) - 1
+    else:                                   # a count, a header, then lines `img/... id_00000001 train|query|gallery`
+        for path, class_, split in split_lines(root / 'Eval' / 'list_eval_partition.txt')[2:]:
+            yield split, root / 'Img' / path, class_, None
 
 
 def read_folder(root, known=None):
@@ -795,11 +773,10 @@ def read_folder(root, known=None):
     if known is not None:
         splits.pop('train')
         if out := {name for names in splits.values() for name in names if name in known}:
-            print(f'{root}: {len(out)} classes were in the training set of this network, or chose its epoch, and are '
-                  f'left out')
+            print(f'{root}: {len(out)} classes were in the training set, or chose the epoch, and are left out')
         splits = {split: {name: names[name] for name in names.keys() - out} for split, names in splits.items()}
     if not splits.get('gallery', True):
-        raise ValueError('there is nothing to search in: gallery/ has no images of classes that are new to the network')
+        raise ValueError('there is nothing to search in: gallery/ has no images of new classes')
     return [(split, path, name, None)
             for split, names in splits.items() for name in sorted(names) for path in names[name]]
 
@@ -928,22 +905,20 @@ class Run:
 
     def show(self, row):
         """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
-        measured = {key: (key, '.3f' if key[0] == 's' else '.2f') for key in self.rows[0]
-                    if key.startswith(('R@', 'MAP', 's'))}
-        columns = dict(epoch=('epoch', 'd'), loss=('loss', '.4f')) | measured | dict(
-            no_positive=('no-pos', '.0%'), images_per_second=('img/s', '.0f'), minutes=('min', '.1f'))
+        measured = [key for key in self.rows[0] if key.startswith(('R@', 'MAP', 's'))]
+        columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
+        columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
+        columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
         if not self.titled:
-            print(' '.join(f'{title:>7}' for title, _ in columns.values()))
+            print(' '.join(f'{title:>7}' for title, _, _ in columns))
             self.titled = True
-        cells = ['-' if row.get(key) is None else format(row[key], form) for key, (_, form) in columns.items()]
+        cells = ['-' if row.get(key) is None else format(row[key], form) for _, key, form in columns]
         show_progress(' '.join(f'{cell:>7}' for cell in cells), done=True)
         if row['epoch'] and row.get('s-', 0) > 0.98:
-            print(f'        collapse: the mean similarity of two images of different classes is {row["s-"]:.3f}: all '
-                  f'embeddings are almost one point; lower --lr, or raise --warmup')
+            print('        collapse: all embeddings are almost one point; lower --lr, or raise --warmup')
 
     def summary(self):
-        """Says what the result means, how it was chosen, and what to do next. Returns its row: the last one, or with
-        --fold the best."""
+        """Prints what the result means, and how it was chosen. Returns its row: the last, or with --fold the best."""
         best, fold = self.best(), self.args.fold
         row = best if fold else self.rows[-1]
         both = set(self.data.train.classes) & set(self.data.query.classes)
@@ -1001,8 +976,7 @@ def save_checkpoint(path, args, model, **more):
     if rank():
         return
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
-        raise UsageError(f'the weights are not finite, {broken[0]} is the first; {path} is the last checkpoint before '
-                         f'that; try a lower --lr, or --precision fp32')
+        raise UsageError(f'{broken[0]} is not finite; {path} stays as it was; try a lower --lr, or --precision fp32')
     versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
         torch.save(dict(script=args.script, args=flags_of(args), seed=args.seed, versions=versions,
@@ -1025,12 +999,11 @@ def read_checkpoint(path):
 
 
 def load_checkpoint(path, device='cpu', precision='auto'):
-    """A trained Embedder, ready to embed: in evaluation mode, with its test transform, arguments and classes.
+    """A trained Embedder, ready to embed. A run folder stands for its best.pt if there is one, else for its last.pt.
 
-    model.transform(image) turns a PIL image into (3, S, S): model(model.transform(image)[None]) is its
-    embedding, (1, D).  model.args are the arguments of its training, a dict; model.classes the names of its
-    training classes, with --fold those of the validation block as well. In a run folder it is best.pt, if there
-    is one, and else last.pt.
+    model.transform  turns a PIL image into (3, S, S); model(model.transform(image)[None]) is its embedding (1, D)
+    model.args       the arguments of its training, a dict
+    model.classes    names of its training classes, with --fold those of the validation block as well
     """
     path = best_of(path)
     saved, device = read_checkpoint(path), pick_device(device)
@@ -1076,22 +1049,17 @@ def load_resnet(arch, weights):
             return torchvision.models.get_model(arch, weights='IMAGENET1K_V1')
         except Exception as error:                          # no connection, a full disk, a wrong hash
             url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            raise UsageError(f'the ImageNet weights {url} could not be fetched ({error}); download that file '
-                             f'elsewhere and pass it with --weights FILE, or use --weights none') from None
+            raise UsageError(f'{url} could not be fetched ({error}); download that file elsewhere and pass it with '
+                             f'--weights FILE, or use --weights none') from None
     resnet = torchvision.models.get_model(arch, weights=None)
     if weights != 'none':
         saved = read_file(weights)
         with distrusting(weights):
-            # The classifier will not be used. Loading is strict, so any other key that does not fit is an error.
-            trunk_of(resnet).load_state_dict({
-                key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
-                if not key.startswith(('fc.', 'linear.'))})
+            trunk = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
+                     if not key.startswith(('fc.', 'linear.'))}
+            # The classifier will not be used, so it keeps its own. All other keys have to fit.
+            resnet.load_state_dict(trunk | {f'fc.{key}': value for key, value in resnet.fc.state_dict().items()})
     return resnet
-
-
-def trunk_of(resnet):
-    """A torchvision ResNet without its last two children, its own pooling and classifier; modules are not copied"""
-    return nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
 
 
 @contextmanager
@@ -1103,8 +1071,11 @@ def written_whole(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob('*.tmp'):              # of this file, by a process that was killed
             name, _, process = left.stem.rpartition('.')
-            if name == path.name and process.isdigit() and not is_alive(int(process)):
-                left.unlink()
+            if name == path.name and process.isdigit():
+                try:
+                    os.getpgid(int(process))
+                except ProcessLookupError:
+                    left.unlink()
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
@@ -1114,13 +1085,6 @@ def written_whole(path):
     finally:
         with suppress(OSError):
             temporary.unlink()
-
-
-def is_alive(process):
-    """Whether there is a process of this number"""
-    with suppress(ProcessLookupError):
-        return bool(os.getpgid(process))
-    return False
 
 
 def show_progress(text, done=False):
@@ -1330,16 +1294,14 @@ def check(args):
     if args.chunk and not args.freeze_bn:
         raise UsageError('--chunk needs --freeze-bn: the statistics of trained BatchNorm would be those of the chunks')
     if args.protocol and args.weights == 'none':
-        raise UsageError(f'--protocol {args.protocol} fine-tunes, with a learning rate of {args.lr:g}: it needs '
-                         'pretrained weights, --weights imagenet or a file')
+        raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
         refuse(args, ['name', 'show_batch'], '--resume')
         free = 'resume data cache epochs steps eval_every patience device precision chunk compile'.split()
         if fixed := sorted(args.changed - set(free)):
             raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
         if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
-            print('note: with another number of steps the learning rate takes another course, so this is not the run '
-                  'that would have gone on without a stop')
+            print('note: with another number of steps the learning rate takes another course than without a stop')
     elif args.name:
         folder = Path('runs') / args.name
         if folder.resolve().parent != Path('runs').resolve():
