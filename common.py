@@ -672,8 +672,6 @@ def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
         for split, *row in read_folder(root, known) if name == 'folder' else read_benchmark(name, root):
             splits.setdefault(split, []).append(row)
         check_images(name, root, splits, needed=('train', 'query') if known is None else ('query',))
-    except ImportError:
-        raise UsageError("the annotation of Cars196 needs scipy: pip install 'torchvision[scipy]'") from None
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None
@@ -853,9 +851,8 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
 
 
 class Run:
-    """The folder of a run, runs/<name>/, with log.jsonl (a JSON object per evaluated epoch) and last.pt.
-
-    With --fold, best.pt is the epoch with the highest MAP@R on the validation classes; without, nothing is chosen.
+    """The folder of a run, runs/<name>/, with log.jsonl (a JSON object per evaluated epoch) and last.pt; with --fold,
+    best.pt is the epoch that has the highest MAP@R on the validation classes.
 
     epoch  epochs that are done;  rows  the evaluated ones;  minutes  what they took before this process began
     total  steps of the whole run;  states  {name: whatever has a state to save}, among them the model
@@ -969,10 +966,7 @@ def flags_of(args):
 
 
 def save_checkpoint(path, args, model, **more):
-    """Writes the model, what built it (script, arguments, seed, versions), and whatever else is given.
-
-    Weights that are NaN or infinite are refused, and `path` stays as it was. Only the main process writes.
-    """
+    """Writes the model, what built it (script, arguments, seed, versions), and whatever else is given."""
     if rank():
         return
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
@@ -1038,8 +1032,7 @@ def distrusting(path):
         name, text = type(error).__name__, ' '.join(str(error).split())[:300]
         if name == 'UnpicklingError':                       # torch advises to open such a file all the same
             text = 'it is not a file of plain weights, and other files could run any code'
-        raise UsageError(f'{path} cannot be used; is it damaged, or of another script, --arch or --dim? '
-                         f'{name}: {text}') from None
+        raise UsageError(f'{path} cannot be used; is it damaged, or of another script? {name}: {text}') from None
 
 
 def load_resnet(arch, weights):
@@ -1049,8 +1042,7 @@ def load_resnet(arch, weights):
             return torchvision.models.get_model(arch, weights='IMAGENET1K_V1')
         except Exception as error:                          # no connection, a full disk, a wrong hash
             url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            raise UsageError(f'{url} could not be fetched ({error}); download that file elsewhere and pass it with '
-                             f'--weights FILE, or use --weights none') from None
+            raise UsageError(f'cannot fetch {url} ({error}); get it elsewhere, for --weights FILE') from None
     resnet = torchvision.models.get_model(arch, weights=None)
     if weights != 'none':
         saved = read_file(weights)
@@ -1097,9 +1089,8 @@ def show_progress(text, done=False):
 
 
 def set_seed(seed, epoch=None):
-    """Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The factor
-    keeps the epochs of different --seed apart."""
-    seed = seed if epoch is None else seed * 100_003 + epoch
+    """Seeds everything random. An epoch has a seed of its own, so that a resumed run draws what it would have drawn."""
+    seed = seed if epoch is None else seed * 100_003 + epoch            # no epoch of another --seed has this one
     random.seed(seed)
     np.random.seed(seed % 2 ** 32)
     torch.manual_seed(seed % 2 ** 63)                       # of every device
@@ -1238,7 +1229,7 @@ def parse(parser, DEFAULTS, argv=None):
     DEFAULTS  a script's recipes: rows of defaults for flags, one per dataset; further rows under (dataset,
               choice) where a recipe also depends on the script's --loss or --variant
     Returns the flags as a namespace, with three more names: script; changed, the set of flags that differ from
-    their defaults; and device as a torch.device. No file of weights is opened. Under torchrun, processes join here.
+    their defaults; and device as a torch.device. Under torchrun, processes join here.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script = Path(parser.prog).stem
