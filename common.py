@@ -254,8 +254,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)
     epochs = math.ceil(total / per_epoch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, partial(learning_rate_factor, args=args, per_epoch=per_epoch, total=total))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
     # Whatever has a state to save. A ParameterDict accepts modules, too.
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
     run = Run(args, data, total, states)            # section 7: it keeps the log and the checkpoint
@@ -577,7 +576,7 @@ def decode(paths, resize, what, cache):
 def read_image(path, side):
     """(height, width, 3) uint8, RGB, shorter side `side`"""
     try:
-        # Only the formats of IMG_EXTENSIONS, whatever a file is called: for some others PIL starts a program.
+        # Only the formats of is_image_file, whatever a file is called: for some others PIL starts a program.
         with Image.open(path, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']) as image:
             return np.asarray(transforms.functional.resize(to_rgb(image), side))
     except Exception as error:                              # every image format has errors of its own
@@ -617,10 +616,9 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     """A dataset as an object with .train, .query and .gallery, each an `Images`.
 
     name        shapes, cub, cars, sop, inshop or folder
-    root        folder that holds what the dataset's site unpacks; not used by shapes
+    root        folder that holds what the dataset's site unpacks;  cache  folder for the decoded images
     resize      shorter side of the stored images, pixels;  image_size  side of the square crops. If only one of them
                 is given, the other follows from it; if neither is, both are those of the training recipes.
-    cache       folder for the decoded images
     known       for an evaluation, which reads no .train: names of the classes that a network knows; () for none.
                 Of a folder, they are left out of the test set; without train/ and test/ all others belong to it.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
@@ -789,14 +787,13 @@ def classes_below(root):
             continue
         visited.add(os.path.realpath(folder))
         paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
-        images = [path for path in paths if path.is_file()
-                  and path.suffix.lower() in torchvision.datasets.folder.IMG_EXTENSIONS]
+        images = [path for path in paths if path.is_file() and torchvision.datasets.folder.is_image_file(path.name)]
         if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
             classes[Path(folder).relative_to(root).as_posix()] = images
         elif paths and not images:
             unreadable.append(folder)
     if unreadable:                                          # the HEIC files of a phone, for example
-        print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read here; the first is '
+        print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read; the first is '
               f'{unreadable[0]}', file=sys.stderr)
     return classes
 
@@ -928,8 +925,7 @@ class Run:
         if fold:
             print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
         elif best is not row and best['epoch']:
-            print(f'(Epoch {best["epoch"]} had the highest MAP@R, with R@1 {best["R@1"]:.1f}. To report it would be to '
-                  f'choose on the test set.)')
+            print(f'(Epoch {best["epoch"]} had the highest MAP@R. To report it would be to choose on the test set.)')
         if row.get('unmatched'):
             print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
         print(f'Next: python eval.py --checkpoint {best_of(self.folder)}')
@@ -1324,9 +1320,11 @@ def pick_device(name):
 
 def pick_precision(name, device):
     """auto takes bfloat16 where the hardware multiplies it: GPUs since Ampere, CPUs with AVX512-BF16."""
+    if name != 'auto':
+        return name
     supported = dict(cuda=lambda: torch.cuda.is_bf16_supported(including_emulation=False),
-                     cpu=getattr(torch.cpu, '_is_avx512_bf16_supported', bool)).get(device.type, bool)
-    return name if name != 'auto' else 'bf16' if supported() else 'fp32'      # bool() is False
+                     cpu=getattr(torch.cpu, '_is_avx512_bf16_supported', lambda: False))    # private; it may go
+    return 'bf16' if device.type in supported and supported[device.type]() else 'fp32'
 
 
 def dataset_from(args):
@@ -1390,11 +1388,7 @@ def from_main_process(make):
 
 
 def gather(f, total):
-    """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients for the own one.
-
-    Each process computes the same loss, and average_gradients divides the sum of their gradients by their number. So
-    the gradients of a share, which only one process has, are multiplied by that number.
-    """
+    """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients for the own one"""
     if world() == 1:
         return f
     f, shares = at_least_float32(f), torch.arange(total).tensor_split(world())
@@ -1404,7 +1398,7 @@ def gather(f, total):
     distributed.all_gather(gathered, padded)
     gathered = [part[:len(share)] for part, share in zip(gathered, shares)]
     gathered[rank()] = f
-    if f.requires_grad:
+    if f.requires_grad:     # only this process has these gradients, and average_gradients divides by all processes
         f.register_hook(lambda grad: grad * world())
     return torch.cat(gathered)
 

@@ -257,7 +257,7 @@ MUTANTS = {
          'the classifier of center_loss is not saved'),
         ("folders.get('test', folders.get('val'))", "folders.get('val', folders.get('test'))",
          'of train/, val/ and test/, val/ is evaluated'),
-        ('path.suffix.lower() in', 'path.suffix in', 'photographs called .JPG are no images'),
+        ('path.is_file() and torchvision', 'torchvision', 'a pipe called .jpg is an image'),
         ("'TIFF', 'WEBP']", "'TIFF']", 'WebP images are refused, though their names are listed'),
         # memory and speed
         ('model.trunk.compile()', 'pass', '--compile has no effect'),
