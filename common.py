@@ -507,12 +507,9 @@ def batches(images, index_lists, device, augment=None):
         return (x - mean) / std, y.to(device, non_blocking=gpu)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        started = map(start, index_lists)
-        ready = next(started, None)
-        while ready:
-            following = next(started, None)
-            yield finish(*ready)
-            ready = following
+        # A pair is there once its second batch has been started.
+        for batch, _ in itertools.pairwise(itertools.chain(map(start, index_lists), [None])):
+            yield finish(*batch)
 
 
 def jitter_colours(x, strength):
@@ -1012,10 +1009,8 @@ def read_file(path):
     if not Path(path).is_file():
         raise UsageError(f'there is no file {path}')
     with distrusting(path):
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as parts:
-                if broken := parts.testzip():
-                    raise ValueError(f'the checksum of {broken} is wrong')
+        if zipfile.is_zipfile(path) and (broken := zipfile.ZipFile(path).testzip()):
+            raise ValueError(f'the checksum of {broken} is wrong')
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
