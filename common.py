@@ -2,8 +2,7 @@
 
 What a paper's method section describes stands in the train_*.py of that paper. The Reality Check (Musgrave et al., A
 Metric Learning Reality Check, ECCV 2020) is about how to compare methods: its metrics are in section 4 here, its
-protocol in section 8. Sections 1 to 4 are worth reading beside any script. The others bring images in and results
-out, and can be skipped.
+protocol in section 8. Sections 1 to 4 are worth reading beside any script; the others can be skipped.
 
     1. network        Embedder: ResNet trunk, pooling, linear head
     2. batches        which images meet in a batch
@@ -16,8 +15,7 @@ out, and can be skipped.
     9. processes      one for each GPU, under torchrun
    10. errors
 
-Letters in the shapes of all files. In a paper's formula a letter may mean something else: the table of symbols
-in its script says what.
+Letters in the shapes of all files. In a formula they are the paper's; the script's table of symbols explains those.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
@@ -55,7 +53,6 @@ from torch import distributed, nn
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
 from torchvision.transforms import v2
-from torchvision.utils import save_image
 
 # ---- 1. network ------------------------------------------------------------------------------------
 
@@ -86,7 +83,8 @@ class Embedder(nn.Module):
         self.pool, self.normalize, self.precision, self.chunk = pool, normalize, precision, chunk
         resnet = load_resnet(arch, weights)
         channels = resnet.fc.in_features                                 # c
-        self.trunk = trunk_of(resnet)
+        # All but the last two children, which are its own pooling and classifier
+        self.trunk = nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
         self.norm = nn.LayerNorm(channels, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(channels, dim)
         if head_init == 'kaiming':
@@ -99,9 +97,11 @@ class Embedder(nn.Module):
         self.place('cpu').train()           # once, so that frozen BatchNorm is in evaluation mode from the start
 
     def place(self, device):
-        """Moves the network to a device, in the layout that is fast there. Returns itself."""
-        self.to(device)
-        self.layout = fast_layout(self.linear.weight.device, self.precision)
+        """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
+        # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
+        kind = self.to(device).linear.weight.device.type
+        fast = kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16'
+        self.layout = torch.channels_last if fast else torch.contiguous_format
         self.trunk.to(memory_format=self.layout)
         return self
 
@@ -119,8 +119,8 @@ class Embedder(nn.Module):
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
         B = len(x)
-        # Under torchrun it is this process' share of the batch, else the whole.
-        x = x.tensor_split(world())[rank()].contiguous(memory_format=self.layout)
+        x = x.tensor_split(world())[rank()]                 # under torchrun this process' share, else the whole batch
+        x = x.contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
                 f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, chunk, use_reentrant=False)
@@ -148,13 +148,6 @@ class Embedder(nn.Module):
         return self.head(self.features(x))
 
 
-def fast_layout(device, precision='bf16'):
-    """channels_last on CPUs, and on CUDA in bfloat16; there convolutions are faster in it. Elsewhere contiguous: on a
-    Mac's GPU, the backward pass of BatchNorm is wrong in channels_last in many releases (torch issue 175189)."""
-    fast = device.type == 'cpu' or device.type == 'cuda' and precision == 'bf16'
-    return torch.channels_last if fast else torch.contiguous_format
-
-
 def at_least_float32(*tensors):
     """Raises half precision to float32, and all tensors to the widest type among them, for a loss: exp() overflows
     float16 above 11, and bfloat16 has two to three digits. One tensor gives a tensor, several give a list."""
@@ -174,9 +167,8 @@ class BalancedSampler(Sampler):
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // (P K) batches, at least one. No batch has a class twice, and all classes come up about equally
-    often. Nor has a batch an image twice, and the images of a class come up about equally often; only in a class of
-    fewer than K images some repeat.
+    An epoch has N // (P K) batches, at least one. No batch has a class or an image twice. All classes, and all images
+    of a class, come up about equally often. Only in a class of fewer than K images some repeat in a batch.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -262,8 +254,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)
     epochs = math.ceil(total / per_epoch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, partial(learning_rate_factor, args=args, per_epoch=per_epoch, total=total))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
     # Whatever has a state to save. A ParameterDict accepts modules, too.
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
     run = Run(args, data, total, states)            # section 7: it keeps the log and the checkpoint
@@ -282,11 +273,8 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
 
 
 def train_epoch(args, run, data, sampler, step, optimizer, schedule):
-    """Trains the next epoch of a run. Returns its row: epoch, loss, no_positive and images_per_second.
-
-    no_positive        share of the anchors that have no positive in their batch
-    images_per_second  without the first step, in which --compile may compile the trunk, or a GPU tries algorithms
-    """
+    """Trains the next epoch of a run. Returns its row: epoch, loss, no_positive, which is the share of the anchors that
+    have no positive in their batch, and images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     epoch, losses, without_positive, start = run.epoch + 1, [], 0, time.time()
     steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
@@ -303,18 +291,17 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         losses.append(loss.detach())
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
-        if number == 1 < steps:
+        if number == 1 < steps:                             # it may be slow: a compiler runs, a GPU tries algorithms
             start = time.time()
         if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
             if not math.isfinite(mean):
                 raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
-                                 f'the last checkpoint is unharmed; try a lower --lr, or --precision fp32')
+                                 f'try a lower --lr, or --precision fp32')
             minutes = (time.time() - start) / max(1, number - 1) * (run.total - schedule.last_epoch) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
-    seconds = time.time() - start
     return dict(epoch=epoch, loss=mean, no_positive=float(without_positive) / (steps * len(y)),
-                images_per_second=max(1, steps - 1) * len(y) / seconds)
+                images_per_second=max(1, steps - 1) * len(y) / (time.time() - start))
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -425,20 +412,16 @@ def evaluate(model, data):
 
 
 def embed_test(model, data):
-    """Embeddings of the queries (N, D), and of the gallery (G, D) or None where queries are searched in themselves.
-
-    They are where the search will run: on a CUDA device if the model is on one, else on the CPU.
-    """
+    """Embeddings of the queries (N, D), and of the gallery (G, D) or None where queries are searched in themselves"""
     device = next(model.parameters()).device
-    where = device if device.type == 'cuda' else 'cpu'
+    where = device if device.type == 'cuda' else 'cpu'                   # there the search will run
     z = embed(model, data.query).to(where)
     return z, None if data.gallery is data.query else embed(model, data.gallery).to(where)
 
 
 def score(data, z, gallery=None):
     """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
-    gallery_labels = None if gallery is None else data.gallery.labels
-    metrics = retrieval_metrics(z, data.query.labels, gallery, gallery_labels, DATASETS[data.name]['ks'])
+    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, DATASETS[data.name]['ks'])
     similarities = zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device)))
     return metrics | {name: s for name, s in similarities if s is not None}
 
@@ -524,20 +507,14 @@ def batches(images, index_lists, device, augment=None):
         return (x - mean) / std, y.to(device, non_blocking=gpu)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        started = map(start, index_lists)
-        ready = next(started, None)
-        while ready:
-            following = next(started, None)
-            yield finish(*ready)
-            ready = following
+        # A pair is there once its second batch has been started.
+        for batch, _ in itertools.pairwise(itertools.chain(map(start, index_lists), [None])):
+            yield finish(*batch)
 
 
 def jitter_colours(x, strength):
-    """Brightness, contrast and saturation as in torchvision's ColorJitter, each image with factors of its own.
-
-    x (B, 3, S, S) in [0, 1]; factors lie evenly between 1 - strength and 1 + strength. ColorJitter itself takes one
-    image at a time, and 9 ms for one of 256 px.
-    """
+    """Brightness, contrast and saturation of x (B, 3, S, S) in [0, 1], as torchvision's ColorJitter changes them one
+    image at a time, in 9 ms. Each image has factors of its own, evenly between 1 - strength and 1 + strength."""
     grey = transforms.functional.rgb_to_grayscale                        # (B, 3, S, S) -> (B, 1, S, S)
     # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
     others = [torch.zeros_like, lambda x: grey(x).mean(dim=(1, 2, 3), keepdim=True), grey]
@@ -550,7 +527,7 @@ def jitter_colours(x, strength):
 def save_pictures(path, x, columns):
     """Writes a PNG file with the pictures x (n, 3, H, W), from 0 to 1, `columns` of them in a row."""
     with written_whole(path) as file:
-        save_image(x, file, format='png', nrow=columns, pad_value=1)
+        torchvision.utils.save_image(x, file, format='png', nrow=columns, pad_value=1)
 
 
 def as_pictures(x):
@@ -567,11 +544,11 @@ def show_batch(args, data, sampler):
 
 
 def decode(paths, resize, what, cache):
-    """Decodes images once, shorter side `resize`, into a file that the next run just maps into memory.
+    """Pixels and sizes of images, shorter side `resize`: decoded once, into a file that later runs map into memory.
 
     The file holds the pixels of all images and then their sizes, (N, 2) int32; with another length than these say, it
     is damaged. Its name has a hash of the images' paths, lengths and times, so that a changed image is decoded anew:
-    the system sets st_ctime, even where a program puts the old st_mtime back. Returns pixels and sizes.
+    the system sets st_ctime, even where a program puts the old st_mtime back.
     """
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     key = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats])
@@ -596,7 +573,7 @@ def decode(paths, resize, what, cache):
 def read_image(path, side):
     """(height, width, 3) uint8, RGB, shorter side `side`"""
     try:
-        # Only the formats of IMG_EXTENSIONS, whatever a file is called: for some others PIL starts a program.
+        # Only the formats of is_image_file, whatever a file is called: for some others PIL starts a program.
         with Image.open(path, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']) as image:
             return np.asarray(transforms.functional.resize(to_rgb(image), side))
     except Exception as error:                              # every image format has errors of its own
@@ -636,18 +613,15 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     """A dataset as an object with .train, .query and .gallery, each an `Images`.
 
     name        shapes, cub, cars, sop, inshop or folder
-    root        folder that holds what the dataset's site unpacks; not used by shapes
+    root        folder that holds what the dataset's site unpacks;  cache  folder for the decoded images
     resize      shorter side of the stored images, pixels;  image_size  side of the square crops. If only one of them
                 is given, the other follows from it; if neither is, both are those of the training recipes.
-    cache       folder for the decoded images
     known       for an evaluation, which reads no .train: names of the classes that a network knows; () for none.
                 Of a folder, they are left out of the test set; without train/ and test/ all others belong to it.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
     share theirs. Raises UsageError if files or counts are not as published.
     """
-    if name not in DATASETS:
-        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
     scale = BASE[name]['resize'] / BASE[name]['image_size']
     image_size = image_size or (round(resize / scale) if resize else BASE[name]['image_size'])
     resize = resize or round(image_size * scale)
@@ -674,11 +648,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
 
 
 def hold_out(data, fold):
-    """Splits the training set of `data`: block i of its n blocks of classes validates, the others train.
-
-    fold  'i/n'. The blocks are contiguous in the order of the classes, and of equal size up to one class, as in
-          Section 3.3 of the Reality Check, which has four.
-    """
+    """Splits the training set of `data`: with a fold of 'i/n', block i of n blocks of classes validates, the others
+    train. The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class."""
     i, n = map(int, fold.split('/'))
     classes = data.train.num_classes
     block = torch.arange(classes) * n // classes                         # (C,)
@@ -693,11 +664,9 @@ def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
     """{split: rows [path, class name, super-class]} for those wanted, and for an evaluation not for train"""
     root, splits = Path(root).expanduser(), {}
     try:
-        for split, *row in read_folder(root, known) if name == 'folder' else READERS[name](root):
+        for split, *row in read_folder(root, known) if name == 'folder' else read_benchmark(name, root):
             splits.setdefault(split, []).append(row)
         check_images(name, root, splits, needed=('train', 'query') if known is None else ('query',))
-    except ImportError:
-        raise UsageError("the annotation of Cars196 needs scipy: pip install 'torchvision[scipy]'") from None
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None
@@ -708,10 +677,8 @@ def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
 
 
 def check_images(name, root, splits, needed):
-    """Raises ValueError where counts are not as published, images are not there or a test class trains.
-
-    needed  splits that must have two classes
-    """
+    """Raises ValueError where counts are not as published, images are not there, a test class trains, or one of the
+    splits that are `needed` has fewer than two classes."""
     found = {split: (len(rows), len({row[1] for row in rows})) for split, rows in splits.items()}
     for split, expected in DATASETS[name].get('counts', {}).items():
         if found.get(split) != expected:
@@ -720,10 +687,10 @@ def check_images(name, root, splits, needed):
         if found.get(split, (0, 0))[1] < 2:
             raise ValueError(f'{split} has fewer than two classes')
     paths = [row[0] for rows in splits.values() for row in rows]
-    for text, wrong in (('are listed twice', [path for path, times in Counter(paths).items() if times > 1]),
-                        ('lie elsewhere', [path for path in paths
-                                           if root not in path.parents or '..' in path.relative_to(root).parts]),
-                        ('are missing', [path for path in paths if not path.is_file()])):
+    twice = [path for path, times in Counter(paths).items() if times > 1]
+    outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
+    missing = [path for path in paths if not path.is_file()]
+    for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
     if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits['query']}:
@@ -757,40 +724,27 @@ def split_lines(path):
     return [line.split() for line in open(path) if line.strip()]
 
 
-def read_cub(root):
-    """Lines `<image id> <class>/<file>`, where a class starts with its number. The first 100 classes train:
-    train_test_split.txt belongs to another task, classification."""
-    base = root / 'CUB_200_2011'
-    # macOS leaves files `._<file>` beside the real ones.
-    return [('train' if int(path[:3]) <= 100 else 'query', base / 'images' / path, path.split('/')[0], None)
-            for _, path in split_lines(base / 'images.txt') if '/._' not in path]
-
-
-def read_cars(root):
-    """The .mat file's `annotations`: field 0 is the path, field 5 the class, 1 to 196. The first 98 classes
-    train: field 6, `test`, belongs to another task, classification."""
-    from scipy.io import loadmat
-    with open(root / 'cars_annos.mat', 'rb') as file:
-        table = loadmat(file, squeeze_me=True)['annotations']
-    return [('train' if int(row[5]) <= 98 else 'query', root / str(row[0]), f'{int(row[5]):03d}', None)
-            for row in table]
-
-
-def read_sop(root):
-    """A header, then lines `image_id class_id super_class_id path`"""
-    base = root / 'Stanford_Online_Products'
-    return [(split, base / path, f'{int(number):05d}', int(group) - 1)
-            for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt'))
-            for _, number, group, path in split_lines(base / file)[1:]]
-
-
-def read_inshop(root):
-    """A count, a header, then lines `img/... id_00000001 train|query|gallery`"""
-    rows = split_lines(root / 'Eval' / 'list_eval_partition.txt')[2:]
-    return [(split, root / 'Img' / path, name, None) for path, name, split in rows]
-
-
-READERS = dict(cub=read_cub, cars=read_cars, sop=read_sop, inshop=read_inshop)
+def read_benchmark(name, root):
+    """Yields (split, path, class name, super-class or None) of each image that the annotation lists."""
+    if name == 'cub':                       # lines `<image id> <class>/<file>`, where a class starts with its number
+        # The first 100 classes train: train_test_split.txt belongs to another task, classification.
+        for _, path in split_lines(root / 'CUB_200_2011' / 'images.txt'):
+            if '/._' not in path:           # macOS leaves files `._<file>` beside the real ones
+                split = 'train' if int(path[:3]) <= 100 else 'query'
+                yield split, root / 'CUB_200_2011' / 'images' / path, path.split('/')[0], None
+    elif name == 'cars':                    # field 0 is the path, field 5 the class, 1 to 196
+        from scipy.io import loadmat
+        # The first 98 classes train: field 6, `test`, belongs to another task, classification.
+        with open(root / 'cars_annos.mat', 'rb') as file:
+            for row in loadmat(file, squeeze_me=True)['annotations']:
+                yield 'train' if int(row[5]) <= 98 else 'query', root / str(row[0]), f'{int(row[5]):03d}', None
+    elif name == 'sop':                     # a header, then lines `image_id class_id super_class_id path`
+        for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt')):
+            for _, number, group, path in split_lines(root / 'Stanford_Online_Products' / file)[1:]:
+                yield split, root / 'Stanford_Online_Products' / path, f'{int(number):05d}', int(group) - 1
+    else:                                   # a count, a header, then lines `img/... id_00000001 train|query|gallery`
+        for path, class_, split in split_lines(root / 'Eval' / 'list_eval_partition.txt')[2:]:
+            yield split, root / 'Img' / path, class_, None
 
 
 def read_folder(root, known=None):
@@ -812,11 +766,10 @@ def read_folder(root, known=None):
     if known is not None:
         splits.pop('train')
         if out := {name for names in splits.values() for name in names if name in known}:
-            print(f'{root}: {len(out)} classes were in the training set of this network, or chose its epoch, and are '
-                  f'left out')
+            print(f'{root}: {len(out)} classes were in the training set, or chose the epoch, and are left out')
         splits = {split: {name: names[name] for name in names.keys() - out} for split, names in splits.items()}
     if not splits.get('gallery', True):
-        raise ValueError('there is nothing to search in: gallery/ has no images of classes that are new to the network')
+        raise ValueError('there is nothing to search in: gallery/ has no images of new classes')
     return [(split, path, name, None)
             for split, names in splits.items() for name in sorted(names) for path in names[name]]
 
@@ -831,14 +784,13 @@ def classes_below(root):
             continue
         visited.add(os.path.realpath(folder))
         paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
-        images = [path for path in paths if path.is_file()
-                  and path.suffix.lower() in torchvision.datasets.folder.IMG_EXTENSIONS]
+        images = [path for path in paths if path.is_file() and torchvision.datasets.folder.is_image_file(path.name)]
         if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
             classes[Path(folder).relative_to(root).as_posix()] = images
         elif paths and not images:
             unreadable.append(folder)
     if unreadable:                                          # the HEIC files of a phone, for example
-        print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read here; the first is '
+        print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read; the first is '
               f'{unreadable[0]}', file=sys.stderr)
     return classes
 
@@ -893,9 +845,8 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
 
 
 class Run:
-    """The folder of a run, runs/<name>/, with log.jsonl (a JSON object per evaluated epoch) and last.pt.
-
-    With --fold, best.pt is the epoch with the highest MAP@R on the validation classes; without, nothing is chosen.
+    """The folder of a run, runs/<name>/, with log.jsonl (a JSON object per evaluated epoch) and last.pt; with --fold,
+    best.pt is the epoch that has the highest MAP@R on the validation classes.
 
     epoch  epochs that are done;  rows  the evaluated ones;  minutes  what they took before this process began
     total  steps of the whole run;  states  {name: whatever has a state to save}, among them the model
@@ -945,22 +896,20 @@ class Run:
 
     def show(self, row):
         """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
-        measured = {key: (key, '.3f' if key[0] == 's' else '.2f') for key in self.rows[0]
-                    if key.startswith(('R@', 'MAP', 's'))}
-        columns = dict(epoch=('epoch', 'd'), loss=('loss', '.4f')) | measured | dict(
-            no_positive=('no-pos', '.0%'), images_per_second=('img/s', '.0f'), minutes=('min', '.1f'))
+        measured = [key for key in self.rows[0] if key.startswith(('R@', 'MAP', 's'))]
+        columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
+        columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
+        columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
         if not self.titled:
-            print(' '.join(f'{title:>7}' for title, _ in columns.values()))
+            print(' '.join(f'{title:>7}' for title, _, _ in columns))
             self.titled = True
-        cells = ['-' if row.get(key) is None else format(row[key], form) for key, (_, form) in columns.items()]
+        cells = ['-' if row.get(key) is None else format(row[key], form) for _, key, form in columns]
         show_progress(' '.join(f'{cell:>7}' for cell in cells), done=True)
         if row['epoch'] and row.get('s-', 0) > 0.98:
-            print(f'        collapse: the mean similarity of two images of different classes is {row["s-"]:.3f}: all '
-                  f'embeddings are almost one point; lower --lr, or raise --warmup')
+            print('        collapse: all embeddings are almost one point; lower --lr, or raise --warmup')
 
     def summary(self):
-        """Says what the result means, how it was chosen, and what to do next. Returns its row: the last one, or with
-        --fold the best."""
+        """Prints what the result means, and how it was chosen. Returns its row: the last, or with --fold the best."""
         best, fold = self.best(), self.args.fold
         row = best if fold else self.rows[-1]
         both = set(self.data.train.classes) & set(self.data.query.classes)
@@ -973,8 +922,7 @@ class Run:
         if fold:
             print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
         elif best is not row and best['epoch']:
-            print(f'(Epoch {best["epoch"]} had the highest MAP@R, with R@1 {best["R@1"]:.1f}. To report it would be to '
-                  f'choose on the test set.)')
+            print(f'(Epoch {best["epoch"]} had the highest MAP@R. To report it would be to choose on the test set.)')
         if row.get('unmatched'):
             print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
         print(f'Next: python eval.py --checkpoint {best_of(self.folder)}')
@@ -1011,15 +959,11 @@ def flags_of(args):
 
 
 def save_checkpoint(path, args, model, **more):
-    """Writes the model, what built it (script, arguments, seed, versions), and whatever else is given.
-
-    Weights that are NaN or infinite are refused, and `path` stays as it was. Only the main process writes.
-    """
+    """Writes the model, what built it (script, arguments, seed, versions), and whatever else is given."""
     if rank():
         return
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
-        raise UsageError(f'the weights are not finite, {broken[0]} is the first; {path} is the last checkpoint before '
-                         f'that; try a lower --lr, or --precision fp32')
+        raise UsageError(f'{broken[0]} is not finite; {path} stays as it was; try a lower --lr, or --precision fp32')
     versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
         torch.save(dict(script=args.script, args=flags_of(args), seed=args.seed, versions=versions,
@@ -1042,12 +986,11 @@ def read_checkpoint(path):
 
 
 def load_checkpoint(path, device='cpu', precision='auto'):
-    """A trained Embedder, ready to embed: in evaluation mode, with its test transform, arguments and classes.
+    """A trained Embedder, ready to embed. A run folder stands for its best.pt if there is one, else for its last.pt.
 
-    model.transform(image) turns a PIL image into (3, S, S): model(model.transform(image)[None]) is its
-    embedding, (1, D).  model.args are the arguments of its training, a dict; model.classes the names of its
-    training classes, with --fold those of the validation block as well. In a run folder it is best.pt, if there
-    is one, and else last.pt.
+    model.transform  turns a PIL image into (3, S, S); model(model.transform(image)[None]) is its embedding (1, D)
+    model.args       the arguments of its training, a dict
+    model.classes    names of its training classes, with --fold those of the validation block as well
     """
     path = best_of(path)
     saved, device = read_checkpoint(path), pick_device(device)
@@ -1066,10 +1009,8 @@ def read_file(path):
     if not Path(path).is_file():
         raise UsageError(f'there is no file {path}')
     with distrusting(path):
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as parts:
-                if broken := parts.testzip():
-                    raise ValueError(f'the checksum of {broken} is wrong')
+        if zipfile.is_zipfile(path) and (broken := zipfile.ZipFile(path).testzip()):
+            raise ValueError(f'the checksum of {broken} is wrong')
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
@@ -1082,8 +1023,7 @@ def distrusting(path):
         name, text = type(error).__name__, ' '.join(str(error).split())[:300]
         if name == 'UnpicklingError':                       # torch advises to open such a file all the same
             text = 'it is not a file of plain weights, and other files could run any code'
-        raise UsageError(f'{path} cannot be used; is it damaged, or of another script, --arch or --dim? '
-                         f'{name}: {text}') from None
+        raise UsageError(f'{path} cannot be used; is it damaged, or of another script? {name}: {text}') from None
 
 
 def load_resnet(arch, weights):
@@ -1093,22 +1033,16 @@ def load_resnet(arch, weights):
             return torchvision.models.get_model(arch, weights='IMAGENET1K_V1')
         except Exception as error:                          # no connection, a full disk, a wrong hash
             url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            raise UsageError(f'the ImageNet weights {url} could not be fetched ({error}); download that file '
-                             f'elsewhere and pass it with --weights FILE, or use --weights none') from None
+            raise UsageError(f'cannot fetch {url} ({error}); get it elsewhere, for --weights FILE') from None
     resnet = torchvision.models.get_model(arch, weights=None)
     if weights != 'none':
         saved = read_file(weights)
         with distrusting(weights):
-            # The classifier will not be used. Loading is strict, so any other key that does not fit is an error.
-            trunk_of(resnet).load_state_dict({
-                key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
-                if not key.startswith(('fc.', 'linear.'))})
+            trunk = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
+                     if not key.startswith(('fc.', 'linear.'))}
+            # The classifier will not be used, so it keeps its own. All other keys have to fit.
+            resnet.load_state_dict(trunk | {f'fc.{key}': value for key, value in resnet.fc.state_dict().items()})
     return resnet
-
-
-def trunk_of(resnet):
-    """A torchvision ResNet without its last two children, its own pooling and classifier; modules are not copied"""
-    return nn.Sequential(OrderedDict(list(resnet.named_children())[:-2]))
 
 
 @contextmanager
@@ -1120,8 +1054,11 @@ def written_whole(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob('*.tmp'):              # of this file, by a process that was killed
             name, _, process = left.stem.rpartition('.')
-            if name == path.name and process.isdigit() and not is_alive(int(process)):
-                left.unlink()
+            if name == path.name and process.isdigit():
+                try:
+                    os.getpgid(int(process))
+                except ProcessLookupError:
+                    left.unlink()
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
@@ -1131,13 +1068,6 @@ def written_whole(path):
     finally:
         with suppress(OSError):
             temporary.unlink()
-
-
-def is_alive(process):
-    """Whether there is a process of this number"""
-    with suppress(ProcessLookupError):
-        return bool(os.getpgid(process))
-    return False
 
 
 def show_progress(text, done=False):
@@ -1150,9 +1080,8 @@ def show_progress(text, done=False):
 
 
 def set_seed(seed, epoch=None):
-    """Each epoch has a seed of its own, so a resumed run draws what the uninterrupted one would have drawn. The factor
-    keeps the epochs of different --seed apart."""
-    seed = seed if epoch is None else seed * 100_003 + epoch
+    """Seeds everything random. An epoch has a seed of its own, so that a resumed run draws what it would have drawn."""
+    seed = seed if epoch is None else seed * 100_003 + epoch            # no epoch of another --seed has this one
     random.seed(seed)
     np.random.seed(seed % 2 ** 32)
     torch.manual_seed(seed % 2 ** 63)                       # of every device
@@ -1291,7 +1220,7 @@ def parse(parser, DEFAULTS, argv=None):
     DEFAULTS  a script's recipes: rows of defaults for flags, one per dataset; further rows under (dataset,
               choice) where a recipe also depends on the script's --loss or --variant
     Returns the flags as a namespace, with three more names: script; changed, the set of flags that differ from
-    their defaults; and device as a torch.device. No file of weights is opened. Under torchrun, processes join here.
+    their defaults; and device as a torch.device. Under torchrun, processes join here.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script = Path(parser.prog).stem
@@ -1347,16 +1276,14 @@ def check(args):
     if args.chunk and not args.freeze_bn:
         raise UsageError('--chunk needs --freeze-bn: the statistics of trained BatchNorm would be those of the chunks')
     if args.protocol and args.weights == 'none':
-        raise UsageError(f'--protocol {args.protocol} fine-tunes, with a learning rate of {args.lr:g}: it needs '
-                         'pretrained weights, --weights imagenet or a file')
+        raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
         refuse(args, ['name', 'show_batch'], '--resume')
         free = 'resume data cache epochs steps eval_every patience device precision chunk compile'.split()
         if fixed := sorted(args.changed - set(free)):
             raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
         if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
-            print('note: with another number of steps the learning rate takes another course, so this is not the run '
-                  'that would have gone on without a stop')
+            print('note: with another number of steps the learning rate takes another course than without a stop')
     elif args.name:
         folder = Path('runs') / args.name
         if folder.resolve().parent != Path('runs').resolve():
@@ -1388,9 +1315,11 @@ def pick_device(name):
 
 def pick_precision(name, device):
     """auto takes bfloat16 where the hardware multiplies it: GPUs since Ampere, CPUs with AVX512-BF16."""
+    if name != 'auto':
+        return name
     supported = dict(cuda=lambda: torch.cuda.is_bf16_supported(including_emulation=False),
-                     cpu=getattr(torch.cpu, '_is_avx512_bf16_supported', bool)).get(device.type, bool)
-    return name if name != 'auto' else 'bf16' if supported() else 'fp32'      # bool() is False
+                     cpu=getattr(torch.cpu, '_is_avx512_bf16_supported', lambda: False))    # private; it may go
+    return 'bf16' if device.type in supported and supported[device.type]() else 'fp32'
 
 
 def dataset_from(args):
@@ -1454,11 +1383,7 @@ def from_main_process(make):
 
 
 def gather(f, total):
-    """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients for the own one.
-
-    Each process computes the same loss, and average_gradients divides the sum of their gradients by their number. So
-    the gradients of a share, which only one process has, are multiplied by that number.
-    """
+    """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients for the own one"""
     if world() == 1:
         return f
     f, shares = at_least_float32(f), torch.arange(total).tensor_split(world())
@@ -1468,7 +1393,7 @@ def gather(f, total):
     distributed.all_gather(gathered, padded)
     gathered = [part[:len(share)] for part, share in zip(gathered, shares)]
     gathered[rank()] = f
-    if f.requires_grad:
+    if f.requires_grad:     # only this process has these gradients, and average_gradients divides by all processes
         f.register_hook(lambda grad: grad * world())
     return torch.cat(gathered)
 
