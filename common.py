@@ -1300,7 +1300,8 @@ def refuse(args, flags, because):
 
 
 def pick_device(name):
-    """auto takes a GPU if there is one. Under torchrun each process takes its own."""
+    """auto takes a GPU if there is one. Under torchrun each process takes its own. A torch.device is checked, too."""
+    name = str(name)
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if name == 'cuda' and 'LOCAL_RANK' in os.environ:

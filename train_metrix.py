@@ -63,7 +63,6 @@ def labelled_loss(s, y, valid, kind, **hyper):
     kind     name of a row of TABLE_1;  hyper  hyper-parameters of that row
     returns  (A,), the loss of each anchor; if an anchor has no positives, or no negatives, that term is 0
     """
-    s, y, valid = drop_invalid(s, y, valid)
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
     pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)   # (A,), (A,)
@@ -294,7 +293,7 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     if pairs == 'pos-pos':                          # all pairs: those of two classes are not valid, and left out below
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
-    lam = Beta(alpha, alpha).sample(i.shape).to(y.device)
+    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=True)
     weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
@@ -308,7 +307,7 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
         v = mix_embeddings(end_z, i, j, lam)
     if kind == 'proxynca_pp':                       # the anchors only served to choose the pairs
         return proxynca_pp(v, y[i], y[j], lam, proxies, **hyper)
-    return labelled_loss(anchor_z @ v.T, weights, valid, kind, **hyper).mean()
+    return labelled_loss(*drop_invalid(anchor_z @ v.T, weights, valid), kind, **hyper).mean()
 
 
 @contextmanager

@@ -299,21 +299,21 @@ def test_every_positive_is_mixed_and_every_anchor_serves():
 
 
 def run_mixed(monkeypatch, z, y, pairs, k=None, kind='ms', **more):
-    """mixed_loss, with what it handed to labelled_loss and mix_embeddings"""
+    """mixed_loss, with what it handed to mix_embeddings, and to drop_invalid on the way to labelled_loss"""
     seen = {}
-    real_mix, real_loss = train_metrix.mix_embeddings, train_metrix.labelled_loss
+    real_mix, real_drop = train_metrix.mix_embeddings, train_metrix.drop_invalid
 
     def spy_mix(ends, i, j, lam):
         seen.update(ends=ends, i=i, j=j, lam=lam)
         return real_mix(ends, i, j, lam)
 
-    def spy_loss(s, weights, valid, *args, **kw):
+    def spy_drop(s, weights, valid):
         seen.update(s=s, weights=weights, valid=valid)
-        return real_loss(s, weights, valid, *args, **kw)
+        return real_drop(s, weights, valid)
 
     with monkeypatch.context() as patch:
         patch.setattr(train_metrix, 'mix_embeddings', spy_mix)
-        patch.setattr(train_metrix, 'labelled_loss', spy_loss)
+        patch.setattr(train_metrix, 'drop_invalid', spy_drop)
         seen['loss'] = mixed_loss(kind, {}, 'embed', pairs, k, 2.0, None, None, None, z, y, **more)
     return seen
 
