@@ -980,7 +980,8 @@ def read_checkpoint(path):
     """The dict that save_checkpoint wrote; a run folder stands for its last.pt."""
     path = Path(path)
     saved = read_file(path / 'last.pt' if path.is_dir() else path)
-    if not isinstance(saved, dict) or not {'script', 'args', 'embedder', 'model'} <= saved.keys():
+    if not isinstance(saved, dict) or not isinstance(saved.get('args'), dict) or \
+            not {'script', 'embedder', 'model'} <= saved.keys():
         raise UsageError(f'{path} is no checkpoint of these scripts')
     return saved
 
