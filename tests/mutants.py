@@ -544,8 +544,6 @@ MUTANTS = {
         ('for end in (i, j))', 'for end in (i, i))', 'both ends of mixed features are i'),
         ('(mix_there, *chunk, use_reentrant=False)', '(mix_there, *chunk, use_reentrant=False).detach()',
          'the maxima of mixed features have no gradient'),
-        ('torch.cat([checkpoint(mix_there, *chunk, use_reentrant=False)', 'torch.cat([mix_there(*chunk)',
-         'the gradient of mixed features keeps an index of eight bytes for each'),
         ('drop_invalid(anchor_z @ v.T', 'drop_invalid(anchor_z.detach() @ v.T', 'anchors are detached'),
         ('weights, valid), kind, **hyper).mean()', 'weights, valid), kind, **hyper)[valid.any(dim=1)].mean()',
          'the mean is over anchors that have a mixture'),

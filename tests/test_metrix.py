@@ -130,9 +130,11 @@ def test_a_side_without_examples_adds_nothing(kind):
     loss.sum().backward()
     assert torch.equal(loss, torch.zeros(3)) and torch.equal(s.grad, torch.zeros(3, 4))
     assert torch.equal(labelled_loss(torch.zeros(3, 0), torch.zeros(3, 0), nothing[:, :0], kind), torch.zeros(3))
-    for y in (ones, 1 - ones):                              # positives alone, negatives alone
-        loss = labelled_loss(s, y, ~nothing, kind)
+    one_has_none = torch.tensor([[False], [True], [True]]).expand(3, 4)
+    for y, valid in ((ones, ~nothing), (1 - ones, ~nothing), (torch.rand(3, 4), one_has_none)):
+        loss = labelled_loss(s, y, valid, kind)
         assert loss.isfinite().all() and torch.autograd.grad(loss.sum(), s)[0].isfinite().all()
+        assert valid.all() or loss[0] == 0
 
 
 def test_an_unknown_hyper_parameter_is_an_error():
@@ -263,11 +265,11 @@ def test_metrix_eq6_negatives_have_label_0(clean_labels):
 
 
 def test_metrix_eq8_labels():
-    """Classes 0, 0, 1, 2; the pair (0, 2) with lambda 0.3, the pair (1, 3) with 0.6"""
-    y, i, j = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1]), torch.tensor([2, 3])
-    weights, valid = train_metrix.pair_labels(y, torch.tensor([0, 1, 2, 5]), i, j, torch.tensor([0.3, 0.6]))
-    assert valid.tolist() == [[True, True], [True, False], [False, True], [False, False]]
-    assert weights[0].tolist() == pytest.approx([0.3, 0.6])
+    """Classes 0, 0, 1, 2; the pair (0, 2) with lambda 0.3, the pair (1, 3) with 0.6, and (0, 1), both of class 0"""
+    y, i, j = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 0]), torch.tensor([2, 3, 1])
+    weights, valid = train_metrix.pair_labels(y, torch.tensor([0, 1, 2, 5]), i, j, torch.tensor([0.3, 0.6, 0.5]))
+    assert valid.int().tolist() == [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]]
+    assert weights[0, :2].tolist() == pytest.approx([0.3, 0.6])
     assert weights[1, 0].item() == pytest.approx(0.7) and weights[2, 1].item() == pytest.approx(0.4)
 
 
