@@ -622,6 +622,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
     share theirs. Raises UsageError if files or counts are not as published.
     """
+    if name not in DATASETS:
+        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
     scale = BASE[name]['resize'] / BASE[name]['image_size']
     image_size = image_size or (round(resize / scale) if resize else BASE[name]['image_size'])
     resize = resize or round(image_size * scale)
