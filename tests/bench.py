@@ -67,8 +67,13 @@ def in_turn(works, repeats, device=None):
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_memory(reset=False):
-    """Most memory that this process has held so far, or since the last reset, in GB; Linux only, else NaN"""
+def peak_memory(reset=False, device=None):
+    """Most memory that this process has held so far, or since the last reset, in GB: that of a CUDA device, if one is
+    given, or else of the machine, on Linux only"""
+    if device is not None and device.type == 'cuda':
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device) / 2 ** 30
     if sys.platform != 'linux':
         return float('nan')
     if reset:
@@ -199,9 +204,9 @@ def bench_search(options, n=60502, d=512):
         for rows in z.split(4096):
             rows @ z.T
     for ks in ((1, 2, 4, 8), (1, 10, 100, 1000)):
-        before = peak_memory(reset=True)
+        before = peak_memory(True, device)
         common.retrieval_metrics(z, y, ks=ks)
-        more = peak_memory() - before
+        more = peak_memory(device=device) - before
         took = in_turn({'metrics': lambda ks=ks: common.retrieval_metrics(z, y, ks=ks), 'product': product}, 1, device)
         print(f'search: {n:,} x {d}, K up to {ks[-1]}: metrics {took["metrics"]:.1f} s, one product '
               f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}; {more:.1f} GB more memory')
