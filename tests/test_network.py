@@ -281,3 +281,10 @@ def test_chunks_are_for_training_only():
     with torch.no_grad():
         model(torch.zeros(5, 3, 32, 32))
     assert seen == [5]
+
+
+@pytest.mark.parametrize('device, layout', [('cpu', torch.channels_last), ('meta', torch.contiguous_format)])
+def test_channels_come_last_only_where_that_is_right_and_fast(small, device, layout):
+    """meta stands for any device but a CPU and CUDA, a Mac's GPU for example."""
+    model = Embedder(weights='none', dim=4).place(device)
+    assert model.layout == layout and model.trunk.conv2.weight.is_contiguous(memory_format=layout)
