@@ -9,16 +9,23 @@ import common
 def test_a_sample_of_the_group(group, monkeypatch, small):
     monkeypatch.setattr(soak, 'common', common)
     cases = list(soak.GROUPS[group]())[::7]
-    wrong = {what: reason for what, case in cases if (reason := soak.attempt(case))}
+    wrong = {what: reason for what, *case in cases if (reason := soak.attempt(*case))}
     assert len(cases) > 5 and not wrong
 
 
 def test_the_count_sees_what_goes_wrong(monkeypatch):
     monkeypatch.setattr(soak, 'common', common)
 
-    def raises(error):
-        raise error
-    assert soak.attempt(lambda: soak.refused(lambda: None)) == 'AssertionError: was accepted'
-    assert soak.attempt(lambda: soak.refused(lambda: raises(ValueError('x')))) == 'ValueError: x'
-    assert 'unclear' in soak.attempt(lambda: soak.refused(lambda: raises(common.UsageError('x')), 'y'))
-    assert soak.attempt(lambda: soak.refused(lambda: raises(common.UsageError('x y')), 'y')) is None
+    def verdict(error, expected):
+        def call():
+            if error:
+                raise error
+            return 5
+        return soak.attempt(soak.no_files, call, expected)
+    refusal = common.UsageError('x y')
+    assert verdict(None, []) == 'was accepted' and verdict(None, 6) == 'wrong: 5'
+    assert verdict(ValueError('x'), []) == verdict(ValueError('x'), None) == 'ValueError: x'
+    assert verdict(refusal, ['z']) == 'unclear: x y' and verdict(refusal, 5) == 'refused: x y'
+    assert verdict(refusal, ['y']) is verdict(refusal, None) is verdict(None, None) is None
+    assert verdict(common.UsageError('x\ny'), []) == 'unclear: x y'
+    assert verdict(None, 5) is None
