@@ -89,15 +89,16 @@ def images():
     for suffix, share in product(('.jpg', '.png', '.ppm', '.bmp', '.webp'), (0.01, 0.1, 0.3, 0.5, 0.7, 0.9)):
         content = encoded(noise('cut', 64), suffix)
         yield case(f'cut at {share}', suffix, content[:int(share * len(content))], 'refused')
-    for content in (b'', b'hello', b'<html>404</html>', bytes(5000), b'GIF89a', b'%PDF-1.4\n',
+    for content in (b'', b'hello', b'<html>404</html>', bytes(5000), encoded(orange, '.gif'), b'%PDF-1.4\n',
                     b'%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n'):
         yield case(f'that holds {content[:20]}', '.jpg', content, 'refused')
     for size in ((1, 1), (3, 2), (40, 1), (7, 200), (1, 500), (16_000, 20)):
         yield case(f'of size {size}', '.png', encoded(Image.new('RGB', size), '.png'), near(0, 0, 0))
-    for seed in range(30):
-        content = np.frombuffer(encoded(noise('flip', 48), '.jpg'), np.uint8).copy()
-        content[np.random.default_rng(seed).integers(len(content), size=3)] ^= 1 << seed % 8
-        yield case(f'with bits flipped, {seed}', '.jpg', content.tobytes(), None)
+    for suffix, seed in product(('.jpg', '.png', '.tif'), range(20)):
+        content = np.frombuffer(encoded(noise('flip', 48), suffix), np.uint8).copy()
+        places = np.random.default_rng(seed).integers(300 if seed % 2 else len(content), size=3)   # 300: the header
+        content[places] ^= 1 << seed % 8
+        yield case(f'with bits flipped, {seed}', suffix, content.tobytes(), None)
 
 
 def folders():

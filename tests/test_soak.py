@@ -5,6 +5,7 @@ import soak
 import common
 
 
+@pytest.mark.filterwarnings('ignore:Tag data')                # PIL on a damaged TIFF
 @pytest.mark.parametrize('group', [name for name in soak.GROUPS if name != 'faults'])
 def test_a_sample_of_the_group(group, monkeypatch, small):
     monkeypatch.setattr(soak, 'common', common)
