@@ -3,8 +3,8 @@
     python tests/soak.py [--code FOLDER] [group ...]
 
 For whoever changes how files or flags are read; --code tries another version of the project, to compare. Prints what
-went wrong, and a count per group. On one core all groups take ten minutes: faults, which stops real processes, seven,
-checkpoints two, the others a few seconds each. The suite runs every seventh case, but no faults: test_soak.py.
+went wrong, and a count per group. On a busy core faults, which stops real processes, takes ten minutes, checkpoints
+two, the others ten seconds each. The suite runs every seventh case, but no faults: test_soak.py.
 
 A group yields cases (what, prepare, call, expected). prepare() makes files in an empty folder. call() is judged:
     expected is a list    it must raise common.UsageError with one line that holds all words of the list

@@ -1,4 +1,6 @@
 """Every seventh case of tests/soak.py, but none that needs processes of its own."""
+from unittest import mock
+
 import pytest
 import soak
 
@@ -14,19 +16,12 @@ def test_a_sample_of_the_group(group, monkeypatch, small):
     assert len(cases) > 5 and not wrong
 
 
-def test_the_count_sees_what_goes_wrong(monkeypatch):
+@pytest.mark.parametrize('error, expected, verdict', [
+    (None, [], 'was accepted'), (None, 6, 'wrong: 5'), (None, 5, None), (None, None, None),
+    (ValueError('x'), [], 'ValueError: x'), (ValueError('x'), None, 'ValueError: x'),
+    (common.UsageError('x y'), ['z'], 'unclear: x y'), (common.UsageError('x\ny'), [], 'unclear: x y'),
+    (common.UsageError('x y'), 5, 'refused: x y'), (common.UsageError('x y'), ['y'], None)])
+def test_the_count_sees_what_goes_wrong(monkeypatch, error, expected, verdict):
     monkeypatch.setattr(soak, 'common', common)
-
-    def verdict(error, expected):
-        def call():
-            if error:
-                raise error
-            return 5
-        return soak.attempt(soak.no_files, call, expected)
-    refusal = common.UsageError('x y')
-    assert verdict(None, []) == 'was accepted' and verdict(None, 6) == 'wrong: 5'
-    assert verdict(ValueError('x'), []) == verdict(ValueError('x'), None) == 'ValueError: x'
-    assert verdict(refusal, ['z']) == 'unclear: x y' and verdict(refusal, 5) == 'refused: x y'
-    assert verdict(refusal, ['y']) is verdict(refusal, None) is verdict(None, None) is None
-    assert verdict(common.UsageError('x\ny'), []) == 'unclear: x y'
-    assert verdict(None, 5) is None
+    call = mock.Mock(side_effect=error, return_value=5)
+    assert soak.attempt(soak.no_files, call, expected) == verdict
