@@ -3,7 +3,7 @@
     python tests/soak.py [--code FOLDER] [group ...]
 
 For whoever changes how files or flags are read; --code tries another version of the project, to compare. Prints what
-went wrong, and a count per group. On a busy core faults, which stops real processes, takes ten minutes, checkpoints
+went wrong, and a count per group. On a busy core faults, which stops processes, takes 10 to 15 minutes, checkpoints
 two, the others ten seconds each. The suite runs every seventh case, but no faults: test_soak.py.
 
 A group yields cases (what, prepare, call, expected). prepare() makes files in an empty folder. call() is judged:
