@@ -163,7 +163,7 @@ class BalancedSampler(Sampler):
     """Batches of P classes x K images, class by class, as lists of indices.
 
     labels      (N,) class of each image
-    batch_size  P K; with fewer than P classes, a batch holds all classes and is smaller
+    batch_size  P times K; if there are fewer than P classes, a batch holds all of them and is smaller
     per_class   K
     generator   torch.Generator; None is torch's global one
 
@@ -264,11 +264,11 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     while run.epoch < epochs and not run.out_of_patience():             # run.record counts run.epoch up
         set_seed(args.seed, run.epoch + 1)
         model.train()
-        model.train_trunk(run.epoch >= args.warmup)
+        model.train_trunk(run.epoch >= args.warmup)         # in the first --warmup epochs, all but the trunk learns
         row = train_epoch(args, run, data, sampler, step, optimizer, schedule)
         if row['epoch'] % args.eval_every == 0 or row['epoch'] == epochs:
             row |= evaluate(model, data)
-        run.record(from_main_process(row.copy))             # unlike GPUs may differ in the last bits of a row
+        run.record(from_main_process(row.copy))             # under torchrun, all processes keep the row of the first
     return run.summary()
 
 
@@ -291,7 +291,7 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         losses.append(loss.detach())
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
-        if number == 1 < steps:                             # it may be slow: a compiler runs, a GPU tries algorithms
+        if number == 1 < steps:                             # restart the clock: compiling and tuning slow down step 1
             start = time.time()
         if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
@@ -324,17 +324,17 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     query    (N, D), query_labels (N,);  without a gallery the queries are searched in themselves
     gallery  (G, D), gallery_labels (G,)
-    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; and 'unmatched', a number, if rule 3 applies
-    A match of a query is another image of its class; R is the number of its matches in the gallery.
+    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; and the number 'unmatched' if it is not 0: see rule 3
+    A match of a query is another image of its class; R is the number of its matches among all images searched.
     R@K    share of the queries that have a match among their K nearest
     RP     share of matches among the R nearest, averaged over the queries
     MAP@R  mean of P(i) over the R nearest, averaged over the queries. P(i) is the precision among the first i
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, for the first hit may be a duplicate.
-    2. Among equal similarities, non-matches come first. Only retrieved images are put into this order; where more
-       tie than are retrieved, a fixed random order decides which are. So a network that maps all images to one
-       point scores about chance or less, not 100.
+    2. Among equal similarities, non-matches come first. This order is made among the retrieved images only. If a tie
+       reaches beyond them, a fixed random order decides which of its images are retrieved. So a network that maps all
+       images to one point scores about chance or less, not 100.
     3. A query without a match is a miss in R@K, is left out of RP and MAP@R, and is counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves
@@ -350,11 +350,11 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     found, precision, average = {k: 0 for k in ks}, [], []
     for rows, s, index in k_nearest(query, gallery, depth):              # b queries at a time
         hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
-        hit = hit.gather(1, (s - 1e-6 * hit).argsort(dim=1, descending=True))           # rule 2, up to rounding
+        hit = hit.gather(1, (s - 1e-6 * hit).argsort(dim=1, descending=True))           # rule 2: a match ranks lower
         for k in ks:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         r = matches[rows]                                                # (b,)
-        hit, r = hit[r > 0, :int(r.max())], r[r > 0, None]               # rule 3; r is now (b', 1)
+        hit, r = hit[r > 0, :int(r.max())], r[r > 0, None]               # rule 3: only the b' <= b queries with a match
         rank = torch.arange(1, hit.shape[1] + 1, device=hit.device)
         hit = hit & (rank <= r)                                          # among the R nearest
         p = hit.cumsum(dim=1) / rank * hit                               # Reality Check Eq. (4)
@@ -398,8 +398,8 @@ def k_nearest(query, gallery, k):
 def mean_similarities(z, y):
     """Mean cosine of all positive and of all negative pairs, None if there are none; z (N, D), y (N,) -> two numbers"""
     z, n = F.normalize(z.double(), dim=1), torch.bincount(y).double()    # n (C,) images of each class
-    # The cosines of all pairs of N vectors, the N of a vector with itself included, add up to the squared length of
-    # their sum. So no (N, N) matrix is needed.
+    # The cosines of all N x N pairs of vectors add up to the squared length of the vectors' sum; N of them, of a vector
+    # with itself, are 1. So no (N, N) matrix is needed. positive and negative are sums, pairs and others are counts.
     sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)           # (C, D)
     positive, pairs = sums.square().sum().item() - len(z), int(n.square().sum()) - len(z)
     negative, others = z.sum(dim=0).square().sum().item() - len(z) - positive, len(z) * (len(z) - 1) - pairs

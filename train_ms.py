@@ -17,8 +17,8 @@ Idea
 Equation, for an anchor a; the loss is the mean of l(a) over the B images of the batch
     Metrix Eq. (2)    l(a) = 1/alpha log(1 + sum_{p in P(a)} exp(-alpha (s(a,p) - lambda)))    pull
                            + 1/beta  log(1 + sum_{n in N(a)} exp( beta  (s(a,n) - lambda)))    push
-    P(a) are the other images of a's class in the batch, N(a) those of other classes. With the miner,
-    which is on by default, the sums have only the pairs that it keeps: see mine below.
+    P(a) are the other images of a's class in the batch, N(a) those of other classes. Unless --epsilon is off,
+    a miner first drops the easy pairs, and the sums have only those that it keeps: see mine below.
 
 Symbols
     paper     Metrix   here      flag        meaning
@@ -35,9 +35,9 @@ Run
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 63.1 ± 8.1 on
     shapes, and from 51.7 to 56.5 ± 2.8 on 25 species of birds, by fine-tuning a ResNet-18 (see README).
-    Proxy-Anchor (Tables 2 to 4) quotes from the paper, for BN-Inception and 512 dimensions, R@1 65.7 on
-    CUB, 84.1 on Cars, 78.2 on SOP and 89.7 on In-Shop. Metrix (Table 2) has 67.8, 87.8, 76.9 and 90.1
-    with ResNet-50 and other loss parameters (18, 75, 0.77); here SOP and In-Shop have nearly these.
+    For BN-Inception and 512 dimensions, the paper has R@1 65.7 on CUB, 84.1 on Cars, 78.2 on SOP and 89.7 on
+    In-Shop, as quoted in Proxy-Anchor (Tables 2 to 4). For ResNet-50, Metrix (Table 2) has 67.8, 87.8, 76.9 and
+    90.1 with alpha 18, beta 75 and lambda 0.77; on SOP and In-Shop, the defaults here are close to these three.
 """
 import torch
 
@@ -52,7 +52,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0; the larger, the more weight the least similar positives get
     beta     > 0; the larger, the more weight the most similar negatives get
     lam      in [-1, 1]; positives should be above this similarity, negatives below
-    epsilon  tolerance of the miner, a similarity; None: no miner, all pairs count (the flag's default is 0.1)
+    epsilon  tolerance of the miner, a similarity. None, the default here but not in the script: all pairs count
     returns  scalar >= 0; an anchor without any pair adds 0
     """
     z = common.at_least_float32(z)
@@ -85,23 +85,23 @@ def pairs(y):
 def mine(s, y, epsilon):
     """The pairs that the miner keeps, as (B, B) bool masks: positives, negatives.
 
-    A positive p stays if s(a,p) - epsilon < max_n s(a,n): it is less similar than the most similar negative.
-    A negative n stays if s(a,n) + epsilon > min_p s(a,p): it is more similar than the least similar positive.
-    Both up to the tolerance epsilon. An anchor without negatives keeps no positives, and the other way round.
+    A positive p stays if s(a,p) - epsilon < max_n s(a,n): the most similar negative is above it, or little below.
+    A negative n stays if s(a,n) + epsilon > min_p s(a,p): the least similar positive is below it, or little above.
+    An anchor that has no negatives keeps no positives, and one that has no positives keeps no negatives.
 
     s (B, B) similarities, y (B,) class labels
     """
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-    # "not >=" and not "<": each comparison with NaN is false, so a pair with NaN is kept, and shows in the loss.
+    # "not >=" stands here for "<". With NaN every comparison is false, so such a pair is kept and shows in the loss.
     return (positive & ~(s - epsilon >= hardest_negative),
             negative & ~(s + epsilon <= hardest_positive))
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The authors released their settings for CUB only: 3,000 iterations, learning rate x0.1 after 1,200
-# and 2,400. An epoch of CUB has 73 of them: 41 epochs, x0.1 every 16.
+# The authors released their settings for CUB only: 3,000 iterations, learning rate x0.1 after 1,200 and after 2,400.
+# An epoch of CUB has 73 iterations. So 41 epochs are about 3,000 iterations, and 16 epochs are about 1,200.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=41, batch_size=80,
            per_class=5, optimizer='adam', lr=3e-5, weight_decay=5e-4, schedule='step', decay_epochs=16,
            decay_rate=0.1, warmup=0, clip=0.0)
