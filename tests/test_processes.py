@@ -96,6 +96,7 @@ f.pow(2).sum().backward()
 common.average_gradients([weight])
 assert torch.equal(f, x @ weight), f
 assert torch.equal(weight.grad, 2 * x.T @ x @ weight), weight.grad
+torch.distributed.destroy_process_group()           # as cli does; gloo's threads may end in an error without it
 '''
 
 

@@ -37,3 +37,5 @@ def main(data):
 
 if __name__ == '__main__':
     main(sys.argv[1])
+    if common.world() > 1:
+        torch.distributed.destroy_process_group()
