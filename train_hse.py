@@ -422,8 +422,7 @@ What differs from the released code
        takes ten random images of each super-class, and negatives from the same ten. Here a batch has two classes of
        each super-class for every loss, so the negatives of a hybrid all come from other super-classes.
     8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. Here it stays.
-    9. On CUB and Cars it freezes the statistics of BatchNorm, but trains its affine weights after the warm-up. Here
-       both stay frozen.
+    9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen.
 """
 
 
