@@ -189,8 +189,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
     Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear.
     """
-    # With channels last, max_pool2d is many times faster on a CPU.
-    f = common.at_least_float32(f).contiguous(memory_format=torch.channels_last)
+    # f comes in the layout of the network; on a CPU that is channels_last, in which max_pool2d is many times faster.
+    f = common.at_least_float32(f)
     pooling = dict(avg=lambda: mix(f.mean(dim=(2, 3)), i, j, lam), max=lambda: max_of_mixed(f, i, j, lam.to(f.dtype)))
     return sum(pooling[name]() for name in pool.split('+'))
 
