@@ -139,14 +139,11 @@ def test_the_analysis_wants_the_images_of_the_training(tmp_path, monkeypatch, sm
         evaluation.main('--checkpoint runs/mine --data cars --analyse --device cpu'.split())
 
 
-def test_a_folder_beside_drawn_images_has_no_effect(tmp_path, monkeypatch, small):
-    """In training as in evaluation: the likeliest mistake with images of one's own"""
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_beside_drawn_images_has_no_effect():
+    """The likeliest mistake with images of one's own"""
+    args = evaluation.get_args('--checkpoint x --data photos'.split())
     with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes.*add --dataset folder'):
-        train_ms.get_args(['--data', 'photos'])
-    train_ms.main('--epochs 0 --image-size 17 --device cpu --name mine'.split())
-    with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes'):
-        evaluation.main('--checkpoint runs/mine --data photos --device cpu'.split())
+        evaluation.place_of_test_set(args, [dict(dataset='shapes')])
 
 
 def test_a_checkpoint_without_its_data_is_refused(tmp_path, small):

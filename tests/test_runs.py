@@ -342,16 +342,9 @@ def test_random_weights_on_a_benchmark_train_batchnorm():
 
 
 @pytest.mark.parametrize('flags, message', [
-    ('--dataset', 'expected one argument'), ('--dataset flowers', 'invalid choice'), ('--batch-sise 3', 'unrecognized'),
-    ('--lr x', 'lr'), ('--lr nan', 'lr'), ('--lr inf', 'lr'), ('--lr -1', 'lr'), ('--momentum 2', 'momentum'),
-    ('--min-crop 0', 'min-crop'), ('--min-crop 1.5', 'min-crop'), ('--jitter -0.1', 'jitter'), ('--seed -1', 'seed'),
-    ('--seed 9223372036854775808', 'seed'), ('--batch-size 1', 'batch-size'), ('--decay-rate 2', 'decay-rate'),
+    ('--dataset', 'expected one argument'), ('--batch-sise 3', 'unrecognized'), ('--loss x', 'unrecognized'),
     ('--batch-size 10 --per-class 4', 'not a multiple'), ('--device cuda:99', 'cuda:99'),
-    ('--image-size 64 --resize 32', '--resize 32'), ('--epsilon none', 'epsilon'), ('--alpha 0', 'alpha'),
-    ('--loss x', 'unrecognized'),
-    ('--momentum 0.5', '--momentum has no effect with --optimizer adamw'),
-    ('--decay-rate 0.3', '--decay-rate has no effect with --schedule cosine'),
-    ('--decay-epochs 3', '--decay-epochs has no effect with --schedule cosine')])
+    ('--image-size 64 --resize 32', '--resize 32')])
 def test_a_mistake_in_use_is_one_line(flags, message, tmp_path, monkeypatch):
     """main raises it like any other exception, so that a notebook can go on; the shell gets exit code 2."""
     monkeypatch.chdir(tmp_path)
@@ -382,13 +375,6 @@ def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys):
     for bug in (KeyError('out of memory'), torch.linalg.LinAlgError('singular'), ValueError('x')):
         with pytest.raises(type(bug)):                      # which keeps its traceback
             common.cli(fails(bug))
-
-
-@pytest.mark.parametrize('name', ['runs/mine/last.pt', 'x.jpg', 'png', ''])
-def test_a_picture_is_a_png_file(name):
-    with pytest.raises(UsageError, match='argument --show-batch: invalid .png file'):
-        train_ms.get_args(['--show-batch', name])
-    assert train_ms.get_args(['--show-batch', 'a/b.PNG']).show_batch == common.Path('a/b.PNG')
 
 
 @pytest.mark.skipif(os.name == 'nt', reason='pipes of POSIX')

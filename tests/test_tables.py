@@ -206,18 +206,6 @@ def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path):
     assert [row['recipe'] for row in result['rows']] == ['ms folds=2', 'ms folds=none', 'ms folds=3']
 
 
-@pytest.mark.parametrize('flags, message', [
-    ('a b --analyse', '--analyse has no effect with several checkpoints'),
-    ('a b --sheet x.png', '--sheet has no effect with several'), ('a b --embed x.npz', '--embed'),
-    ('a b --query x.jpg', '--query'), ('a --against b --analyse', '--analyse'),
-    ('a --hardest', '--hardest has no effect with no sheet'), ('a --top 3', '--top has no effect with nothing'),
-    ('a --query x.jpg --analyse', '--analyse has no effect with --query'), ('a --query x.jpg --embed y.npz', '--embed'),
-    ('a --sheet x.jpg', 'png file'), ('a --embed x.npy', 'npz file')])
-def test_flags_without_effect_are_refused(flags, message):
-    with pytest.raises(common.UsageError, match=message):
-        evaluation.main(['--checkpoint', *flags.split()])
-
-
 def test_all_networks_of_a_table_see_the_same_classes(tmp_path, monkeypatch, small):
     """Of a flat folder, what any of them was trained or validated on is left out for all."""
     monkeypatch.chdir(tmp_path)
