@@ -70,6 +70,25 @@ def test_cub_official_format(tmp_path, monkeypatch):
     assert data.train.labels.tolist() == [0, 1] and data.query.labels.tolist() == [0, 0, 1]
 
 
+def test_cars_official_format(tmp_path, monkeypatch):
+    """The class decides the side. Neither the box does, nor `test`, which is about another task."""
+    scipy_io = pytest.importorskip('scipy.io')
+    monkeypatch.setitem(common.DATASETS['cars'], 'counts', dict(train=(3, 2), query=(3, 2)))
+    fields = 'relative_im_path bbox_x1 bbox_y1 bbox_x2 bbox_y2 class test'.split()
+    rows = np.empty(6, dtype=[(field, object) for field in fields])
+    for i, (class_, test) in enumerate([(196, 0), (98, 1), (1, 0), (99, 1), (98, 0), (99, 1)]):
+        box = [150, 150, 1, 1] if i % 2 else [1, 150, 150, 1]
+        rows[i] = (f'car_ims/{i}.jpg', *box, class_, test)
+    scipy_io.savemat(tmp_path / 'cars_annos.mat', dict(annotations=rows))
+    write_stand_ins([tmp_path / f'car_ims/{i}.jpg' for i in range(6)])
+    data = common.load_dataset('cars', tmp_path, resize=8, cache=tmp_path / 'cache')
+    assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
+    assert data.train.labels.tolist() == [1, 0, 1] and data.query.labels.tolist() == [1, 0, 0]
+    monkeypatch.setitem(sys.modules, 'scipy.io', None)
+    with pytest.raises(UsageError, match='cars cannot be loaded: .*scipy'):
+        common.list_images('cars', tmp_path)
+
+
 def test_sop_official_format(tmp_path, monkeypatch):
     monkeypatch.setitem(common.DATASETS['sop'], 'counts', dict(train=(4, 2), query=(6, 3)))
     base = tmp_path / 'Stanford_Online_Products'
@@ -100,9 +119,17 @@ def test_inshop_official_format(tmp_path, monkeypatch):
     assert data.query.classes == data.gallery.classes == ['id_00000001', 'id_00000007']
 
 
-def test_published_counts_of_the_large_sets():
-    assert common.DATASETS['sop']['counts'] == dict(train=(59551, 11318), query=(60502, 11316))
-    assert common.DATASETS['inshop']['counts'] == dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))
+def test_published_counts():
+    """Images and classes as in the papers, and in README"""
+    assert {name: row['counts'] for name, row in common.DATASETS.items() if 'counts' in row} == dict(
+        cub=dict(train=(5864, 100), query=(5924, 100)), cars=dict(train=(8054, 98), query=(8131, 98)),
+        sop=dict(train=(59551, 11318), query=(60502, 11316)),
+        inshop=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985)))
+
+
+def test_a_name_that_no_dataset_has():
+    with pytest.raises(UsageError, match="there is no dataset 'flowers', but shapes, folder, cub"):
+        common.load_dataset('flowers')
 
 
 @pytest.mark.parametrize('name', ['cub', 'cars', 'sop', 'inshop', 'folder'])
@@ -183,6 +210,9 @@ def test_folder_halves_the_sorted_classes_at_any_depth(tmp_path):
     splits = common.list_images('folder', tmp_path / 'photos')
     assert names(splits['train']) == ['Greek/alpha'] * 2 + ['Greek/beta'] * 2
     assert names(splits['query']) == ['Latin/a'] * 2 + ['Latin/deep/b'] * 2
+    draw_folder(tmp_path / 'photos', ['Zulu'], per_class=1)
+    splits = common.list_images('folder', tmp_path / 'photos')
+    assert names(splits['query'])[::2] == ['Latin/a', 'Latin/deep/b', 'Zulu'], 'of five, the one in the middle tests'
 
 
 def test_of_test_and_val_it_is_test_that_is_evaluated_and_suffixes_have_any_case(tmp_path):
@@ -381,6 +411,22 @@ def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
         decoded(tmp_path / 'x.jpg')
 
 
+def test_all_images_are_decoded_once_and_in_their_order(tmp_path, monkeypatch):
+    """More than the 512 that are decoded at a time, each of a colour of its own"""
+    read, seen = common.read_image, set()
+
+    def once(path, side):
+        assert path not in seen and not seen.add(path)
+        return read(path, side)
+    monkeypatch.setattr(common, 'read_image', once)
+    paths = [tmp_path / f'{i}.ppm' for i in range(1030)]
+    for i, path in enumerate(paths):
+        path.write_bytes(b'P6 1 1 255\n' + bytes([i % 256, i // 256, 7]))
+    pixels, sizes = common.decode(paths, 1, 'many', tmp_path)
+    assert sizes.tolist() == [[1, 1]] * 1030
+    assert pixels[:3 * 1030].reshape(-1, 3).tolist() == [[i % 256, i // 256, 7] for i in range(1030)]
+
+
 def test_a_damaged_cache_is_decoded_anew(tmp_path, capsys):
     draw_folder(tmp_path / 'x', ['a', 'b', 'c', 'd'], per_class=2)
     load = lambda: common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / 'cache')  # noqa: E731
@@ -480,13 +526,13 @@ def test_sizes_follow_each_other_as_in_the_recipes(tmp_path, monkeypatch, resize
 def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():
     data = common.load_dataset('shapes')
     assert len(data.train) == len(data.query) == 2000 and data.train[0].shape == (64, 64, 3)
-    assert torch.equal(torch.from_numpy(data.query.pixels[:999].copy()),
-                       torch.from_numpy(common.load_dataset('shapes').query.pixels[:999].copy()))
     assert not set(data.train.classes) & set(data.query.classes) and len(data.train.classes) == 100
     # Another seed, or another drawing, would make all results of the README wrong.
     means = [np.asarray(part.pixels).mean() for part in (data.train, data.query)]
     assert means == pytest.approx([115.36, 115.44], abs=0.03)
     pixels = torch.from_numpy(data.query.pixels.reshape(2000, -1)).float()
+    # And so would other noise, which makes neighbouring pixels differ.
+    assert pixels.view(2000, 64, 64, 3).diff(dim=1).abs().mean().item() == pytest.approx(8.860, abs=0.01)
     assert retrieval_metrics(pixels, data.query.labels)['R@1'] < 10
     assert retrieval_metrics(pixels - pixels.mean(1, keepdim=True), data.query.labels)['R@1'] < 10
 

@@ -98,6 +98,14 @@ def test_the_standard_error_is_that_of_a_share():
     assert measures['standard error'] == pytest.approx(14.434, abs=1e-3)
 
 
+def test_nmi_has_as_many_clusters_as_there_are_classes():
+    pytest.importorskip('faiss')
+    images = SimpleNamespace(labels=torch.arange(30) % 3)
+    z = on_circle(*[120 * i + i // 3 for i in range(30)]).float()       # three directions, and a class in each
+    measures = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
+    assert measures['NMI'] == pytest.approx(100)
+
+
 def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, folder, tmp_path, capsys):
     run(train_ms, '--name', 'mine', '--precision', 'fp32')
     flags = ['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32', '--analyse']

@@ -32,9 +32,9 @@ OWN = {
                   '--smoothing': '-0.1 < 0 0.999 < 1', '--mu': '-0.1 < 0 1 < 1.1', '--dropout': '-0.1 < 0 0.999 < 1',
                   '--label-noise': 'other:0.1 longtail:1 symmetric < none symmetric:0 longtail:0.999'},
     'train_metrix': {'--alpha': '0 < 0.001', '--strength': '-1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
-                     '--m': '-1.1 < -1 1 < 1.1', '--epsilon': '-2.1 none < -2 2 off < 2.1', '--proxy-alpha': '0 < 0.001',
-                     '--delta': '-1.1 < -1 1 < 1.1', '--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0',
-                     '--hard-negatives': '0 1.5 some < 1 all auto'},
+                     '--m': '-1.1 < -1 1 < 1.1', '--epsilon': '-2.1 none < -2 2 off < 2.1',
+                     '--proxy-alpha': '0 < 0.001', '--delta': '-1.1 < -1 1 < 1.1', '--temperature': '0 < 0.0001',
+                     '--proxy-lr-mult': '-1 < 0', '--hard-negatives': '0 1.5 some < 1 all auto'},
     'train_hse': {'--alpha': '-1 < 0', '--temperature': '0 < 0.001', '--num': '1 < 2 4 < 5',
                   '--combinations': '0 < 1', '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0',
                   '--show-hybrids': 'x.jpg < x.png'},
@@ -105,9 +105,24 @@ def test_data_may_have_moved_and_eval_every_may_change(run, small, folder, tmp_p
     (tmp_path / 'moved').symlink_to(folder)
     row = train_ms.main('--resume runs/x --data moved --cache other --eval-every 2 --epochs 4'.split())
     assert row['epoch'] == 4
-    for flag, value in (('--lr', '1'), ('--alpha', '3'), ('--seed', '5'), ('--min-crop', '1')):
-        with pytest.raises(UsageError, match=f'made with another {flag}'):
-            train_ms.main(['--resume', 'runs/x', flag, value])
+
+
+def test_what_may_be_typed_with_resume_and_what_may_not(run, small):
+    """Where and how it computes, and for how long; but nothing that makes it another run"""
+    run(train_ms, '--name', 'x', '--fold', '0/3', '--freeze-bn', '--schedule', 'constant')
+    for flags in ('--data y', '--cache y', '--epochs 9', '--steps 9', '--eval-every 2', '--patience 2', '--compile',
+                  '--device cpu', '--precision fp32', '--precision bf16', '--chunk 2'):
+        args = train_ms.get_args(['--resume', 'runs/x', *flags.split()])
+        assert args.changed <= {'resume', flags.split()[0][2:].replace('-', '_')}
+    for flags in ('--lr 1', '--alpha 3', '--seed 5', '--min-crop 1', '--dim 24', '--fold 1/3', '--no-flip'):
+        flag = flags.split()[0].replace('no-', '')
+        with pytest.raises(UsageError, match=f'made with another {flag}; start a new run'):
+            train_ms.main(['--resume', 'runs/x', *flags.split()])
+    for flags in ('--name other', '--show-batch x.png'):
+        with pytest.raises(UsageError, match=f'{flags.split()[0]} has no effect with --resume'):
+            train_ms.main(['--resume', 'runs/x', *flags.split()])
+    with pytest.raises(UsageError, match='there is no file'):
+        train_ms.main(['--resume', 'nowhere'])
 
 
 def test_steps_beyond_the_epochs_do_not_train_on(run, small):

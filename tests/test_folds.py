@@ -177,12 +177,6 @@ def test_a_fold_is_evaluated_after_each_epoch_unless_typed_otherwise():
     assert train_ms.get_args(['--fold', '0/4', '--eval-every', '3']).eval_every == 3
 
 
-def test_another_fold_is_another_run(run, small):
-    run(train_ms, '--fold', '0/3', '--name', 'x')
-    with pytest.raises(UsageError, match='made with another --fold'):
-        train_ms.main(['--resume', 'runs/x', '--fold', '1/3'])
-
-
 def test_eval_takes_the_best_checkpoint_and_leaves_out_validation_classes(tmp_path, monkeypatch, small, capsys):
     monkeypatch.chdir(tmp_path)
     draw_folder(tmp_path / 'x', 'abcdefghijkl', per_class=3)

@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -104,6 +105,21 @@ def test_three_processes_share_two_images(tmp_path):
     """The last one has none of them, and the same loss and gradients."""
     port = free_port()
     finished([start(['-c', SHARE], tmp_path, rank, 3, port) for rank in range(3)])
+
+
+def test_how_long_processes_wait_for_each_other(small, folder, tmp_path, monkeypatch):
+    """Half an hour, as long as an evaluation may take; but a day for the main process, which decodes the images"""
+    waits = []
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend, timeout: waits.append(timeout))
+    common.join_processes(torch.device('cpu'))
+    monkeypatch.setattr(common, 'world', lambda: 2)
+    monkeypatch.setattr(common, 'rank', lambda: 0)
+    monkeypatch.setattr(torch.distributed, 'new_group', lambda backend, timeout: waits.append(timeout))
+    monkeypatch.setattr(torch.distributed, 'barrier', lambda group: None)
+    monkeypatch.delenv('WORLD_SIZE')
+    common.dataset_from(train_ms.get_args(['--dataset', 'folder', '--data', str(folder), '--cache', str(tmp_path)]))
+    assert waits == [timedelta(minutes=30), timedelta(days=1)]
 
 
 def test_processes_on_a_cpu_need_frozen_batchnorm(small, monkeypatch):

@@ -156,16 +156,6 @@ def small_resnet():
     return SmallNet()
 
 
-def test_what_is_typed_with_resume_must_not_change_the_run(run, small):
-    run(train_ms, '--name', 'mine')
-    for flags, message in (('--dim 24', 'made with another --dim'), ('--seed 4', 'made with another --seed'),
-                           ('--name other', '--name has no effect with --resume')):
-        with pytest.raises(UsageError, match=message):
-            train_ms.main(['--resume', 'runs/mine', *flags.split()])
-    with pytest.raises(UsageError, match='there is no file'):
-        train_ms.main(['--resume', 'nowhere'])
-
-
 def test_a_made_up_checkpoint_does_not_choose_what_is_written(run, small):
     """Of its arguments only flags count, and no paths and no names of files."""
     run(train_ms, '--name', 'mine', '--no-flip', '--epsilon', 'off', '--fold', '0/3')

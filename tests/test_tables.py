@@ -13,6 +13,7 @@ from PIL import Image
 
 import common
 import eval as evaluation
+import train_ccl
 import train_contrastive
 import train_ms
 
@@ -81,6 +82,20 @@ def test_a_threshold_between_two_angles():
     threshold, accuracy = evaluation.best_threshold(z, y)
     assert accuracy == 100 and math.cos(math.radians(80)) < threshold <= math.cos(math.radians(10))
     assert evaluation.best_threshold(on_circle(0, 90, 180, 270), y)[1] == 75, 'all positives are at 90 degrees'
+
+
+def test_a_pair_at_the_threshold_is_the_same():
+    """So the threshold is above all negative pairs, however near the two kinds are: 0 and 3 degrees apart."""
+    z, y = on_circle(0, 0, 3, 3), torch.tensor([0, 0, 1, 1])
+    threshold, accuracy = evaluation.best_threshold(z, y)
+    assert math.cos(math.radians(3)) < threshold <= 1 and accuracy == 100
+
+
+def test_the_threshold_of_thousands_of_images_is_by_all_their_pairs():
+    """More than are compared at a time. The first 4,096 have two classes, the others a third one."""
+    y = torch.cat([torch.arange(4096) % 2, torch.full((400,), 2)])
+    threshold, accuracy = evaluation.best_threshold(on_circle(0, 70, 200)[y], y)
+    assert accuracy == 100 and math.cos(math.radians(70)) < threshold
 
 
 # ---- means and intervals
@@ -174,6 +189,18 @@ def test_single_networks_and_single_seeds(runs, capsys):
                    data, *'--beta 20 --name other --fold 0/2'.split()])
     runs = evaluation.read_runs([common.Path('runs/ms-0-0'), common.Path('runs/other')])
     assert ' beta=50.0' in runs[0].recipe and ' beta=20.0' in runs[1].recipe and 'dim' not in runs[0].recipe
+
+
+def test_where_and_how_a_network_computes_is_no_recipe(run, small, folder):
+    """Nor are seed and fold. Whatever else differs is one."""
+    run(train_ms, '--name', 'x', '--freeze-bn')
+    saved = common.read_checkpoint('runs/x')
+    changes = [{}, dict(seed=1), dict(precision='bf16'), dict(chunk=4), dict(compile=True), dict(data='y'),
+               dict(eval_every=3), dict(dim=8), dict(freeze_bn=False)]
+    for i, change in enumerate(changes):
+        torch.save(saved | dict(args=saved['args'] | change), f'{i}.pt')
+    names = [run.recipe for run in evaluation.read_runs([common.Path(f'{i}.pt') for i in range(9)])]
+    assert len(set(names[:7])) == 1 and len(set(names[6:])) == 3
 
 
 NOT_TOGETHER = [
@@ -271,6 +298,16 @@ def test_sheets_of_a_data_set(tmp_path):
     assert shown('hard.png') == [[3, 2, 4], [2, 3, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
 
 
+def test_a_sheet_goes_through_all_classes(tmp_path):
+    """Of 24 queries in the order of their classes, eight at equal distances"""
+    images = plain_images([(10 * i,) * 3 for i in range(24)], [i // 2 for i in range(24)])
+    data = SimpleNamespace(query=images, gallery=images)
+    evaluation.draw_queries(tmp_path / 'x.png', data, on_circle(*range(0, 240, 10)), None, 1, hardest=False)
+    side = 6 + 2 * evaluation.BORDER + 2
+    shown = picture(tmp_path / 'x.png')[2 + evaluation.BORDER::side, 2 + evaluation.BORDER, 0] // 10
+    assert shown[:8].tolist() == [0, 3, 6, 9, 13, 16, 19, 23]
+
+
 def test_the_order_of_failures():
     s = torch.tensor([[.9, .8], [.9, .8], [.7, .6], [.95, .9], [.5, .4]])
     hit = torch.tensor([[1, 0], [0, 0], [0, 0], [1, 1], [0, 1]]).bool()
@@ -339,15 +376,40 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
         evaluation.main(flags)
 
 
-def test_saved_embeddings(run, small, folder):
-    run(train_ms, '--name', 'mine')
+@pytest.mark.parametrize('module, flags', [(train_ms, ''), (train_ccl, '--variant center_loss')])
+def test_saved_embeddings_have_unit_length(run, small, folder, module, flags):
+    """Also where those of the training have not"""
+    run(module, '--name', 'mine', *flags.split())
     evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
     saved = np.load('out.npz')
     model = common.load_checkpoint('runs/mine', precision='fp32')
     data = common.load_dataset('folder', folder, 32, 32)
-    np.testing.assert_allclose(saved['embeddings'], common.embed(model, data.query).numpy(), atol=1e-6)
+    z = torch.nn.functional.normalize(common.embed(model, data.query), dim=1)
+    np.testing.assert_allclose(saved['embeddings'], z.numpy(), atol=1e-6)
     assert [common.Path(path).parent.name for path in saved['paths']] == saved['classes'][saved['labels']].tolist()
     assert set(saved) == {'embeddings', 'labels', 'paths', 'classes'} and common.Path(saved['paths'][5]).is_file()
+
+
+def test_queries_and_a_gallery_by_two_folds(run, small, tmp_path):
+    """Networks of two folds, joined: the queries are searched in the gallery, which is joined in the same way."""
+    for part, classes, per_class in (('train', 'abcdefgh', 3), ('query', 'mno', 2), ('gallery', 'mnop', 3)):
+        draw_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
+    for fold in '01':
+        run(train_ms, '--data', 'shop', '--fold', f'{fold}/2', '--name', fold, '--precision', 'fp32')
+    rows = evaluation.main(['--checkpoint', 'runs/0', 'runs/1', *EVAL])['rows']
+    data = common.load_dataset('folder', 'shop', 32, 32, known=())
+    models = [common.load_checkpoint(f'runs/{fold}', precision='fp32') for fold in '01']
+    z, gallery = (torch.cat([common.embed(model, part) for model in models], dim=1)
+                  for part in (data.query, data.gallery))
+    expected = common.retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels)
+    assert {key: rows[1][key]['mean'] for key in expected} == pytest.approx(expected)
+    result = evaluation.main(['--checkpoint', 'runs/0', '--analyse', *EVAL])
+    z, gallery = (common.embed(models[0], part) for part in (data.query, data.gallery))
+    pairs = evaluation.best_threshold(z, data.query.labels, gallery, data.gallery.labels)
+    assert (result['threshold'], result['balanced accuracy']) == pytest.approx(pairs)
+    block = common.load_dataset('folder', 'shop', 32, 32, fold='0/2').train
+    expected = evaluation.utilization(z, common.embed(models[0], block))
+    assert result['utilization'] == pytest.approx(expected), 'by images that trained, and not by those that validated'
 
 
 def test_one_query_of_each_class(run, small, tmp_path, capsys):

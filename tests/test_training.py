@@ -195,6 +195,13 @@ def test_the_seed_decides_every_epoch_anew(tmp_path, monkeypatch, small):
     assert not torch.equal(runs['a'][0][0], runs['a'][3][0]), 'the second epoch is not the first'
 
 
+def test_no_epoch_of_a_seed_is_an_epoch_of_another():
+    def seed_of(seed, epoch):
+        common.set_seed(seed, epoch)
+        return torch.initial_seed()
+    assert len({seed_of(seed, epoch) for seed in range(10) for epoch in range(1, 201)}) == 2000
+
+
 def test_training_images_are_augmented_as_the_flags_say(tmp_path, monkeypatch, small):
     """The whole way from --min-crop, --flip and --jitter to the images that step gets"""
     seen = []
@@ -258,8 +265,6 @@ def test_a_picture_of_a_batch_is_the_first_batch_of_training(run, small, monkeyp
     for i, expected in enumerate(pictures.permute(0, 2, 3, 1).numpy()):
         top, left = 2 + i // columns * 34, 2 + i % columns * 34
         assert np.abs(shown[top:top + 32, left:left + 32] - expected).max() <= 1, i
-    with pytest.raises(common.UsageError, match='--show-batch has no effect with --resume'):
-        run(module, '--resume', 'runs/x', '--show-batch', 'batch.png')
 
 
 def test_chunks_from_the_flag_to_the_weights(run, small, before_training):
