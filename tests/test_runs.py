@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+import worker
 from conftest import ROOT, SCRIPTS, draw_folder
 from PIL import Image
 
@@ -367,29 +368,15 @@ def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys):
             common.cli(fails(bug))
 
 
-@pytest.mark.skipif(os.name == 'nt', reason='pipes of POSIX')
+@pytest.mark.slow
 def test_a_reader_that_leaves_costs_no_epoch(folder, tmp_path):
-    """It reads up to the first row and leaves. And a terminal without the letters of a folder's name."""
     (tmp_path / 'Vögel').symlink_to(folder)
     flags = ('--dataset folder --data Vögel --epochs 2 --image-size 32 --dim 8 --batch-size 8 --per-class 2 '
-             '--device cpu --name mine')
-    process = subprocess.Popen([sys.executable, ROOT / 'train_ms.py', *flags.split()], cwd=tmp_path, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env=os.environ | dict(PYTHONIOENCODING='ascii'))
-    while not process.stdout.readline().split()[:2] == ['0', '-']:
-        assert process.poll() is None
-    process.stdout.close()
-    error = process.stderr.read()
-    assert process.wait() == 2 and error.startswith('error: BrokenPipeError') and 'Traceback' not in error
-    checkpoint = common.read_checkpoint(tmp_path / 'runs/mine')
-    assert len((tmp_path / 'runs/mine/log.jsonl').read_text().splitlines()) == len(checkpoint['rows']) > 0
-
-
-def test_a_mistake_at_the_shell(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / 'train_ms.py', '--nonsense'], cwd=tmp_path, capture_output=True,
-                          text=True)
-    assert done.returncode == 2 and done.stdout == '' and done.stderr.startswith('error: train_ms.py: ')
-    assert len(done.stderr.splitlines()) == 1
+             '--device cpu --name mine').split()
+    error, = worker.finish(worker.start(worker.print_to_a_reader_that_leaves, flags, where=tmp_path), tmp_path)
+    assert error.startswith('error: BrokenPipeError') and 'Traceback' not in error
+    rows = common.read_checkpoint(tmp_path / 'runs/mine')['rows']
+    assert len((tmp_path / 'runs/mine/log.jsonl').read_text().splitlines()) == len(rows) > 0
 
 
 @pytest.mark.parametrize('flags', ['--checkpoint absent.pt', '', '--checkpoint x --nonsense'])
@@ -398,7 +385,7 @@ def test_a_mistake_with_eval(flags):
         evaluation.main(flags.split())
 
 
-@pytest.mark.skipif(os.name == 'nt', reason='POSIX signals')
+@pytest.mark.slow
 def test_ctrl_c_in_a_real_process_keeps_the_checkpoint(folder, tmp_path):
     flags = ['--dataset', 'folder', '--data', str(folder), '--epochs', '500', '--image-size', '32', '--batch-size', '8',
              '--per-class', '2', '--dim', '8', '--device', 'cpu', '--name', 'mine']
