@@ -129,16 +129,6 @@ def test_a_missing_dataset_says_where_what_and_how(name, tmp_path):
         assert str(where) in str(error.value) and '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('damage', ['', 'one', '<html>404</html>'])
-def test_a_damaged_annotation_is_named(tmp_path, damage):
-    (tmp_path / 'CUB_200_2011').mkdir()
-    (tmp_path / 'CUB_200_2011/images.txt').write_text(damage)
-    (tmp_path / 'cars_annos.mat').write_text(damage)
-    for name, file in (('cub', 'CUB_200_2011/'), ('cars', 'cars_annos.mat')):
-        with pytest.raises(UsageError, match=f'{name} cannot be loaded: .* should hold {file}'):
-            common.load_dataset(name, tmp_path)
-
-
 def small_benchmark(root, monkeypatch, lines, images=8):
     """An In-Shop of four classes with these lines beside"""
     monkeypatch.setitem(common.DATASETS['inshop'], 'counts', {})
@@ -149,42 +139,6 @@ def small_benchmark(root, monkeypatch, lines, images=8):
     (root / 'Eval/list_eval_partition.txt').write_text('\n'.join(['8', 'names', *rows, *lines]))
 
 
-@pytest.mark.parametrize('line, message', [
-    (None, None), ('img/0.jpg id_0 train', '1 of 9 images are listed twice, the first is .*img/0.jpg'),
-    ('../secret.jpg id_0 train', '1 of 9 images lie elsewhere, the first is .*secret.jpg'),
-    ('/etc/hostname id_0 train', '1 of 9 images lie elsewhere, the first is /etc/hostname'),
-    ('img/9.jpg id_0 train', '1 of 9 images are missing, the first is .*img/9.jpg'),
-    ('img/../img/7.jpg id_0 train', '1 of 9 images lie elsewhere'),
-    ('img/a b.jpg id_0 train', 'inshop cannot be loaded'), ('img id_0 train', 'are missing')])
-def test_an_annotation_names_each_image_once_and_none_elsewhere(tmp_path, monkeypatch, line, message):
-    (tmp_path / 'secret.jpg').write_bytes(b'')
-    small_benchmark(tmp_path / 'shop', monkeypatch, [line] if line else [])
-    if message is None:
-        assert len(common.list_images('inshop', tmp_path / 'shop')['train']) == 4
-    else:
-        with pytest.raises(UsageError, match=message):
-            common.list_images('inshop', tmp_path / 'shop')
-
-
-def test_empty_lines_and_the_order_of_an_annotation_do_not_matter(tmp_path, monkeypatch):
-    small_benchmark(tmp_path, monkeypatch, ['', ' ', ''])
-    annotation = tmp_path / 'Eval/list_eval_partition.txt'
-    for _ in range(2):
-        data = common.load_dataset('inshop', tmp_path, 24, 24, tmp_path / 'cache')
-        assert len(data.train) == 4 and len(data.query) == len(data.gallery) == 2
-        assert sorted(data.query.labels.tolist()) == sorted(data.gallery.labels.tolist()) == [0, 1]
-        lines = annotation.read_text().split('\n')
-        annotation.write_text('\n'.join(lines[:2] + lines[:1:-1]))
-
-
-def test_a_benchmark_with_a_class_on_both_sides_is_refused(tmp_path, monkeypatch):
-    small_benchmark(tmp_path, monkeypatch, [])
-    annotation = tmp_path / 'Eval/list_eval_partition.txt'
-    annotation.write_text(annotation.read_text().replace('id_2 query', 'id_1 query'))
-    with pytest.raises(UsageError, match='1 classes are in the training set and in the test set, the first is id_1'):
-        common.list_images('inshop', tmp_path)
-
-
 # ---- folders
 
 
@@ -192,27 +146,33 @@ def names(rows):
     return [row[1] for row in rows]
 
 
-def test_folder_halves_the_sorted_classes_at_any_depth(tmp_path):
-    draw_folder(tmp_path / 'photos', ['Greek/alpha', 'Greek/beta', 'Latin/a', 'Latin/deep/b'], per_class=2)
-    (tmp_path / 'photos/Latin/a/._0.jpg').write_bytes(b'resource fork')
-    (tmp_path / 'photos/Latin/a/notes.txt').write_text('no image')
-    splits = common.list_images('folder', tmp_path / 'photos')
-    assert names(splits['train']) == ['Greek/alpha'] * 2 + ['Greek/beta'] * 2
-    assert names(splits['query']) == ['Latin/a'] * 2 + ['Latin/deep/b'] * 2
-    draw_folder(tmp_path / 'photos', ['Zulu'], per_class=1)
-    splits = common.list_images('folder', tmp_path / 'photos')
-    assert names(splits['query'])[::2] == ['Latin/a', 'Latin/deep/b', 'Zulu'], 'of five, the one in the middle tests'
+@pytest.mark.parametrize('folders, train, test', [
+    ('Latin/a Greek/beta Greek/alpha Latin/deep/b', 'Greek/alpha Greek/beta', 'Latin/a Latin/deep/b'),
+    ('a b c d e', 'a b', 'c d e'), ('train/x train/y test/a test/b', 'x y', 'a b'),
+    ('Train/x Train/y Test/a Test/b', 'x y', 'a b'), ('TRAIN/x TRAIN/y VAL/a VAL/b', 'x y', 'a b'),
+    ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'), ('train/x test/a test/b', '', 'train has fewer than'),
+    ('train/x train/y test/a', '', 'query has fewer than'), ('a b c', '', 'train has fewer than')])
+def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
+    """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
+    draw_folder(tmp_path, folders.split(), per_class=2)
+    (tmp_path / folders.split()[0] / 'notes.txt').write_text('no image')
+    (tmp_path / folders.split()[0] / '._0.jpg').write_bytes(b'resource fork')
+    shutil.copy(tmp_path / folders.split()[0] / '0.jpg', tmp_path / 'sheet.jpg')        # as eval.py may draw one
+    if train:
+        splits = common.list_images('folder', tmp_path)
+        assert names(splits['train'])[::2] == train.split() and names(splits['query'])[::2] == test.split()
+    else:
+        with pytest.raises(UsageError, match=f'folder cannot be loaded: {test} two classes'):
+            common.list_images('folder', tmp_path)
 
 
-def test_of_test_and_val_it_is_test_that_is_evaluated_and_suffixes_have_any_case(tmp_path):
-    for split, classes in (('train', 'ab'), ('val', 'cd'), ('test', 'ef')):
-        for c in classes:
-            (tmp_path / split / c).mkdir(parents=True)
-            Image.new('RGB', (9, 9)).save(tmp_path / split / c / '1.JPG')
-            Image.new('RGB', (9, 9)).save(tmp_path / split / c / '2.webp')
-    splits = common.list_images('folder', tmp_path)
-    assert names(splits['query']) == ['e', 'e', 'f', 'f'] and names(splits['train']) == ['a', 'a', 'b', 'b']
-    assert decoded(tmp_path / 'test/e/2.webp').shape[2] == 3
+def test_suffixes_have_any_case(tmp_path):
+    for c in 'abcd':
+        (tmp_path / c).mkdir()
+        Image.new('RGB', (9, 9)).save(tmp_path / c / '1.JPG')
+        Image.new('RGB', (9, 9)).save(tmp_path / c / '2.webp')
+    assert names(common.list_images('folder', tmp_path)['query']) == ['c', 'c', 'd', 'd']
+    assert decoded(tmp_path / 'c/2.webp').shape == (20, 20, 3)
 
 
 def test_folder_with_query_and_gallery(tmp_path):
@@ -277,14 +237,6 @@ def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
     assert f'{tmp_path}/test/d/again.jpg, a copy of {tmp_path}/test/d/2.jpg' in err
 
 
-@pytest.mark.parametrize('train, test', [('Train', 'Test'), ('train', 'val'), ('TRAIN', 'VAL')])
-def test_folders_of_the_splits_are_recognised_as_they_are_commonly_called(tmp_path, train, test):
-    draw_folder(tmp_path / train, ['x', 'y'], per_class=1)
-    draw_folder(tmp_path / test, ['a', 'b'], per_class=1)
-    splits = common.list_images('folder', tmp_path)
-    assert names(splits['train']) == ['x', 'y'] and names(splits['query']) == ['a', 'b']
-
-
 def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     draw_folder(tmp_path / 'x', ['a', 'b', 'c', '.ipynb_checkpoints', '.Trash/d'], per_class=1)
     (tmp_path / 'x/b/up').symlink_to(tmp_path / 'x')
@@ -298,14 +250,6 @@ def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     (tmp_path / 'x/phone/1.heic').write_bytes(b'a kind that PIL does not read')
     common.list_images('folder', tmp_path / 'x')
     assert 'warning: 1 folders hold files, but no images' in capsys.readouterr().err
-
-
-def test_images_beside_the_classes_are_none(tmp_path):
-    """A sheet that eval.py drew there, for example"""
-    draw_folder(tmp_path, 'abcd', per_class=1)
-    shutil.copy(tmp_path / 'a/0.jpg', tmp_path / 'sheet.jpg')
-    splits = common.list_images('folder', tmp_path)
-    assert names(splits['train']) == ['a', 'b'] and names(splits['query']) == ['c', 'd']
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
@@ -322,13 +266,6 @@ def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, mon
     splits = common.list_images('folder', tmp_path)
     assert names(splits['train']) == ['a'] * 12 + ['a/link'] * 12 and names(splits['query']) == ['b'] * 12 + ['c'] * 12
     assert [row[0].name for row in splits['train']] == sorted(f'{i}.jpg' for i in range(12)) * 2
-
-
-def test_fewer_than_two_classes_are_refused(tmp_path):
-    draw_folder(tmp_path / 'train', ['a'], per_class=2)
-    draw_folder(tmp_path / 'test', ['b', 'c'], per_class=2)
-    with pytest.raises(UsageError, match='train has fewer than two classes'):
-        common.load_dataset('folder', tmp_path)
 
 
 # ---- decoding

@@ -199,7 +199,7 @@ def test_no_epoch_of_a_seed_is_an_epoch_of_another():
     def seed_of(seed, epoch):
         common.set_seed(seed, epoch)
         return torch.initial_seed()
-    assert len({seed_of(seed, epoch) for seed in range(10) for epoch in range(1, 201)}) == 2000
+    assert len({seed_of(seed, epoch) for seed in range(3) for epoch in range(1, 41)}) == 120
 
 
 def test_training_images_are_augmented_as_the_flags_say(tmp_path, monkeypatch, small):
