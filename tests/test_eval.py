@@ -2,6 +2,7 @@
 import json
 import math
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +20,6 @@ def test_metrix_eq12_by_hand():
     assert evaluation.utilization(on_circle(0, 90), on_circle(60, 200)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_metrix_eq12_more_examples_never_hurt():
-    z = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
-    assert evaluation.utilization(z[:10], z[10:]) <= evaluation.utilization(z[:10], z[10:25])
-    assert evaluation.utilization(z, z) == pytest.approx(0, abs=1e-6)
-
-
 def test_alignment_and_uniformity_against_loops():
     z, y = on_circle(0, 20, 70, 110, 200), torch.tensor([0, 0, 1, 1, 1])
     squared = torch.cdist(z, z).square()
@@ -39,10 +34,6 @@ def test_uniformity_is_over_all_images_however_many():
     """The second thousand lies elsewhere."""
     z = torch.cat([on_circle(0).expand(1024, 2), on_circle(180).expand(1024, 2)])
     assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
-
-
-def test_a_collapsed_space_is_the_least_uniform():
-    assert evaluation.uniformity(torch.ones(9, 4)) == pytest.approx(0, abs=1e-6)
 
 
 def result_of(capsys):
@@ -98,12 +89,17 @@ def test_the_standard_error_is_that_of_a_share():
     assert measures['standard error'] == pytest.approx(14.434, abs=1e-3)
 
 
-def test_nmi_has_as_many_clusters_as_there_are_classes():
+def test_nmi_has_as_many_clusters_as_there_are_classes(monkeypatch, capsys):
     pytest.importorskip('faiss')
     images = SimpleNamespace(labels=torch.arange(30) % 3)
     z = on_circle(*[120 * i + i // 3 for i in range(30)]).float()       # three directions, and a class in each
     measures = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
     assert measures['NMI'] == pytest.approx(100)
+    for owner, name, value in ((sys.modules, 'faiss', None), (vars(sys), 'platform', 'darwin')):
+        with monkeypatch.context() as patch:
+            patch.setitem(owner, name, value)
+            without = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
+        assert without.keys() == measures.keys() - {'NMI'} and 'NMI is left out' in capsys.readouterr().out
 
 
 def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, folder, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Several processes, as torchrun starts them, train the network that one process trains."""
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,25 @@ def test_how_long_processes_wait_for_each_other(small, folder, tmp_path, monkeyp
     monkeypatch.delenv('WORLD_SIZE')
     common.dataset_from(train_ms.get_args(['--dataset', 'folder', '--data', str(folder), '--cache', str(tmp_path)]))
     assert waits == [timedelta(minutes=30), timedelta(days=1)]
+
+
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
+    """Before it makes a tensor; here there are not as many as 100."""
+    taken = []
+    monkeypatch.setenv('LOCAL_RANK', '99')
+    monkeypatch.setattr(torch.cuda, 'set_device', taken.append)
+    with pytest.raises(common.UsageError, match='--device cuda:99 cannot be used here'):
+        common.pick_device('cuda')
+    assert taken == ['cuda:99']
+
+
+def test_on_gpus_processes_share_the_statistics_of_batchnorm(small, monkeypatch):
+    args = train_ms.get_args(['--device', 'cpu', '--precision', 'fp32'])
+    args.device = SimpleNamespace(type='cuda')
+    monkeypatch.setattr(common, 'world', lambda: 2)
+    monkeypatch.setattr(common.Embedder, 'place', lambda model, device: model)
+    kinds = {type(layer) for layer in common.build(args).trunk if hasattr(layer, 'running_mean')}
+    assert kinds == {torch.nn.SyncBatchNorm}
 
 
 def test_processes_on_a_cpu_need_frozen_batchnorm(small, monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -320,7 +321,7 @@ def test_a_mistake_in_use_is_one_line(flags, message, tmp_path, monkeypatch):
     assert message in str(raised.value) and '\n' not in str(raised.value)
 
 
-def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys):
+def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys, monkeypatch):
     def fails(error):
         def main():
             raise error
@@ -339,6 +340,12 @@ def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys):
         with pytest.raises(SystemExit) as stop:
             common.cli(fails(error))
         assert stop.value.code == code and capsys.readouterr().err == text
+    closed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, 'is_initialized', lambda: True)
+        patch.setattr(torch.distributed, 'destroy_process_group', lambda: closed.append(True))
+        common.cli(partial(print, 'done'))
+    assert capsys.readouterr().out == 'done\n' and closed == [True], 'without a mistake it returns'
     for bug in (KeyError('out of memory'), torch.linalg.LinAlgError('singular'), ValueError('x')):
         with pytest.raises(type(bug)):                      # which keeps its traceback
             common.cli(fails(bug))

@@ -53,27 +53,7 @@ def one_parameter(flags, slope=1.0, start=2.0):
     return [*path, w.mean().item()], row
 
 
-# ---- amounts, three steps an epoch
-
-
-def test_a_step_moves_by_the_learning_rate():
-    path, _ = one_parameter('--optimizer sgd --lr 0.1 --epochs 2 --clip 0')
-    assert path == pytest.approx([2 - 0.1 * n for n in range(7)], abs=1e-6)
-
-
-def test_weight_decay_shrinks():
-    """w <- w - lr (slope + decay w)"""
-    path, _ = one_parameter('--optimizer sgd --lr 0.1 --epochs 1 --weight-decay 0.5')
-    expected = [2.0]
-    for _ in range(3):
-        expected.append(expected[-1] - 0.1 * (1 + 0.5 * expected[-1]))
-    assert path == pytest.approx(expected, abs=1e-6)
-
-
-def test_momentum_adds_up():
-    """The steps are 1, 1 + m, 1 + m + m^2 times the learning rate."""
-    path, _ = one_parameter('--optimizer sgd --lr 0.1 --epochs 1 --momentum 0.5')
-    assert path == pytest.approx([2, 1.9, 1.9 - 0.15, 1.9 - 0.15 - 0.175], abs=1e-6)
+# ---- amounts, three steps an epoch; what an optimizer does: test_optimizers_are_fused
 
 
 @pytest.mark.parametrize('slope, moved', [(30.0, 2.0), (-30.0, -2.0), (1.5, 1.5)])
@@ -111,14 +91,6 @@ def test_the_cosine_schedule_rises_and_falls():
     factor = [common.learning_rate_factor(i, args, per_epoch=50, total=2000) for i in range(2000)]
     assert factor[0] == 0.01 and factor[49] == 0.5, 'a ramp of 100 iterations at most'
     assert factor[1000] == pytest.approx(0.5) and factor[-1] < 1e-5
-
-
-def test_adam_and_adamw_decay_differently():
-    """AdamW shrinks w by lr * decay * w beside a step of lr; Adam puts the decay into the gradient."""
-    path, _ = one_parameter('--optimizer adamw --lr 0.1 --epochs 1 --weight-decay 0.5')
-    assert path[1] == pytest.approx(2 * (1 - 0.05) - 0.1, abs=1e-4)
-    path, _ = one_parameter('--optimizer adam --lr 0.1 --epochs 1 --weight-decay 0.5')
-    assert path[1] == pytest.approx(2 - 0.1, abs=1e-4)
 
 
 def test_the_loss_of_a_row_is_the_mean_over_its_steps():
