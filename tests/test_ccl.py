@@ -346,8 +346,14 @@ def test_what_a_variant_does_not_read_or_is_not_defined_for_is_refused(flags):
 @pytest.mark.parametrize('momentum', [0.0, 0.9])
 def test_nesterov_only_with_momentum(before_training, momentum):
     held = before_training(train_ccl, '--optimizer', 'sgd', '--momentum', str(momentum))
-    group, = held.optimizer.param_groups
-    assert group['nesterov'] == (momentum > 0)
+    assert all(group['nesterov'] == (momentum > 0) for group in held.optimizer.param_groups)
+
+
+def test_centres_have_a_rate_of_their_own(before_training):
+    for flags, times in ('', 1), ('--center-lr-mult 4500', 4500):
+        held = before_training(train_ccl, *flags.split())
+        network, centers = held.optimizer.param_groups
+        assert centers['lr'] == times * network['lr'] and centers['params'][0] is held.learned['centers']
 
 
 def test_dropout_is_in_the_step_and_not_in_the_model(before_training):
@@ -376,9 +382,9 @@ def test_center_loss_trains_raw_embeddings_a_classifier_and_centres(before_train
     held = before_training(train_ccl, '--variant', 'center_loss')
     z = held.model.eval()(torch.rand(4, 3, 32, 32))
     assert not torch.allclose(z.norm(dim=1), torch.ones(4), atol=1e-3)
-    group, = held.optimizer.param_groups
-    learned = [held.learned['centers'], *held.learned['classifier'].parameters()]
-    assert len(learned) == 3 and all(any(p is q for q in group['params']) for p in learned)
+    network, centers = (group['params'] for group in held.optimizer.param_groups)
+    assert len(centers) == 1 and centers[0] is held.learned['centers']
+    assert all(any(p is q for q in network) for p in held.learned['classifier'].parameters())
     assert held.args.lam == 0.03, 'raw embeddings are far from their centres'
 
 

@@ -45,7 +45,7 @@ def test_values_next_to_the_allowed_ones_are_refused(script):
     ('train_contrastive', '--reduction sum'), ('train_contrastive', '--margin 0.1'),
     ('train_contrastive', '--form similarity --pos-margin 0.1'),
     ('train_contrastive', '--form similarity --neg-margin 0.1'), ('train_contrastive', '--form similarity --power 2'),
-    ('train_proxynca_pp', '--loss proxynca --temperature 1'), ('train_proxynca_pp', '--optimizer sgd --eps 1'),
+    ('train_proxynca_pp', '--optimizer sgd --eps 1'), ('train_ccl', '--variant cluster --center-lr-mult 2'),
     ('train_ccl', '--variant center_loss --s 2'), ('train_ccl', '--variant center_loss --margin 0.1'),
     ('train_ccl', '--variant proxynca --smoothing 0.2'), ('train_ccl', '--mu 0.5'),
     ('train_ccl', '--variant stop_grad --mu 0.5'),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from conftest import on_circle
 
 import common
+import train_ccl
 import train_proxynca_pp
 from train_proxynca_pp import new_proxies, proxynca_loss, proxynca_pp_loss
 
@@ -57,6 +58,28 @@ def test_proxynca_pp_closed_form_gradient():
         for k in range(5):
             expected = 18 / 4 * (exp(18 * s[i, k].item()) / total - (y[i].item() == k))
             assert s.grad[i, k].item() == pytest.approx(expected, abs=1e-9), (i, k)
+
+
+def test_pa_eq1_with_a_temperature_is_ccl_eq9_and_the_distances_of_the_reality_check(before_training):
+    """Cosines times s are T = 2 / s; squared distances times a scale are T = 1 / scale."""
+    z, p, y = on_circle(0, 50, 140), on_circle(10, 90, 200), torch.tensor([0, 1, 2])
+    assert torch.isclose(proxynca_loss(z, y, p, 2 / 16) / 3, train_ccl.proxynca_loss(z, y, p, s=16.0))
+    weight = (-13.98 * torch.cdist(z, p).square()).exp()
+    by_hand = -(weight.diagonal() / (weight.sum(dim=1) - weight.diagonal())).log().sum()
+    assert torch.isclose(proxynca_loss(z, y, p, 1 / 13.98), by_hand)
+    for flags, temperature in (('', 2), ('--temperature 0.5', 0.5)):
+        held = before_training(train_proxynca_pp, '--loss', 'proxynca', *flags.split())
+        images, labels = torch.rand(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+        held.model.eval()
+        expected = proxynca_loss(held.model(images), labels, held.learned['proxies'], temperature) / 4
+        assert torch.isclose(held.step(images, labels), expected)
+
+
+def test_the_proxynca_of_the_protocol_has_no_layer_norm(before_training):
+    for flags, norm in ((), True), (('--loss', 'proxynca'), False):
+        held = before_training(train_proxynca_pp, '--protocol', 'reality-check', '--weights', 'imagenet', '--fold',
+                               '0/3', *flags)
+        assert isinstance(held.model.norm, torch.nn.LayerNorm) == norm
 
 
 def test_proxynca_pp_limits():
@@ -140,7 +163,7 @@ def test_proxy_gradients_stay_below_the_clip():
     assert 18 / (512 ** 0.5 / 8) < 6.5
 
 
-@pytest.mark.parametrize('flags', ['--temperature 0', '--loss proxynca --temperature 0.5', '--optimizer sgd --eps 1'])
+@pytest.mark.parametrize('flags', ['--temperature 0', '--optimizer sgd --eps 1'])
 def test_flags_that_mean_nothing_are_refused(flags):
     with pytest.raises(common.UsageError):
         train_proxynca_pp.get_args(flags.split())
