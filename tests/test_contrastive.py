@@ -63,6 +63,12 @@ def test_rc_eq1_goal_reached_costs_nothing():
     assert loss.item() == 0 and torch.equal(z.grad, torch.zeros_like(z))
 
 
+def test_hse_eq1_is_the_distance_of_two_points():
+    d = train_contrastive.distances(on_circle(0, 50, 180))
+    assert d.tolist() == [pytest.approx([chord(angle) for angle in angles], abs=1e-12)
+                          for angles in ((0, 50, 180), (50, 0, 130), (180, 130, 0))]
+
+
 def test_hse_eq2_by_hand():
     """The points of test_rc_eq1_by_hand, squared: d^2 for y = 1, (m - d)^2 for y = 0."""
     z, y = on_circle(0, 20, 40, 100), torch.tensor([0, 0, 1, 1])

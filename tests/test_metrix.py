@@ -352,6 +352,17 @@ def test_mixed_losses_against_loops_over_v(number, pairs):
     check_against_loops(number, pairs)
 
 
+def test_metrix_eq13_by_hand():
+    """Mixtures of the positive 1 and the negative 2 of anchor 0: lambda among positives, the rest among negatives."""
+    y, i, j, lam = torch.tensor([0, 0, 1]), torch.tensor([1, 1]), torch.tensor([2, 2]), shares(2)
+    labels, valid = mixtures('pos-neg', y, i, j, lam, torch.tensor([0]), y[:1], every_negative(y)[:1])
+    s = torch.tensor([[0.6, 0.9]], dtype=torch.float64)
+    pull = sum(share * exp(-BETA * (v - M)) for share, v in zip(lam.tolist(), (0.6, 0.9)))
+    push = sum((1 - share) * exp(GAMMA * (v - M)) for share, v in zip(lam.tolist(), (0.6, 0.9)))
+    loss = labelled_loss(s, labels, valid, 'binomial', beta=BETA, gamma=GAMMA, m=M)
+    assert loss.item() == pytest.approx(log(1 + pull) + log(1 + push), rel=1e-12)
+
+
 def test_metrix_eq9_by_binomial_deviance():
     check_against_loops(9, 'pos-neg')
 
