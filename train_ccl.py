@@ -92,7 +92,8 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
 
 
 def proxynca_loss(z, y, centers, s=16.0):
-    """CCL Eq. (9): a softmax whose denominator leaves out the own class, averaged over the batch; can be negative.
+    """CCL Eq. (9), Proxy-NCA: a softmax whose denominator leaves out the own class, averaged over the batch; can be
+    negative. Its exponents are cosines times s; that of Proxy-Anchor Eq. (1) has s = 1.
 
     Arguments as above. With a single class the denominator is empty, and only the pull is left.
     """

@@ -58,7 +58,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     """
     z, proxies = common.at_least_float32(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                           # (C, B)
-    positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]   # (C, B)
+    # (C, B), whether the image of this column has the class of the proxy in this row
+    positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
     present = positive.any(dim=1).sum()                                             # |P+|
     # Proxy-Anchor Eq. (4), first sum, without the 1/alpha that Multi-Similarity has; the gradient of logsumexp is the
     # fraction in Proxy-Anchor Eq. (6). A class that is not in the batch adds log 1 = 0.

@@ -379,12 +379,17 @@ def flags_of(rows):
     return shared, {row: ' '.join(part for part in own if part not in shared) for row, own in parts.items()}
 
 
-def tables(name):
-    """The two tables of TABLES[name], rows and differences, as Markdown; [] if nothing can be compared yet"""
+def runs_of(name):
+    """{row: {flag of a repeat: line}} of the finished runs of a table; rows without any are left out"""
     done, table = finished(), TABLES[name]
     runs = {row: {flag: done[f'{command} {flag}'] for flag in table.repeats if f'{command} {flag}' in done}
             for row, command in table.rows.items()}
-    runs = {row: lines for row, lines in runs.items() if lines}
+    return {row: lines for row, lines in runs.items() if lines}
+
+
+def tables(name):
+    """The two tables of TABLES[name], rows and differences, as Markdown; [] if nothing can be compared yet"""
+    runs, table = runs_of(name), TABLES[name]
     differences = {(row, base): [(lines['last'], runs[base][flag]['last']) for flag, lines in runs.get(row, {}).items()
                                  if flag in runs.get(base, {})] for row, base in table.pairs}
     if not runs or (differences and not any(differences.values())):
@@ -415,6 +420,44 @@ def tables(name):
     return out
 
 
+def choosing(name):
+    """What choosing the best epoch on the test set is worth, as Markdown; [] unless all runs were evaluated often"""
+    runs, table = runs_of(name), TABLES[name]
+    every = [line for lines in runs.values() for line in lines.values()]
+    if '--fold' in table.repeats[0] or not every or min(len(line.get('rows', [])) for line in every) < 5:
+        return []
+    rules = [lambda line: line['last']['R@1'], lambda line: max(row['R@1'] for row in line['rows'][1:])]
+    found = {row: [[rule(line) for line in lines.values()] for rule in rules] for row, lines in runs.items()}
+    for row, base in table.pairs:
+        both = [flag for flag in runs.get(row, {}) if flag in runs.get(base, {})]
+        if both:
+            found[f'{row} - {base}'] = [[rule(runs[row][flag]) - rule(runs[base][flag]) for flag in both]
+                                        for rule in rules]
+    out = ['R@1 of the same runs by the last epoch, and by the epoch that is best on the test set, which papers often',
+           'report (Reality Check, Section 2.3):', '',
+           '| | runs | last epoch | best epoch | best - last |', '|---' * 5 + '|']
+    for row, (last, best) in found.items():
+        worth = [b - a for a, b in zip(last, best)]
+        out.append(f'| {row} | {len(worth)} | {cell(last)} | {cell(best)} | {cell(worth)} |')
+    return [*out, '']
+
+
+def draw(name, path):
+    """R@1 over the epochs of each row's runs; a circle at the best epoch, a square at the last. Needs matplotlib."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    axes = figure.subplots()
+    for number, (row, lines) in enumerate(runs_of(name).items()):
+        for repeat, line in enumerate(lines.values()):
+            epochs, r = zip(*((one['epoch'], one['R@1']) for one in line['rows']))
+            best = max(range(1, len(r)), key=r.__getitem__)
+            axes.plot(epochs, r, color=f'C{number}', label='' if repeat else row)
+            axes.plot(epochs[best], r[best], 'o', epochs[-1], r[-1], 's', color=f'C{number}')
+    axes.set(xlabel='epoch', ylabel='R@1 on the test classes; circle: best epoch, square: last')
+    axes.legend()
+    figure.savefig(path)
+
+
 def section(name):
     """A table with its title, its text and the changed steps of its rows, as lines of Markdown"""
     lines, table = tables(name), TABLES[name]
@@ -423,7 +466,7 @@ def section(name):
     names = re.findall(r'--patched (\w+)', ' '.join(table.rows.values()))
     notes = [f'* `{patch}`: {" ".join(PATCHES[patch].__doc__.split())}' for patch in dict.fromkeys(names)]
     return [f'### {table.title}', '', f'`python tests/results.py {name}`', '', *table.text.strip().splitlines(), '',
-            *notes, *([''] if notes else []), *lines, '']
+            *notes, *([''] if notes else []), *lines, '', *choosing(name)]
 
 
 def page():
@@ -442,6 +485,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('tables', nargs='*', choices=[*TABLES, []], default=[])
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
+    parser.add_argument('--draw', metavar='PNG', help='draw R@1 over the epochs of a table (pip install matplotlib)')
     parser.add_argument('--threads', type=int, help='cores of a run; default: all, divided by --jobs')
     options = parser.parse_args()
     if not options.tables:
@@ -455,7 +499,9 @@ def main():
             threads = options.threads or max(1, os.cpu_count() // options.jobs)
             with ThreadPoolExecutor(options.jobs) as pool:
                 worked += pool.map(partial(run, threads=threads), missing)
-        print('\n'.join(tables(name)))
+        print('\n'.join(tables(name) + choosing(name)))
+        if options.draw:
+            draw(name, options.draw)
     sys.exit(not all(worked))
 
 
