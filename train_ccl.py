@@ -14,7 +14,8 @@ Idea
     second term goes on pulling: the squared distance to the own centre.
 
 Equation, averaged over the batch
-    CCL Eq. (5), first line    L = L_contrast + lambda L_center
+    CCL Eq. (5), whose first line is written out here
+                               L = L_contrast + lambda L_center
                                  = -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
                                    + lambda ||x - c_y||^2
     Section 3.3 of the paper compares it with earlier losses, Eq. (6) to (11) and (14).
@@ -28,7 +29,7 @@ Symbols
     lambda      lam         --lam         weight of the centre term
     epsilon     smoothing   --smoothing   label smoothing: the probability that all other classes share
     mu          mu          --mu          weight of the old centre in Eq. (14), --variant cluster
-    N           C           -             number of classes
+    N           C           -             number of classes; N here are the images of a dataset
 
 Run
     python train_ccl.py                                     # offline, a few minutes on two CPU cores
@@ -53,9 +54,9 @@ import common
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
     """L_contrast + lam * L_center, CCL Eq. (5).
 
-    The first line of Eq. (5) is at the top of this file. The second line is equal to it but for a constant, 2 lam:
-        -log( exp(s (c_y.x - m) + 2 lam c_y.x) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
-    Trap: exp(2 lam c_y.x) multiplies the numerator alone. Added to the own logit, 2 lam c_y.x would be in the
+    The first line of Eq. (5) is at the top of this file. The second line is equal to it but for a constant, 2 lambda:
+        -log( exp(s (c_y.x - m) + 2 lambda c_y.x) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
+    Trap: exp(2 lambda c_y.x) multiplies the numerator alone. Added to the own logit, 2 lambda c_y.x would be in the
     denominator too, which is another loss.
 
     z          (B, D) embeddings of unit length, or about that after dropout; half precision is raised to float32
@@ -88,7 +89,7 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     Not torch's label_smoothing, which shares it among all C classes. With a single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
-    return F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other) + other
+    return F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other) + other      # own: 1 - (C - 1) other
 
 
 def proxynca_loss(z, y, centers, s=16.0):
@@ -177,8 +178,8 @@ def corrupt_labels(labels, noise, generator=None):
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px, smoothing, and that
 # CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule (with the ramp that
 # momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has square crops,
-# 0.3 and a change of hue, here it is as on CUB. The size from which crops are cut is stated nowhere: 288 px is that of
-# ProxyNCA++. Section 1 says one fifth of the epochs of others, which would be 20 beside Metrix's 100.
+# jitter 0.3 and a change of hue, here it is as on CUB. The size from which crops are cut is stated nowhere: 288 px is
+# that of ProxyNCA++. Section 1 says one fifth of the epochs of others, which would be 20 beside Metrix's 100.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -190,7 +191,7 @@ DEFAULTS = {
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
-    'reality-check': dict(per_class=1, center_lr_mult=4500),             # 4.5e-3, as N. Softmax there
+    'reality-check': dict(per_class=1, center_lr_mult=4500),             # as N. Softmax in its released results
 }
 # Embeddings that are not normalised lie far from their centres: with lam = 2, the gradient of the centre term
 # by the network's weights is about 60 times that of the cross-entropy (shapes, before training).
@@ -276,11 +277,11 @@ Variants: CCL, and losses with which the paper compares it
     ccl           Eq. (5)
     proxynca      Eq. (9): the own class is not in the denominator
     center_loss   Eq. (7), on embeddings that are not normalised: classifier and centres are separate
-    stop_grad     L_contrast takes the centres as constants, as in Table 1, whose results have a margin
+    stop_grad     L_contrast takes the centres as constants, as in Table 1, whose row CCL is CCL* of Table 2
     cluster       Eq. (14): the centres are running means of their images, not parameters
 What differs from the paper, or is not stated in it
     1. In the second case of the gradient that is printed below Eq. (10), the numerator should be
-       exp(S(x, c) - S(x, c_y)). The loss here has that gradient.
+       exp(S(x, c) - S(x, c_y)), where S(x, c) is s c.x. The loss here has that gradient.
     2. Label smoothing changes target probabilities, so only the softmax is smoothed. The centre term
        and Eq. (9) are no probabilities and stay as they are.
     3. Not stated: the lambda of Table 2 (Section 4.4, Fig. 4 and, for SOP, Fig. 5 point to 2), the m of its CCL*,
@@ -288,8 +289,8 @@ What differs from the paper, or is not stated in it
     4. --variant cluster averages the images that a class has in the batch, and then applies Eq. (14).
     5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
     6. Dropout comes after the normalisation, as in the base code, and divides what stays by 0.8. So in training an
-       embedding has a length of about 1.118, and its cosine with a centre can exceed 1.
-    7. center_loss is evaluated as it is; the paper (Section 3.3.2) first transforms its embeddings by PCA.
+       embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
+    7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
     8. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has it in
        their place. Centres move in the same direction in both, but in stop_grad the learning rate and lambda set
        the step, and in Eq. (14) mu. So both are here.
@@ -299,9 +300,10 @@ What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e86
        weights behind the pooling on Cars, SOP and In-Shop, and no weight decay on biases and on the affine weights
        of BatchNorm. Here all weights decay alike. It reports its best epoch on the test set.
 Tables and figures of the paper
-    Table 1: --variant stop_grad. Table 3: --label-noise. Fig. 5: --lam and --margin. Fig. 6: --dim.
-    --protocol reality-check: --lam 0 --smoothing 0 is its N. Softmax, and with --margin its CosFace, for which it
-    found a rate of 2.5e-3 (--center-lr-mult 2500).
+    Table 1: --variant stop_grad --margin M. Table 2: --lam 0, the default, and --margin M. Table 3: --label-noise, with
+    an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
+    --protocol reality-check: --lam 0 --smoothing 0 is its N. Softmax, and with --margin its CosFace, for which its
+    released results have a rate of 2.5e-3 on CUB (--center-lr-mult 2500), and a scale --s of their own.
 """
 
 

@@ -12,7 +12,8 @@ Idea
     All pairs of a batch take part, and most of them are negative: a random batch of 100 CUB images
     has about 97 positive and 9,800 negative pairs. So each kind has a mean of its own. And most
     negative pairs are far enough apart. So the mean is over the pairs that miss their goal: over all
-    of them it would be almost 0.
+    of them it would be almost 0. (This is the choice of the released code; the equations below are of
+    single pairs, or sums.)
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -38,7 +39,7 @@ Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 51.5 ± 0.4 on
     shapes, and from 52.8 to 57.5 ± 2.4 on 25 species of birds, by fine-tuning a ResNet-18 (see README).
     Metrix (Table 2) reports, with ResNet-50 and 512 dimensions, R@1 64.7 on CUB, 81.6 on Cars, 74.9 on
-    SOP and 86.4 on In-Shop for this loss.
+    SOP and 86.4 on In-Shop for its contrastive loss; notes 1 and 2 say what differs.
 """
 import torch
 
@@ -60,9 +61,9 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     """
     d = distances(common.at_least_float32(z))                            # (B, B)  HSE Eq. (1)
     positive, negative = pairs(y)
-    # Reality Check Eq. (1), first term; HSE Eq. (2) for y = 1
+    # Reality Check Eq. (1), first term; HSE Eq. (2) for a positive pair
     pull = (d - pos_margin).clamp_min(0).pow(power).masked_fill(~positive, 0)
-    # Reality Check Eq. (1), second term; HSE Eq. (2) for y = 0
+    # Reality Check Eq. (1), second term; HSE Eq. (2) for a negative pair
     push = (neg_margin - d).clamp_min(0).pow(power).masked_fill(~negative, 0)
     return mean_nonzero(pull) + mean_nonzero(push)
 
@@ -121,7 +122,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The benchmark rows are the contrastive baseline in the released code of Metrix.
+# The benchmark rows are the contrastive baseline in the released code of Metrix, but for the rate of In-Shop.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=0,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,
            warmup=5, clip=10.0)
@@ -182,8 +183,8 @@ What differs from the papers
     2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB; with --power 1, a negative margin on positives adds a constant (except where two positives
-       lie on one point and have no gradient). It reports P@1, which is R@1, of 59.7 on CUB, 69.8 on
+       CUB; with --power 1, a margin below 0 acts on positives like 0 and adds a constant (except where
+       two of them lie on one point). It reports P@1, which is R@1, of 59.7 on CUB, 69.8 on
        Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks concatenated 68.1, 81.8 and
        73.1.
 What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)

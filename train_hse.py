@@ -22,9 +22,8 @@ Symbols
     x_A, x_B    sources       --num           (H, num) positions of the parents in the batch
     C(x)        y             -               (B,) labels
     Nsize       per_class     --per-class     images per class in a batch
-    Cnum        combinations  --combinations  sets of `num` classes that are joined. Each gives Nsize hybrids, one
-                                              of the first images of its classes, one of the second ones, and
-                                              so on: H = Nsize Cnum
+    Cnum        combinations  --combinations  sets of `num` classes that are joined. Each gives Nsize hybrids:
+                                              hybrid r joins the r-th images of its classes. H = Nsize Cnum
     alpha       alpha         --alpha         weight of L_Hy, and nothing else in this file; 0: no hybrids, the
                                               baseline L = L_m
     -           temperature   --temperature   divides the similarities in Eq. (9)
@@ -69,7 +68,8 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(). Taken
-    # literally, that also averages over its second column, and is least where both are equal. Eq. (9) is meant.
+    # literally, that averages the log-probability of s_hn in as well, and is least where both are equal. Eq. (9) is
+    # meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)            # without hybrids 0, with a gradient of 0
 
@@ -201,8 +201,8 @@ def contrastive_loss(z, y, margin=0.5):
     floor = 16 * torch.finfo(d2.dtype).eps                               # equal points: distance 0, gradient 0
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
-    pull = d.square() * positive                                         # HSE Eq. (2) for y = 1
-    push = (margin - d).clamp_min(0).square() * negative                 # HSE Eq. (2) for y = 0
+    pull = d.square() * positive                                         # HSE Eq. (2) for a positive pair
+    push = (margin - d).clamp_min(0).square() * negative                 # for a negative pair
     return sum(term.sum() / (term > 0).sum().clamp_min(1) for term in (pull, push))
 
 
@@ -280,7 +280,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': dict(proxy_lr_mult=6000),      # as in train_proxy_anchor.py
+    'reality-check': dict(proxy_lr_mult=6000),      # hybrids need 4 images per class for any loss
 }
 # What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and Proxy-Anchor (2; the released
 # command for Cars has 0.5, and batches of 30 classes x 4); shapes and folder take these values. On SOP alpha is that
@@ -407,7 +407,7 @@ def show(args, data, sampler, hybridise):
 NOTES = """
 Why the hybrid is the anchor (Table 1). A hybrid as the anchor pulls a weak positive and pushes a negative, so it acts
 within and between classes. With weak positives as anchors, each parent would pull the hybrid to its own class, and
-these pulls are in conflict. With negatives as anchors, the hybrid would only be pushed away, and nothing would be
+these pulls may be in conflict. With negatives as anchors, the hybrid would only be pushed away, and nothing would be
 learned within the classes.
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and its values of alpha only have
@@ -430,8 +430,8 @@ What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen. (An
        earlier commit, 6d93f64, trains BatchNorm there: its train.sh has --bn-freeze 0, the later one 1.)
 Tables and figures of the paper
-    Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --kind, --num and --mask-size. Fig. 2: --show-hybrids.
-    Fig. 5: --arch resnet18 --per-class N. Fig. 6: --combinations N.
+    Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:
+    --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N. Fig. 6: --combinations N.
 """
 
 

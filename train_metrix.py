@@ -5,8 +5,8 @@ Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sec
 
 Idea
     Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In metric learning
-    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So a mixture
-    of a positive, with share lambda, and of a negative, with share 1 - lambda, has label lambda. It enters the
+    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So lambda
+    times a positive plus 1 - lambda times a negative has label lambda. It enters the
     loss's sum over positives with weight lambda, and its sum over negatives with weight 1 - lambda. So training
     also covers the space between the classes, where there are no images.
 
@@ -72,7 +72,7 @@ def labelled_loss(s, y, valid, kind, **hyper):
 
 
 # ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
-# a negative (1 - y), all (A, V). They return the two terms of Eq. (7), pull and push, both (A,).
+# a negative (1 - y), all (A, V). They return the two terms of Eq. (7), pull and push, both (A,); lifted has one term.
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
@@ -112,7 +112,7 @@ def log1p_sum_exp(t, weight):
 
 
 def log_sum_exp(t, weight):
-    """log1p_sum_exp without the "1 +", which only rows without any weight keep: they give log 1 = 0."""
+    """log(sum of weight * exp(t)) of each row, without overflow; 0 for a row whose weights are all 0."""
     zero = t.new_zeros(len(t), 1).masked_fill(weight.any(dim=1, keepdim=True), float('-inf'))
     return torch.cat([zero, t + weight.log()], dim=1).logsumexp(dim=1)
 
@@ -146,9 +146,9 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
         return pull.sum() / positive.any(dim=1).sum() + push.mean()     # by the classes in the batch, and by all C
     s = z @ z.T                                                                                 # (B, B)
-    positive = y[:, None] == y                                      # Eq. (5): U+(a) = {(p, 1) : p in P(a)}
-    negative = ~positive                                            # Eq. (6): U-(a) = {(n, 0) : n in N(a)}
-    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)     # no anchor is a positive of itself
+    same = y[:, None] == y                                                                      # (B, B)
+    positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)     # Eq. (5): U+(a) = {(p, 1) : p in P(a)}
+    negative = ~same                                                            # Eq. (6): U-(a) = {(n, 0) : n in N(a)}
     if epsilon is not None:
         # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
         # negatives that are less similar than every positive by that much. "not >=" and not "<" keeps pairs with NaN.
@@ -221,8 +221,8 @@ def max_of_mixed(f, i, j, lam):
         for i_, j_, lam_, found in in_chunks(size // f[0].numel()):
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (pairs, c, h, w)
             found.copy_(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))
-    # For its gradient gather would keep eight bytes per index, a checkpoint keeps the position's one. The chunks are at
-    # most about four, because the gradient of each is as large as f.
+    # Without the checkpoint, gather would store an index of eight bytes for its gradient; now one byte is stored, the
+    # position. The chunks are at most about four, because the gradient of each is as large as f.
     chunks = in_chunks(max(size // c, len(i) // 4))
     return torch.cat([checkpoint(mix_there, *chunk, use_reentrant=False) for chunk in chunks])
 
@@ -239,7 +239,7 @@ def pair_labels(y, anchor_y, i, j, lam):
     Its label is the share of that end: lam for i, 1 - lam for j.
     """
     i_is_positive, j_is_positive = anchor_y[:, None] == y[i], anchor_y[:, None] == y[j]
-    return torch.where(i_is_positive, lam, 1 - lam), i_is_positive ^ j_is_positive
+    return torch.where(i_is_positive, lam, 1 - lam), i_is_positive ^ j_is_positive      # mix(1, 0) in Eq. (8)
 
 
 def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
@@ -255,7 +255,7 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
         return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j]) & ~with_anchor
     valid = valid & (negatives[:, i] | negatives[:, j])             # the end that is a negative may be mixed
-    return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # Eq. (8)
+    return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # M(a) in Eq. (8)
 
 
 def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
@@ -286,7 +286,7 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     else:
         i, j = cross_class_pairs(end_y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
-    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=True)
+    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=True)                    # Eq. (8)
     weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
@@ -384,7 +384,7 @@ def analyse(args):
     def distances_to(examples):                     # squared distance of each query to the nearest example
         return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])
 
-    clean = mixed = distances_to(z)
+    clean = mixed = distances_to(z)                 # Eq. (12): the mean of the smallest distance, also to mixed ones
     for index in batches:
         i, j = cross_class_pairs(y[index])
         lam = Beta(args.alpha, args.alpha).sample(i.shape)
@@ -426,7 +426,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': dict(proxy_lr_mult=6000),          # as in train_proxy_anchor.py
+    'reality-check': dict(proxy_lr_mult=6000),          # mixing needs 4 images per class for any loss
 }
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
 DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)
@@ -450,7 +450,7 @@ def plan(args):
         if args.loss == 'proxynca_pp':              # every image is an anchor, so these are all cross-class pairs
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
-            k = 3 if len(args.mixup) == 1 else 1    # Section B.2; 1 beside other types, in Table 6
+            k = 1 if 'feature' in args.mixup else 3     # Section B.2; 1 beside features, in Table 6
         choices.append((mixup, sets, None if k in ('auto', 'all') else k))
     return choices
 
@@ -466,7 +466,7 @@ def get_args(argv=None):
         help='which pairs are mixed; both: each iteration draws pos-neg or anc-neg')
     add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
         metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
-                          'auto is all, but for input 3, and 1 beside other types')
+                          'auto is all, but for input 3, and 1 beside features')
     add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
     add('--beta', type=above_0, default=18.0, help='ms: scale of the positives')
@@ -567,8 +567,8 @@ What differs from the paper
     5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing cannot mix,
        though the paper has results for both. Here a mixture of two images of different classes is a query, with
        an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
-    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing; in the paper on the whole dataset,
-       and on what Metrix mixed over a number of epochs.
+    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing; in the paper on the whole dataset
+       (Fig. 2 before training), and on what Metrix mixed over a number of epochs.
 What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730c) for contrastive, and
 github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
     7. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
@@ -578,12 +578,13 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
     8. Both codes have one lambda per batch, and Adam. That for contrastive has Euclidean distances, k = 1, 60 epochs,
        and w = 0.3 for anc-neg pairs of embeddings. The mixed loss of ms is not Eq. (15): mixtures are positives only.
        On CUB its command with mixing trains 100 epochs and halves the rate every 10, but its baseline 60 epochs, with
-       the rate halved every 5. Here both have 100, as in the paper, and 10.
+       the rate halved every 5. Here both have 100 epochs, as in the paper, and decays every 10.
     9. Both report the best epoch on the test set, and train the affine weights of frozen BatchNorm after the warm-up.
 Tables and figures of the paper
-    Table 6 and 7: --mixup, --pairs and --hard-negatives. Fig. 6: --strength. Fig. 2: --analyse. Section 4.3: alignment
-    and uniformity by eval.py --analyse, utilization by both. The counts in Table 4 (5,894 / 8,092 / 60,026 / 26,356
-    training images) are not those of the datasets' own files, which are used here, see README.
+    Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
+    --pairs and --hard-negatives. Fig. 6: the same with --strength. Fig. 2: --analyse. Section 4.3, with contrastive:
+    alignment and uniformity by eval.py --analyse, utilization by both. Table 4 counts 5,894 / 8,092 / 60,026 / 26,356
+    training images. The files of the datasets, which are used here, have others, see README.
 Cost
     Input mixing sends up to 300 more images through the network per step with anc-neg pairs, and up to 1,200 with
     pos-neg pairs of 20 x 5 batches. They count in the running statistics of trained BatchNorm, which the evaluation

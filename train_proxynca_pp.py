@@ -20,9 +20,9 @@ Equations
                                   l(X) = sum_x -log( exp(s(x,p+)) / sum_{p- in P-} exp(s(x,p-)) )
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
-    Since |x - p|^2 = 2 - 2 s(x,p), a softmax of -|x - p|^2 / T is one of 2 s(x,p) / T. So Eq. (1) has T = 2. Papers
-    call three losses Proxy-NCA: with cosines as in Eq. (1); with cosines times s, in CCL Eq. (9), where T is
-    2 / s; and with squared distances times a scale, in the Reality Check, where T is 1 / scale.
+    Since |x - p|^2 = 2 - 2 s(x,p), a softmax of -|x - p|^2 / T is one of 2 s(x,p) / T; so Eq. (1), whose
+    exponents are s(x,p), has T = 2. Papers call three losses Proxy-NCA: Eq. (1); CCL Eq. (9), with cosines
+    times s, which is T = 2 / s; and that of the Reality Check, see note 8.
 
 Symbols
     paper    here          flag            meaning
@@ -75,13 +75,14 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     Proxy-Anchor Eq. (3) is its gradient: dl/ds(x,p+) = -1, however near x is to its proxy, and dl/ds(x,p-) is the
     softmax over the other proxies.
     """
-    s = 2 / temperature * cosines(z, proxies)                                  # (B, C)
+    logits = 2 / temperature * cosines(z, proxies)                             # (B, C), s(x,p) if T = 2
     own = torch.arange(len(proxies), device=y.device) == y[:, None]            # (B, C)
     if len(proxies) == 1:
-        return -s.sum()
-    others = s.masked_fill(own, float('-inf'))                                 # exp(-inf) is 0: the sum is over P-
-    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2). The "- s" alone gives the -1 of Proxy-Anchor Eq. (3).
-    return (others.logsumexp(dim=1) - s[own]).sum()
+        return -logits.sum()
+    others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) is 0: the sum is over P-
+    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2). What is subtracted alone gives the -1 of Proxy-Anchor
+    # Eq. (3).
+    return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
 def cosines(z, proxies):
@@ -101,7 +102,7 @@ def new_proxies(num_classes, dim):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The benchmark rows are the released configurations, except for dim and schedule (notes 1 and 2 at
 # the end). Adam divides its steps by eps + the root of its running mean of squared gradients. With
-# eps = 1, far larger than this root, it acts like SGD with momentum. This is why the proxies can have
+# eps = 1 the divisor is about 1, and it acts like SGD with momentum. This is why the proxies can have
 # learning rates of 240 to 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
@@ -115,10 +116,10 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
-    'reality-check': dict(per_class=1, proxy_lr_mult=6000),         # 6.0e-3, its best for Proxy-NCA on CUB
+    'reality-check': dict(per_class=1, proxy_lr_mult=6000),         # as Proxy-NCA in its released results
 }
 DEFAULTS |= {(dataset, 'proxynca'): dict(temperature=2.0) for dataset in DEFAULTS}
-DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # the scale that the Reality Check found on CUB
+DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # the scale in its released results
 
 
 def get_args(argv=None):
@@ -140,10 +141,9 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation. The Proxy-NCA
-    # of the Reality Check has no LayerNorm.
-    layer_norm = not (args.protocol and args.loss == 'proxynca')
-    model = common.build(args, layer_norm=layer_norm, head_init='default')
+    # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation. The networks
+    # of the Reality Check have no LayerNorm.
+    model = common.build(args, layer_norm=not args.protocol, head_init='default')
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
     options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)           # SGD has no eps
     optimizer = common.make_optimizer(args, [
@@ -184,9 +184,10 @@ About --loss proxynca
     7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++. On the
        benchmarks Adam has eps = 1, so its steps are proportional to the gradients, and this loss needs a
        higher --lr there for a fair comparison.
-    8. --protocol reality-check gives it the temperature that the Reality Check found on CUB, 1/13.98, and a
-       network without LayerNorm. Its library, pytorch-metric-learning, keeps the own proxy in the
-       denominator of what it calls ProxyNCA: that is --loss proxynca_pp --temperature 0.0715.
+    8. The Proxy-NCA of the Reality Check is "cross entropy" of distances, so its denominator has the own
+       proxy (so it is in its library, pytorch-metric-learning, where the distances are squared and get a
+       scale, on CUB 13.98). That is --protocol reality-check --loss proxynca_pp --temperature 0.0715. With
+       --loss proxynca, the protocol has the same temperature, 1/13.98, without the own proxy.
 """
 
 

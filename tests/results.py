@@ -133,7 +133,7 @@ of cosines and not of distances, and ms has other parameters. Recipes matter at 
     'metrix': Table('Does mixing help?', '''
 Metrix. The two sides of a difference differ in `--mixup` and in nothing else. Their learning rate, 3.3e-5, was chosen
 for ms without mixing; for ms that favours the side without. With feature mixing the paper reports gains of R@1 on CUB
-of 3.6 points for ms, 1.5 for Proxy-Anchor, 2.7 for contrastive and 1.3 for ProxyNCA++. The intervals exclude those of
+of 3.6 points for ms, 1.3 for Proxy-Anchor, 2.7 for contrastive and 1.3 for ProxyNCA++. The intervals exclude those of
 ms and of Proxy-Anchor. That does not refute the paper, which trains a larger network on 100 classes for up to 100
 epochs.''',
                     SEEDS, METRIX,

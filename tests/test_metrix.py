@@ -593,7 +593,7 @@ def test_types_and_kinds_of_pairs_are_drawn_per_iteration(before_training, monke
     for _ in range(60):
         held.step(torch.randn(4, 3, 32, 32), torch.tensor([0, 0, 1, 1]))
     counts = {choice: drawn.count(choice) for choice in drawn}
-    assert set(counts) == {(mixup, pairs, k) for mixup, k in (('input', 1), ('embed', None))
+    assert set(counts) == {(mixup, pairs, k) for mixup, k in (('input', 3), ('embed', None))
                            for pairs in ('pos-neg', 'anc-neg')}
     assert min(counts.values()) >= 5, 'all about equally often'
 
@@ -632,7 +632,7 @@ def test_the_choice_of_plan():
     assert plan('--mixup input embed --hard-negatives 7') == [
         ('input', ['pos-neg', 'anc-neg'], 7), ('embed', ['pos-neg', 'anc-neg'], 7)]
     assert plan('--loss proxy_anchor --mixup input embed') == [
-        ('input', ['pos-neg'], 1), ('embed', ['pos-neg', 'anc-neg'], None)]
+        ('input', ['pos-neg'], 3), ('embed', ['pos-neg', 'anc-neg'], None)]
     assert plan('--loss proxynca_pp --mixup feature') == [('feature', ['anc-neg'], None)]
 
 

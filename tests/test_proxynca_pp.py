@@ -75,10 +75,9 @@ def test_pa_eq1_with_a_temperature_is_ccl_eq9_and_the_distances_of_the_reality_c
         assert torch.isclose(held.step(images, labels), expected)
 
 
-def test_the_proxynca_of_the_protocol_has_no_layer_norm(before_training):
-    for flags, norm in ((), True), (('--loss', 'proxynca'), False):
-        held = before_training(train_proxynca_pp, '--protocol', 'reality-check', '--weights', 'imagenet', '--fold',
-                               '0/3', *flags)
+def test_networks_of_the_protocol_have_no_layer_norm(before_training):
+    for flags, norm in ('', True), ('--protocol reality-check --weights imagenet --fold 0/3', False):
+        held = before_training(train_proxynca_pp, *flags.split())
         assert isinstance(held.model.norm, torch.nn.LayerNorm) == norm
 
 
