@@ -18,6 +18,10 @@ SCRIPTS = ['train_contrastive', 'train_ms', 'train_proxy_anchor', 'train_proxync
            'train_hse']
 
 
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'slow: starts processes, or takes seconds; leave these out with -m "not slow"')
+
+
 def on_circle(*degrees, dtype=torch.float64):
     """Unit vectors at these angles, so that every cosine is the cosine of a difference of angles."""
     return torch.tensor([[math.cos(math.radians(d)), math.sin(math.radians(d))] for d in degrees], dtype=dtype)

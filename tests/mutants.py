@@ -1,749 +1,94 @@
 """One-line changes that are wrong, and that a test must notice. By hand, not by pytest.
 
-    python tests/mutants.py                  # all of them, in an hour or two; prints the survivors
-    python tests/mutants.py warm-up hybrid   # those whose reason or file has one of these words
+    python tests/mutants.py                     # all of them, in about an hour on two cores; prints the survivors
+    python tests/mutants.py train_hse warm-up   # those whose file, or line in the list, has one of these words
 
-Each change is made in a copy of the project, and the tests run there until one fails. Where none does, the
-mutant survives: then a line of the project could be wrong without anybody noticing.
+The list is tests/mutants.txt. A heading names a file, and the test files that are likely to notice its mistakes. A line
+`old ==> new ## why` is a mistake; `old` stands once in the file, which test_project.py checks. Each mistake is made in
+a copy of the project, and the tests run there until one fails: first those that the heading names, then the others, and
+in each group those that start processes last. Where none fails, the mutant survives: that line could be wrong without
+anybody noticing.
 """
+import faulthandler
 import os
 import shutil
-import subprocess
+import signal
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
-
-# {file: [(old, new, why it is wrong)]}. `old` stands exactly once in the file: test_project.py checks it.
-MUTANTS = {
-    'common.py': [
-        ("fast = kind == 'cpu' or", "fast = True or", 'channels last on a Mac, whose BatchNorm is wrong then'),
-        ('run.record(from_main_process(row.copy))', 'run.record(row)', 'one process stops and the others wait for it'),
-        # network
-        ("mode='fan_out'", "mode='fan_in'", 'the head starts at another size'),
-        ('nn.init.zeros_(self.linear.bias)', 'nn.init.ones_(self.linear.bias)', 'the head starts with a bias'),
-        ("enabled=self.precision == 'bf16')", 'enabled=False)', '--precision bf16 has no effect'),
-        ("add('--image-size', type=at_least(17)", "add('--image-size', type=at_least(1)",
-         'tiny images have wrong gradients in bfloat16'),
-        ('        f = at_least_float32(f)\n        pooling', '        pooling', 'pooling in bfloat16'),
-        ('self.linear(self.norm(p))', 'self.linear(p)', 'LayerNorm is left out'),
-        ('elementwise_affine=False', 'elementwise_affine=True', 'LayerNorm has weights'),
-        ('if self.normalize else z', 'if True else z', 'normalize=False has no effect'),
-        ('avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d', 'max=F.adaptive_avg_pool2d, avg=F.adaptive_max_pool2d',
-         'the poolings are swapped'),
-        ('            module.eval()', '            pass', 'statistics of frozen BatchNorm move'),
-        ('module.requires_grad_(False)', 'pass', 'affine weights of frozen BatchNorm learn'),
-        ('weight.requires_grad_(on)', 'weight.requires_grad_(True)', 'the trunk learns in the warm-up'),
-        ('(t.dtype for t in tensors), torch.float32)', '(t.dtype for t in tensors))', 'half precision is not raised'),
-        # batches
-        ('deck.pop(0)', 'deck.pop()', 'what is left of a deck is dealt last'),
-        ('others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()', 'i for i in others',
-         'batches are not shuffled'),
-        ('torch.randperm(len(others), generator=self.generator)', 'torch.randperm(len(others))',
-         "the sampler's generator has no effect"),
-        ('max(1, len(labels) // self.batch_size)', '1', 'an epoch has one batch'),
-        ('drop_last=True', 'drop_last=False', 'the incomplete last batch is used'),
-        ('    if args.per_class:\n', '    if False:\n', '--per-class has no effect'),
-        ('self.classes = min(batch_size // per_class, len(self.members))', 'self.classes = batch_size // per_class',
-         'with few classes, a class is twice in a batch'),
-        # training
-        ('dict(momentum=args.momentum)', 'dict(momentum=0.0)', '--momentum has no effect'),
-        ('weight_decay=args.weight_decay', 'weight_decay=0.0', '--weight-decay has no effect'),
-        ('adam=torch.optim.Adam,', 'adam=torch.optim.AdamW,', '--optimizer adam is adamw'),
-        ('(iteration // per_epoch // args.decay_epochs)', '(iteration // per_epoch)', '--decay-epochs has no effect'),
-        ('args.decay_rate **', '0.5 **', '--decay-rate has no effect'),
-        ('(iteration + 1) / ramp', 'iteration / ramp', 'the first step of the cosine schedule is zero'),
-        ('max(1, min(100, total // 10))', '1', 'the cosine schedule has no ramp'),
-        ('math.cos(math.pi * iteration / max(1, total))', 'math.cos(math.pi * iteration / max(1, 2 * total))',
-         'the cosine schedule ends at one half'),
-        ('seed * 100_003 + epoch', 'epoch', "an epoch's seed ignores --seed"),
-        ('set_seed(args.seed, run.epoch + 1)', 'set_seed(args.seed)', 'all epochs are the same'),
-        ('run.epoch >= args.warmup', 'run.epoch > args.warmup', 'the warm-up is an epoch too long'),
-        ('run.epoch >= args.warmup', 'True', '--warmup has no effect'),
-        (" or row['epoch'] == epochs:", ':', 'the last epoch is not evaluated'),
-        ("row['epoch'] % args.eval_every == 0 or ", '', '--eval-every has no effect'),
-        ('        loss.backward()', '        (loss * 0).backward()', 'gradients are zero'),
-        ('        optimizer.step()', '        pass', 'the weights never move'),
-        ('        schedule.step()', '        schedule.last_epoch += 1', 'the learning rate never changes'),
-        ('optimizer.zero_grad()', 'pass', 'gradients add up over the steps'),
-        ('        if args.clip:', '        if False:', '--clip has no effect'),
-        ('clip_grad_value_', 'clip_grad_norm_', 'clipping by norm'),
-        ('losses.append(loss.detach())', 'losses = [loss.detach()]', 'the loss of a row is that of its last step'),
-        ('if not math.isfinite(mean):', 'if False:', 'training goes on with a loss of NaN'),
-        ('if number % 20 == 0 or number == steps:', 'if number == steps:',
-         'a loss of NaN is noticed at the end of an epoch'),
-        ('(same == 1).sum()', '(same == 0).sum()', 'anchors without a positive are not counted'),
-        ('min(len(sampler), run.total - schedule.last_epoch)', 'len(sampler)', '--steps ends with an epoch only'),
-        ('args.steps or math.inf', 'math.inf', '--steps has no effect'),
-        ('sampler = sampler or make_sampler', 'sampler = make_sampler', "a script's own sampler is not used"),
-        ('batches(data.train, lists, args.device, augment=args)', 'batches(data.train, lists, args.device)',
-         'training on centre crops'),
-        # evaluation
-        ('    model.eval()\n', '', 'BatchNorm and dropout train in the evaluation'),
-        ('present[query_labels] - int(within)', 'present[query_labels]', 'a query is its own match'),
-        ('max(*ks, int(matches.max()))', 'max(ks)', 'RP and MAP@R see only the first 8'),
-        ('drop = index == rows[:, None]', 'drop = index == order[rows, None]', 'another image is excluded'),
-        ('hit & (rank <= r)', 'hit & (rank < r)', 'RP leaves out rank R'),
-        ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank', 'MAP@R counts precision at non-matches'),
-        ('hit[:, :k].any', 'hit[:, :k + 1].any', 'R@K looks at K + 1'),
-        ('(s - 1e-6 * hit)', '(s + 1e-6 * hit)', 'ties count for the network'),
-        ('1e-6 * hit', '0 * hit', 'ties stay as the search returns them'),
-        ('order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0))',
-         'order = torch.arange(len(gallery))', 'the gallery is not shuffled'),
-        ('return z, None if data.gallery is data.query else', 'return z, None if True else',
-         "In-Shop's queries are searched in themselves"),
-        ('embed(model, data.gallery).to(where)', 'embed(model, data.query).to(where)',
-         "In-Shop's gallery is its queries"),
-        ("DATASETS[data.name]['ks']", '(1, 2, 4, 8)', 'SOP without K = 1000'),
-        ('len(average) == len(query)', 'True', 'queries without a match are not counted'),
-        ('- len(z) - positive', '- positive', 's- counts an image with itself'),
-        ('query.isfinite().all() and searched.isfinite().all()', 'query.isfinite().all()', 'a NaN in the gallery'),
-        # images
-        ('(0.485, 0.456, 0.406), (0.229', '(0.406, 0.456, 0.485), (0.229', 'the mean of BGR'),
-        ('(0.229, 0.224, 0.225)', '(0.225, 0.224, 0.229)', 'the std of BGR'),
-        ('return (x - mean) / std, y', 'return x - mean, y', 'images are not divided by the std'),
-        ('(3 / 4, 4 / 3)', '(1, 1)', 'all crops are squares of the image'),
-        ('(augment.min_crop, 1.0)', '(0.08, 1.0)', '--min-crop has no effect'),
-        ('0.5 if augment.flip', '0.05 if augment.flip', 'flips are rare'),
-        ('(0.5 if augment.flip else 0)', '0.5', '--no-flip has no effect'),
-        ('x.flip(2) if flip', 'x.flip(1) if flip', 'flips are upside down'),
-        ('if augment and augment.jitter:', 'if False:', '--jitter has no effect'),
-        ('torch.rand(len(x), 1, 1, 1)', 'torch.rand(1, 1, 1, 1)', 'one jitter for the whole batch'),
-        ('torch.randperm(3).tolist()', '[0]', 'jitter of brightness alone'),
-        ('torch.randperm(3).tolist()', 'range(3)', 'jitter always in one order'),
-        ('resized_crop(x, *box, side)', 'resized_crop(x, *box, side, antialias=False)',
-         'crops are made smaller without antialiasing'),
-        ('v2.functional.center_crop(x, side)', 'x[:, :side[0], :side[1]]', 'evaluation crops the corner'),
-        ('    image = ImageOps.exif_transpose(image)\n', '', 'photographs lie on their side'),
-        ("image.mode[0] in 'IF'", 'False', '16 bits of grey are cut off'),
-        (", formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']", '', 'EPS called .jpg starts a program'),
-        ('os.path.abspath(path), os.stat(path)', 'path.name, os.stat(path)', 'two folders share a cache'),
-        ('if 3 * sizes.prod(axis=1).sum() + 8 * len(paths) == len(content):', 'if True:', 'a damaged cache is used'),
-        ('st_mtime_ns, stat.st_ctime_ns', 'st_mtime_ns', 'a changed image with its old time is not noticed'),
-        # datasets
-        ("if '/._' not in path:", 'if True:', 'files of macOS are images of CUB'),
-        ('int(group) - 1', '0', "SOP's super-classes are one"),
-        ("rows if split == 'train' else", 'rows if True else', 'query and gallery are numbered apart'),
-        ('for name in names if name in known}', 'for name in names if False}', 'training classes are evaluated'),
-        ('len(classes) // 2 if known is None else 0', 'len(classes) // 2', 'half of the new classes is not evaluated'),
-        ("sorted(name for name in folders if name[0] != '.')", 'sorted(folders)', 'hidden folders are classes'),
-        ("sorted(name for name in folders if name[0] != '.')", "[name for name in folders if name[0] != '.']",
-         'the order of the disk decides which link is a class'),
-        (' and Path(folder) != root:', ':', 'images beside the classes are a class'),
-        ("if name != 'folder':\n            raise ValueError(text)", 'if False:\n            raise ValueError(text)',
-         'a benchmark with a class on both sides'),
-        ("if root not in path.parents or '..' in path.relative_to(root).parts", 'if False',
-         'annotations lead out of --data'),
-        # runs
-        ('                    part.load_state_dict(saved[name])', '                    pass',
-         'a resumed run starts anew'),
-        ('(broken := zipfile.ZipFile(path).testzip())', '(broken := None)', 'a flipped byte loads without a word'),
-        ('weights_only=True', 'weights_only=False', 'a checkpoint can run code'),
-        ('if not value.isfinite().all()]', 'if False]', 'NaN weights are saved'),
-        ('            self.write_log()                                # exactly', '            pass  # exactly',
-         'a resumed run keeps a log with another end'),
-        ("saved['args'].items() if name in kept}", "saved['args'].items()}", 'a checkpoint says what is written'),
-        ("if isinstance(value, (bool, int, float, str, list)) and name not in ('script', 'name')}",
-         "if isinstance(value, (bool, int, float, str, list)) and name != 'script'}",
-         'a checkpoint keeps the name of its run'),
-        ('(bool, int, float, str, list)', '(bool, int, float, str)', 'flags of several words are lost on --resume'),
-        # folds
-        ('held = block[data.train.labels] == i', 'held = block[data.train.labels] == 0', 'all folds are the first'),
-        ("('train',) if fold else ", '', '--fold reads the test set'),
-        (' and row is self.best()', '', 'best.pt is the last epoch'),
-        ("['best.pt', 'last.pt'] if is_best", "['last.pt', 'best.pt'] if is_best",
-         'last.pt knows of a best.pt that is not there'),
-        ('self.data.query.classes if self.args.fold else []', '[]', 'validation classes are evaluated'),
-        ('max(self.rows[1:] or self.rows', 'max(self.rows', 'the network before training is the best'),
-        ('row = best if fold else self.rows[-1]', 'row = best', 'the test set chooses'),
-        ('return bool(self.args.fold) and', 'return False and', '--patience has no effect'),
-        ("path / 'best.pt' if (path / 'best.pt').exists() else path", 'path', 'best.pt is not evaluated'),
-        ('dict(eval_every=1) if asked.fold else {}', '{}', 'a fold is evaluated every five epochs'),
-        ('args.cache, fold=args.fold)', 'args.cache)', '--fold has no effect'),
-        ('kept, part.labels = self.labels[indices].unique(return_inverse=True)',
-         'kept, part.labels = self.labels[indices].unique(), self.labels[indices]', 'held-out classes have proxies'),
-        # command line
-        ("'cub' if asked.dataset == 'folder' and pretrained else asked.dataset", 'asked.dataset',
-         'photographs ruin a pretrained network'),
-        ('DEFAULTS.get((recipe, choice), {})', '{}', 'rows of single losses have no effect'),
-        ("if asked.weights == 'none':", 'if False:', 'random BatchNorm is frozen'),
-        ("        row['resize'] = round(asked.image_size * row['resize'] / row['image_size'])", '        pass',
-         '--resize does not follow --image-size'),
-        ("row |= {name: value for name, value in saved['args'].items() if name in kept}", 'pass',
-         'a resumed run has other arguments'),
-        ('Embedder(args.arch, args.dim, args.pool,', "Embedder(args.arch, args.dim, 'avg+max',",
-         '--pool has no effect'),
-        ('Embedder(args.arch, args.dim,', 'Embedder(args.arch, 128,', '--dim has no effect'),
-        ('weights, args.freeze_bn,\n', 'weights, False,\n', '--freeze-bn has no effect'),
-        ('args.data, args.resize, args.image_size', 'args.data, None, args.image_size', '--resize has no effect'),
-        ('precision=pick_precision(args.precision, args.device), chunk', "precision='fp32', chunk",
-         '--precision does not reach the network'),
-        ('min_crop=1.0, batch_size=32', 'min_crop=0.5, batch_size=32', 'the demo has another recipe'),
-        ('        if flag in args.changed:', '        if False:', 'flags without effect are accepted'),
-        ('low <= value <= high and value < math.inf', 'low <= value', 'flags accept infinity'),
-        # found by a second search
-        ("key.removeprefix('trunk.'): value", 'key: value', 'a checkpoint cannot be --weights: keys of the trunk'),
-        ("('fc.', 'linear.')", "('fc.',)", 'a checkpoint cannot be --weights: its head is in the way'),
-        ("saved.get('model', saved)", 'saved', 'a checkpoint cannot be --weights: its dict is not opened'),
-        ("get_model(arch, weights='IMAGENET1K_V1')", "get_model(arch, weights='IMAGENET1K_V2')",
-         'other ImageNet weights'),
-        ('freeze_bn=freeze_bn, layer_norm=layer_norm,', 'freeze_bn=freeze_bn, layer_norm=False,',
-         'a ProxyNCA++ checkpoint is loaded without LayerNorm'),
-        ('normalize=normalize, head_init', 'normalize=True, head_init',
-         'a center_loss checkpoint normalises when loaded'),
-        ('dict(arch=arch,', "dict(arch='resnet18',", 'a resnet50 checkpoint cannot be loaded'),
-        ('Embedder(args.arch, args.dim, args.pool,', "Embedder('resnet18', args.dim, args.pool,",
-         '--arch has no effect'),
-        ('min(args.epochs * per_epoch, args.steps or math.inf)', 'args.steps or args.epochs * per_epoch',
-         '--steps beyond --epochs trains on'),
-        ('for name, value in flags_of(args).items())',
-         'for name, value in flags_of(args).items() if name in args.changed)', 'the recipe names only what was typed'),
-        ('in {model.precision}\\n', 'in {args.precision}\\n', 'the recipe says auto'),
-        ("searched = '' if data.gallery is data.query else", "searched = '' if data.gallery is not data.query else",
-         'the recipe names a gallery where there is none'),
-        ('(run.total - schedule.last_epoch) / 60', '(run.total - schedule.last_epoch)', 'seconds are called minutes'),
-        ('/ max(1, number - 1)', '/ number', 'the estimate counts a step more than it timed'),
-        ('images_per_second=max(1, steps - 1) * len(y) /', 'images_per_second=max(1, steps - 1) /',
-         'batches per second'),
-        ('float(without_positive) / (steps * len(y))', 'float(without_positive) / len(data.train)',
-         'no_positive is a share of the training set'),
-        (', minlength=int(query_labels.max()) + 1)', ')',
-         'a query whose class number is above those of the gallery crashes'),
-        ('100 * sum(p) / max(1, len(p))', '100 * sum(p) / len(p)', 'crash where no query has a match'),
-        ('index == rows[:, None]', 'index == (rows - rows[0])[:, None]',
-         'from the 4097th query on, another image is excluded'),
-        ('query_labels[rows, None]', 'query_labels[:len(rows), None]',
-         'from the 4097th query on, labels of other queries'),
-        ('r = matches[rows]', 'r = matches[:len(rows)]', 'from the 4097th query on, R of other queries'),
-        ('F.normalize(gallery.float(), dim=1)', 'gallery.float()', 'raw embeddings are ranked by inner product'),
-        ('query = F.normalize(query.float(), dim=1)', 'query = query.float()',
-         'within a set raw embeddings are ranked by inner product'),
-        ('z, n = F.normalize(z.double(), dim=1),', 'z, n = z.double(),', 's+ and s- of raw embeddings are no cosines'),
-        ('cars=dict(ks=(1, 2, 4, 8)', 'cars=dict(ks=(1, 10, 100, 1000)', 'K of Cars'),
-        ('file.read(2 ** 16)', 'file.read(2)', 'images of equal length are called copies'),
-        ("row['minutes'] = self.minutes + (", "row['minutes'] = (", 'minutes start anew on --resume'),
-        ('(time.time() - self.began) / 60', '(time.time() - self.began)', 'the minutes of a row are seconds'),
-        ("row.get('s-', 0) > 0.98", "row.get('s-', 0) > 0.5", 'healthy runs are called collapsed'),
-        ("if row['epoch'] and row.get", 'if row.get', 'the untrained network is called collapsed'),
-        ('Before training it was {self.rows[0]["R@1"]', 'Before training it was {self.rows[-1]["R@1"]',
-         'the summary compares a number with itself'),
-        ("        if row.get('unmatched'):", '        if False:', 'the summary hides queries without a match'),
-        ('seed=args.seed, versions', 'seed=0, versions', 'the checkpoint names another seed'),
-        ("transforms.Resize(model.args['resize'])", "transforms.Resize(model.args['image_size'])",
-         "the checkpoint's transform cuts another crop"),
-        ('            to_rgb, transforms.Resize', '            transforms.Resize',
-         "the checkpoint's transform fails on grey and turned photographs"),
-        ("precision chunk compile'.split()", "precision chunk compile lr'.split()",
-         '--lr beside --resume is taken and ignored'),
-        ("free = 'resume data ", "free = 'resume ", 'a run whose data moved cannot be resumed'),
-        ('Path(root).expanduser()', 'Path(root)', '--data ~/x does not work'),
-        ('if line.strip()]', ']', 'an empty line damages an annotation'),
-        ('BatchSampler(RandomSampler(labels)', 'BatchSampler(range(len(labels))', '--per-class 0 does not shuffle'),
-        ('1e-6 * hit).argsort', '1e-3 * hit).argsort', 'near neighbours count as ties'),
-        ('for name in sorted(files)', 'for name in files', 'the order of images depends on the disk'),
-        ("weights='none', precision=pick_precision(precision, device)", "weights='none', precision='fp32'",
-         'eval.py --precision has no effect'),
-        ('    model.train(training)', '    model.train()', 'embed leaves a checkpoint in training mode'),
-        ('data.query.labels.unique()):,} classes', 'data.query.classes):,} classes',
-         'with a gallery, its classes are counted as well'),
-        ('shapes=dict(ks=(1, 2, 4, 8))', 'shapes=dict(ks=(1, 10))', 'K of shapes'),
-        ('for group in optimizer.param_groups for weight', 'for group in optimizer.param_groups[:1] for weight',
-         'proxies and centres are not clipped'),
-        ("f'{epochs} epochs{until}", "f'{args.epochs} epochs{until}", 'the recipe ignores --steps'),
-        ('manual_seed(2022)', 'manual_seed(2023)', 'shapes is another dataset than that of the README'),
-        ('if single and per_class > 1:', 'if single:', 'the warning of single images comes where nothing is repeated'),
-        ('learned=nn.ParameterDict(learned or {})',
-         'learned=nn.ParameterDict({k: v for k, v in (learned or {}).items() if isinstance(v, nn.Parameter)})',
-         'the classifier of center_loss is not saved'),
-        ("folders.get('test', folders.get('val'))", "folders.get('val', folders.get('test'))",
-         'of train/, val/ and test/, val/ is evaluated'),
-        ('path.is_file() and torchvision', 'torchvision', 'a pipe called .jpg is an image'),
-        ("'TIFF', 'WEBP']", "'TIFF']", 'WebP images are refused, though their names are listed'),
-        # memory and speed
-        ('model.trunk.compile()', 'pass', '--compile has no effect'),
-        ('if number == 1 < steps:', 'if False:', 'img/s counts the time of compiling'),
-        ('x.split(self.chunk)])', 'x.split(len(x))])', '--chunk has no effect'),
-        ('if self.chunk and torch.is_grad_enabled():', 'if self.chunk:', 'an evaluation is cut into chunks'),
-        ('chunk=args.chunk,', '', '--chunk does not reach the network'),
-        ('    if args.chunk and not args.freeze_bn:', '    if False:', 'statistics of chunks'),
-        ('isinstance(error, (MemoryError, torch.OutOfMemoryError)) or', 'False or',
-         'too little memory is not explained'),
-        ("'out of memory' in text or", 'False or', 'too little memory of a Mac is not explained'),
-        ("kind.__module__.startswith(('torch._dynamo', 'torch._inductor'))", 'False',
-         'a machine that cannot compile gets a traceback'),
-        ("options = dict(fused=args.device.type in ('cpu', 'cuda')) | options", 'pass', 'the optimizer is not fused'),
-        # several processes
-        ('x = x.tensor_split(world())[rank()]', 'pass', 'shares are not taken'),
-        ('        f.register_hook(lambda grad: grad * world())', '        pass',
-         'the gradient of a share is too small'),
-        ('    gathered[rank()] = f\n', '', 'shares have no gradient'),
-        ('(total / world()).split', 'total.split', 'gradients are added and not averaged'),
-        ('average_gradients(weights)                ', 'pass                ', 'processes drift apart'),
-        ('[part[:len(share)] for part, share in zip(gathered, shares)]', 'gathered', 'padding is kept'),
-        ('            sys.stdout = open(os.devnull, \'w\')', '            pass', 'all processes print'),
-        ('from_main_process(lambda: new_folder(args))', 'new_folder(args)', 'each process has a folder of its own'),
-        ("        if args.device.type != 'cuda':\n            raise UsageError('several",
-         "        if False:\n            raise UsageError('several",
-         'BatchNorm by shares'),
-        # found by reading
-        ('if name == path.name and process.isdigit()', 'if process.isdigit()',
-         'what is left of other files is removed'),
-        ('os.getpgid(int(process))', 'raise ProcessLookupError', 'what a living process writes is removed'),
-        ('                left.unlink()', '                pass', 'what killed processes left stays'),
-        ('if not text.lower().endswith(suffix):', 'if False:', 'a picture replaces a checkpoint'),
-        ("if folder.resolve().parent != Path('runs').resolve():", 'if False:', '--name leads out of runs/'),
-        ("        if (folder / 'last.pt').exists():", '        if False:', 'a run replaces another of its name'),
-        ('return positive / pairs if pairs else None,', 'return positive / max(pairs, 1),', 's+ of no pairs is 0'),
-        ("and (known is None or split != 'train')}", '}', 'an evaluation decodes training images'),
-        ('self.batch_size = self.classes * per_class', 'self.batch_size = batch_size', 'another batch is printed'),
-        ('{text if done else text[:width]:<{width}}', '{text:<{width}}', 'a long line is not overwritten'),
-        # the protocol, and pictures
-        ('row, recipe = row | PROTOCOL, asked.protocol', 'row = row | PROTOCOL',
-         "a dataset's recipe goes over the protocol"),
-        ("PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True", "PROTOCOL = dict(dim=512, pool='avg', freeze_bn=True",
-         'dimensions of the protocol'),
-        ("lr=1e-6, momentum=0.9", "lr=1e-6, momentum=0.0", 'momentum of the protocol'),
-        ("    if args.protocol and args.weights == 'none':", '    if False:', 'the protocol from random weights'),
-        ('if args.protocol and not (asked.fold or args.resume):', 'if False:', 'the default fold is not named'),
-        ('return show_batch(args, data, sampler)', 'show_batch(args, data, sampler)', '--show-batch trains'),
-        ('set_seed(args.seed, epoch=1)', 'set_seed(args.seed)', 'the picture shows another batch'),
-        ("weights = 'none' if args.resume or args.show_batch else", "weights = 'none' if args.resume else",
-         'a picture needs weights'),
-        (' + x.new_tensor(MEAN)[:, None, None]', '', 'pictures are too dark'),
-        ("refuse(args, ['name', 'show_batch'], '--resume')", 'pass', '--name and --show-batch are taken with --resume'),
-        ("self.ends[rows], self.paths[rows]", "self.ends[rows], self.paths",
-         'a subset has the paths of others'),
-    ],
-    'eval.py': [
-        ("folder, model.args['resize'], model.args['image_size']", 'folder, None, 64', 'another resolution'),
-        ('() if args.query else model.classes', '()', 'training classes are evaluated'),
-        ('2 - 2 * common.mean_similarities(z, y)[0]', '2 - 2 * common.mean_similarities(z, y)[1]',
-         'alignment of different classes'),
-        ('(2 * t * (rows', '(t * (rows', 'uniformity with another exponent'),
-        ('(total - len(z))', 'total', 'uniformity counts an image with itself'),
-        ("'utilization': utilization(z, training)", "'utilization': utilization(z, z)",
-         'utilization of a set in itself'),
-        ("fold=trained.get('fold')).train", ').train', 'utilization by validation images'),
-        ('(2 - 2 * s)', '(1 - s)', 'utilization by cosines'),
-        ('k_nearest(queries, examples, 1)', 'k_nearest(examples, queries, 1)', 'utilization the other way round'),
-        ('common.load_checkpoint(path, args.device, args.precision)', 'common.load_checkpoint(path, args.device)',
-         '--precision has no effect'),
-        # found by a second search
-        ("model.args['image_size'], args.cache,", "model.args['image_size'], 'cache',", '--cache has no effect'),
-        ('if gallery is None else f"a gallery', 'if gallery is not None else f"a gallery',
-         'the opposite is said of the gallery'),
-        ("    if 'unmatched' in result:", '    if False:', 'unmatched is not explained'),
-        ('for rows in z.split(1024))', 'for rows in z[:1024].split(1024))', 'uniformity of more than 1,024 images'),
-        # tables
-        ('t.ppf(0.975', 't.ppf(0.95', 'the interval is one-sided'),
-        ('len(values) - 1) * stdev', 'len(values)) * stdev', 'degrees of freedom'),
-        (' / len(values) ** 0.5', '', 'the spread of the values and not of their mean'),
-        ('torch.cat([F.normalize(part.float(), dim=1) for part in parts], dim=1), dim=1)',
-         'torch.cat(list(parts), dim=1), dim=1)', 'long embeddings outweigh others'),
-        ('mean(row[key] for row in rows)', 'max(row[key] for row in rows)', 'the best fold counts'),
-        ("NO_RECIPE = {'seed',", "NO_RECIPE = {", 'each seed is a recipe'),
-        ('and any(other.get(flag) != value for other in others)', 'and False', 'recipes of a script have one name'),
-        ('None if each[0] is None else concatenate(each)', 'each[-1]', 'concatenated is the last fold'),
-        ('ours[seed][key] - theirs[seed][key]', 'ours[seed][key]', 'no difference is taken'),
-        ('        if run.fold in folds:', '        if False:', 'a run replaces another of its kind'),
-        ('if len({frozenset(folds) for folds in seeds.values()}) > 1:', 'if False:',
-         'seeds with other folds are averaged'),
-        ('if len(folds) != 2 or', 'if', 'more than two recipes are compared'),
-        ('known = set().union(*(run.classes for run in runs))', 'known = set(runs[0].classes)',
-         'networks of a table see other classes'),
-        ("load = cache(partial(", "load = (partial(", 'a dataset is opened for each network'),
-        ('len(set(folds.values())) != 1:', 'False:', 'other seeds are compared'),
-        ('saved = common.read_checkpoint(common.best_of(path))', 'saved = common.read_checkpoint(path.parent)',
-         'the wrong checkpoint is read'),
-        ("dict(folds=fold.split('/')[-1])", 'dict()', 'a run on all classes counts as a fold'),
-        ('        if len({frozenset(run.classes)', '        if 0 * len({frozenset(run.classes)',
-         'runs on other classes count as seeds'),
-        ('    if trained_on != [dataset] and', '    if False and', 'all are evaluated on the first dataset'),
-        ('if new := set(training.classes)', 'if False and set(training.classes)',
-         'any images count as those of training'),
-        # pictures, and one's own images
-        ('order = order[matched[order]] if', 'order = order if', 'queries without a match fill the sheet'),
-        ('[*queries.paths, *gallery.paths]}', 'gallery.paths}', 'the photo is replaced by the drawing'),
-        ('[*queries.paths, *gallery.paths]}', 'queries.paths}', 'an image is replaced by the drawing'),
-        ("    if 's+' in result:", '    if True:', 'alignment of no pairs'),
-        ("    if result.get('unmatched', 0) < len(y):", '    if True:', 'a threshold without positive pairs'),
-        ('best_threshold(z, y, gallery, data.gallery.labels)', 'best_threshold(z, y)',
-         'the threshold of pairs of queries'),
-        ('gallery_labels.to(y.device))', 'y)', 'the gallery has the labels of the queries'),
-        ('GREEN if hit[n, column - 1] else RED', 'RED if hit[n, column - 1] else GREEN', 'the colours are swapped'),
-        ('column, :, BORDER:-BORDER, BORDER:-BORDER]', 'column, :, :-2 * BORDER, :-2 * BORDER]',
-         'images are not in their border'),
-        ('order = hardest_first(s, hit) if hardest else', 'order =', '--hardest has no effect'),
-        ('(-mistake, hit.sum(dim=1))', '(hit.sum(dim=1),)', 'of equal failures any comes first'),
-        ('s.masked_fill(hit, -1)', 's', 'a match counts as a mistake'),
-        ('index[rows], hit[rows])', 'index[rows], hit)', 'the colours of other queries'),
-        ('common.k_nearest(z, gallery, k)', 'common.k_nearest(z, z if gallery is None else gallery, k)',
-         'a sheet shows the query itself'),
-        (' if Path(name).resolve() != args.query.resolve()]', ']', 'a photo finds itself'),
-        ('min(args.top, len(images))', 'args.top', '--top beyond the number of images'),
-        ('min(top, len(data.gallery) - (gallery is None))', 'min(top, len(data.gallery))',
-         '--top beyond the number of other images'),
-        ("args.sheet or (path", "(path", 'search ignores --sheet'),
-        ('() if args.query else', '', 'a photo is not searched in training classes'),
-        ("embeddings': F.normalize(embeddings, dim=1)", "embeddings': -F.normalize(embeddings, dim=1)",
-         'other embeddings are saved'),
-        ("paths': images.paths}", "paths': data.query.paths}", 'the gallery has the paths of the queries'),
-        # measures
-        ('return 100 * 2 * (h_a + h_b - h)', 'return 100 * (h_a + h_b - h)',
-         'NMI up to 50'),
-        ('z = F.normalize(z.float().cpu(), dim=1).numpy()', 'z = z.float().cpu().numpy()', 'clusters of lengths'),
-        ('counts[1, -1] -= len(z) if within else 0', 'pass', 'the threshold counts an image with itself'),
-        ('(counts.cumsum(dim=1) - counts)', 'counts.cumsum(dim=1)', 'pairs at the threshold count as below'),
-        ('part_labels[:, None] == labels', 'part_labels[:, None] != labels',
-         'same and different are swapped'),
-        ('100 * (p * (1 - p) / len(y)) ** 0.5', '100 * (p * (1 - p)) ** 0.5', 'the error of one query'),
-    ],
-    'train_contrastive.py': [
-        ('labels, args.pos_margin, args.neg_margin, args.power', 'labels, args.neg_margin, args.pos_margin, args.power',
-         'margins are swapped'),
-        ('args.neg_margin, args.power)', 'args.neg_margin)', '--power has no effect'),
-        ("if args.form == 'similarity':", 'if False:', '--form has no effect'),
-        ('args.margin, args.reduction)', 'args.margin)', '--reduction has no effect'),
-        ('labels, args.margin, args.reduction', 'labels, 0.5, args.reduction', '--margin has no effect'),
-        ('return same & ~itself, ~same', 'return same, ~same', 'an image is its own positive'),
-        ('return t.sum() / (t > 0).sum().clamp_min(1)', 'return t.mean()', 'the mean is over all pairs'),
-        ('(d - pos_margin)', '(d + pos_margin)', 'the margin of positives has the wrong sign'),
-        ('length2[:, None] + length2[None, :] - 2 * s', '2 - 2 * s', 'distances of vectors that are not quite unit'),
-        ('push / (excess > 0).sum(dim=1)', 'push / negative.sum(dim=1)', 'the mean is over all negatives'),
-        ("lr=3e-5, decay_rate=0.25)", "lr=1e-4, decay_rate=0.25)", 'the recipe of SOP'),
-        ("decay_epochs=5, decay_rate=0.25, warmup=1)", "decay_epochs=5, decay_rate=0.25)", 'the recipe of In-Shop'),
-        # found by a second search
-        ("'distance': ['margin', 'reduction']", "'distance': ['margin']", '--reduction is taken without effect'),
-        ("['pos_margin', 'neg_margin', 'power']", "['neg_margin', 'power']", '--pos-margin is taken without effect'),
-        ('common.set_seed(args.seed)', 'common.set_seed(0)', 'all seeds start from one network'),
-        ('floor = 16 * torch', 'floor = 2 ** 20 * torch', 'in float32, near images have distance 0'),
-    ],
-    'train_ms.py': [
-        ('labels, args.alpha, args.beta, args.lam', 'labels, args.beta, args.alpha, args.lam',
-         'alpha and beta are swapped'),
-        ('args.beta, args.lam, epsilon)', 'args.beta, 0.5, epsilon)', '--lam has no effect'),
-        ('args.lam, epsilon)', 'args.lam)', 'the miner is off'),
-        ("None if args.epsilon == 'off' else args.epsilon", '0.1', '--epsilon has no effect'),
-        ('~(s - epsilon >= hardest_negative)', '~(s + epsilon >= hardest_negative)', 'the miner drops near positives'),
-        ('~(s + epsilon <= hardest_positive)', '~(s - epsilon <= hardest_positive)', 'the miner drops near negatives'),
-        ('(-alpha * (s - lam), positive)', '(alpha * (s - lam), positive)', 'positives are pushed'),
-        ('(beta * (s - lam), negative) / beta', '(beta * (s - lam), negative)', 'the push is not divided by beta'),
-        ('zero = t.new_zeros(len(t), 1)', 'zero = t.new_zeros(len(t), 0)', 'the "1 +" is missing'),
-        ('return same & ~itself, ~same', 'return same, ~same', 'an image is its own positive'),
-        ('alpha=17.97, beta=75.66', 'alpha=18.0, beta=75.0', "the recipe of Metrix's baseline"),
-        ('dict(epochs=30, decay_epochs=12)', 'dict()', 'the recipe of Cars'),
-        ('epochs=41, batch_size=80', 'epochs=60, batch_size=80', 'the recipe of CUB'),
-        # found by a second search
-        ('common.set_seed(args.seed)', 'common.set_seed(0)', 'all seeds start from one network'),
-    ],
-    'train_proxy_anchor.py': [
-        ('proxies, args.alpha, args.delta)', 'proxies, delta=args.delta)', '--alpha has no effect'),
-        ('proxies, args.alpha, args.delta)', 'proxies, args.alpha)', '--delta has no effect'),
-        ('(alpha * (s + delta), ~positive)', '(alpha * (s - delta), ~positive)', 'the margin of negatives, wrong sign'),
-        ('.sum() / present', '.mean()', 'the pull is divided by all classes'),
-        ('~positive).mean()', '~positive).sum() / present', 'the push is divided by the classes in the batch'),
-        ('s = F.normalize(proxies, dim=1) @ z.T', 's = proxies @ z.T', 'proxies are not normalised'),
-        (', lr=args.lr * args.proxy_lr_mult)', ')', '--proxy-lr-mult has no effect'),
-        ('(2 / num_classes) ** 0.5', '1', 'proxies turn at another speed'),
-        ("dict(decay_epochs=10)", 'dict()', 'the recipe of Cars'),
-        ('batch_size=180, lr=6e-4', 'batch_size=180', 'the recipe of SOP'),
-        ("learned={'proxies': proxies}", 'learned={}', 'proxies are not in the checkpoint'),
-        # found by a second search
-        ('dict(params=[proxies], lr=args.lr * args.proxy_lr_mult)',
-         'dict(params=[proxies], lr=args.lr * args.proxy_lr_mult, weight_decay=0.0)',
-         'no weight decay on the proxies'),
-        ('torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))',
-         'torch.nn.Parameter(torch.rand_like(new_proxies(data.train.num_classes, args.dim)).to(args.device))',
-         'proxies start in one corner of the space'),
-        ('common.set_seed(args.seed)', 'common.set_seed(0)', 'all seeds start from one network'),
-    ],
-    'train_proxynca_pp.py': [
-        ('proxynca_pp_loss(z, labels, proxies, args.temperature)', 'proxynca_pp_loss(z, labels, proxies)',
-         '--temperature has no effect'),
-        ('cross_entropy(2 / temperature', 'cross_entropy(1 / temperature', 'similarities for squared distances'),
-        ('s = 2 / temperature * cosines', 's = cosines', 'Proxy-NCA has no temperature'),
-        ("if args.loss == 'proxynca':     #", 'if False:     #', '--loss has no effect'),
-        ('labels, proxies, args.temperature) / len(labels)', 'labels, proxies, args.temperature)',
-         'the sum over a batch'),
-        ('layer_norm=layer_norm, ', '', 'LayerNorm is left out'),
-        (", head_init='default'", '', 'the head starts at another size'),
-        ("not (args.protocol and args.loss == 'proxynca')", 'True', 'the protocol has LayerNorm'),
-        ('return z @ F.normalize(proxies, dim=1).T', 'return z @ proxies.T', 'proxies are not normalised'),
-        ("others = s.masked_fill(own, float('-inf'))", 'others = s', 'the own proxy is in the denominator'),
-        (', lr=args.lr * args.proxy_lr_mult)', ')', '--proxy-lr-mult has no effect'),
-        ("{} if args.optimizer == 'sgd' else dict(eps=args.eps)", '{}', '--eps has no effect'),
-        ('torch.randn(num_classes, dim) / 8', 'torch.randn(num_classes, dim)', 'proxies turn at another speed'),
-        ("SOP | dict(proxy_lr_mult=1e5, schedule='constant')", 'SOP', 'the recipe of In-Shop'),
-        ("image_size=256, resize=288, min_crop=0.08", 'min_crop=0.08', 'the crops of the benchmarks'),
-        # found by a second search
-        ('dict(params=[proxies], lr=args.lr * args.proxy_lr_mult)]',
-         'dict(params=[proxies], lr=args.lr * args.proxy_lr_mult, eps=1e-8)]',
-         '--eps has no effect on the proxies'),
-        ('torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))',
-         'torch.nn.Parameter(8 * new_proxies(data.train.num_classes, args.dim).to(args.device))',
-         'proxies turn at another speed'),
-        ('common.set_seed(args.seed)', 'common.set_seed(0)', 'all seeds start from one network'),
-    ],
-    'train_ccl.py': [
-        ('F.one_hot(y, len(c)).to(c.dtype)', 'F.one_hot(y, len(c))', 'in float64, the margin is that of float32'),
-        ('(dropped, labels, centers, args.s, args.margin', '(dropped, labels, centers, 16.0, args.margin',
-         '--s has no effect'),
-        ('args.s, args.margin, args.lam, args.smoothing,', 'args.s, args.lam, args.margin, args.smoothing,',
-         'margin and lambda are swapped'),
-        ('args.margin, args.lam, args.smoothing,\n', 'args.margin, args.lam,\n', '--smoothing has no effect'),
-        ("stop_grad=args.variant == 'stop_grad'", 'stop_grad=False', '--variant stop_grad has no effect'),
-        ("c.detach() if stop_grad else c", 'c.detach()', 'the contrast never moves the centres'),
-        ('F.dropout(z, args.dropout)', 'z', '--dropout has no effect'),
-        ('        params += classifier.parameters()\n', '', 'the classifier does not learn'),
-        ('dict(nesterov=args.momentum > 0)', 'dict(nesterov=False)', 'no Nesterov acceleration'),
-        ('z.detach(), labels, args.mu)', 'z.detach(), labels, 0.9)', '--mu has no effect'),
-        ("normalize=args.variant != 'center_loss'", 'normalize=True', 'center_loss on the sphere'),
-        ("requires_grad_(args.variant != 'cluster')", 'requires_grad_(True)', 'running means learn as well'),
-        ('other = smoothing / max(num_classes - 1, 1)', 'other = smoothing / num_classes', "torch's smoothing"),
-        ('s * (cosine - margin * own)', 's * (cosine + margin * own)', 'the margin helps the own class'),
-        ('(contrast + lam * center)', '(contrast + center)', 'lambda has no effect'),
-        ("if args.label_noise != 'none':", 'if False:', '--label-noise has no effect'),
-        ('args.lam, args.smoothing)', 'args.smoothing, args.lam)', 'lambda and smoothing are swapped'),
-        ('centers, args.s)', 'centers)', '--s has no effect on proxynca'),
-        (', dict(params=[centers], lr=args.lr * args.center_lr_mult)', '', 'the centres do not learn'),
-        (', lr=args.lr * args.center_lr_mult', '', '--center-lr-mult has no effect'),
-        ('F.normalize(torch.randn(num_classes, dim), dim=1)', 'torch.randn(num_classes, dim)',
-         'the centres hardly move'),
-        ('jitter=0.25, dropout=0.2', 'jitter=0.0, dropout=0.2', 'the jitter of CUB'),
-        ("'cars': CUB | dict(epochs=100, lr=0.05)", "'cars': CUB | dict(epochs=100)", 'the recipe of Cars'),
-        ('lr=0.003, momentum=0.99)', 'lr=0.003)', 'the recipe of SOP'),
-        ('dict(lam=0.03)', 'dict()', 'the centre term outweighs the cross-entropy of center_loss'),
-        # found by a second search
-        ("common.build(args, head_init='default', normalize", 'common.build(args, normalize',
-         'the head starts at another size'),
-        ('torch.Generator().manual_seed(args.seed)', 'torch.Generator().manual_seed(0)', 'the noise ignores --seed'),
-        ('classes = data.train.num_classes', 'classes = len(data.train.classes)', 'dissolved classes keep centres'),
-        ('clamp(max=classes - 2)', 'clamp(max=classes)', 'longtail:0.99 dissolves all classes'),
-        ("'center_loss': {'lam',", "'center_loss': {'s', 'lam',",
-         '--s is taken without effect'),
-        ('momentum_centers(centers, z.detach()', 'momentum_centers(centers, dropped.detach()',
-         'centres are means of dropped embeddings'),
-        ('Parameter(new_centers(classes, args.dim)',
-         'Parameter(20 * new_centers(classes, args.dim)',
-         'the centres hardly move'),
-        ('dropped = F.dropout(z, args.dropout)', 'dropped = F.normalize(F.dropout(z, args.dropout), dim=1)',
-         'dropped embeddings are normalised again'),
-    ],
-    'train_metrix.py': [
-        ("['sop', 'contrastive'] = dict(m=0.5, warmup=5)", "['sop', 'contrastive'] = dict(m=0.5)",
-         'warm-up of contrastive on SOP'),
-        ('return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)',
-         'return (1 - lam) * x.index_select(0, i) + lam * x.index_select(0, j)', 'i and j are swapped in the mixture'),
-        ('x.index_select(0, i) +', 'x.index_select(0, i).detach() +', 'end i is detached'),
-        ('(1 - lam) * x.index_select(0, j)', '(1 - lam) * x.index_select(0, j).detach()', 'end j is detached'),
-        ('f[j_].lerp_(f[i_]', 'f[i_].lerp_(f[j_]', 'maxima are looked for in mixtures with swapped ends'),
-        ('f_j.lerp(f_i, lam)', 'f_i.lerp(f_j, lam)', 'i and j are swapped in mixed features'),
-        ('valid.to(torch.uint8).topk(most, dim=1', '(~valid).to(torch.uint8).topk(most, dim=1',
-         'examples that are not valid are gathered'),
-        ('below, s.detach()])', 'below, -s.detach()])', 'the mean similarity has the wrong sign'),
-        ('most = int(valid.sum(dim=1).max())', 'most = int(valid.sum(dim=1).min())',
-         'anchors with more examples lose some'),
-        ('f_j.lerp(f_i, lam)', 'f_j.detach().lerp(f_i, lam)', 'end j of mixed features is detached'),
-        ('f_j.lerp(f_i, lam)', 'f_j.lerp(f_i.detach(), lam)', 'end i of mixed features is detached'),
-        ('for end in (i, j))', 'for end in (i, i))', 'both ends of mixed features are i'),
-        ('(mix_there, *chunk, use_reentrant=False)', '(mix_there, *chunk, use_reentrant=False).detach()',
-         'the maxima of mixed features have no gradient'),
-        ('drop_invalid(anchor_z @ v.T', 'drop_invalid(anchor_z.detach() @ v.T', 'anchors are detached'),
-        ('weights, valid), kind, **hyper).mean()', 'weights, valid), kind, **hyper)[valid.any(dim=1)].mean()',
-         'the mean is over anchors that have a mixture'),
-        ('weights, valid), kind, **hyper).mean()', 'weights, valid), kind).mean()', 'the mixed loss lacks the flags'),
-        ('positive | negative, kind, **hyper)', 'positive | negative, kind)', 'the clean loss lacks the flags'),
-        ('proxy_anchor(s, positive, ~positive, **hyper)', 'proxy_anchor(s, positive, ~positive)',
-         'the clean loss of Proxy-Anchor lacks the flags'),
-        ('pull.sum() / positive.any(dim=1).sum()', 'pull.mean()', "Proxy-Anchor's pull is divided by all C"),
-        ('push.mean()     # by', 'push.sum() / positive.any(dim=1).sum()     # by',
-         'its push is divided by the classes in the batch'),
-        ('y[i], y[j], lam, proxies, **hyper)', 'y[i], y[j], lam, proxies)', 'mixed queries lack --temperature'),
-        ('proxynca_pp(z, y, y, 1, proxies, **hyper)', 'proxynca_pp(z, y, y, 1, proxies)', 'clean queries lack it'),
-        ('y[i], y[j], lam, proxies', 'y[j], y[i], lam, proxies', 'targets of ProxyNCA++ are swapped'),
-        ('s = F.normalize(proxies, dim=1) @ z.T', 's = proxies @ z.T', 'proxies of the clean loss are not normalised'),
-        ('F.normalize(common.at_least_float32(proxies), dim=1)[anchor_y]', 'common.at_least_float32(proxies)[anchor_y]',
-         'proxies of the mixed loss are not normalised'),
-        ('v @ F.normalize(proxies, dim=1).T', 'v @ proxies.T', 'proxies of ProxyNCA++ are not normalised'),
-        ('mix_features(f, i, j, lam, model.pool)', 'mix_features(f, i, j, lam)',
-         '--pool has no effect on mixed features'),
-        ('F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)', 'mix(common.at_least_float32(z), i, j, lam)',
-         'mixed embeddings are too short'),
-        ("if pairs == 'pos-pos':              ", 'if False:              ',
-         'pos-pos across classes only: there are none'),
-        ('random.choice(sets)', 'sets[0]', 'the kind of pair is never drawn'),
-        ('random.choice(choices)', 'choices[0]', 'the type of mixing is never drawn'),
-        ('labels, epsilon=epsilon, **learned', 'labels, **learned', 'the miner is never passed'),
-        ("args.epsilon if args.loss == 'ms' and", "0.39 if args.loss == 'ms' and", '--epsilon has no effect'),
-        ('pairs, k, args.alpha, model', 'pairs, k, 2.0, model', '--alpha has no effect'),
-        ('pairs, k, args.alpha, model', 'pairs, None, args.alpha, model', '--hard-negatives has no effect'),
-        ('args.strength * mixed', 'mixed', '--strength has no effect'),
-        ('mixed = mixed.minimum(', 'mixed = clean.minimum(', 'utilization over the last batch only'),
-        ('t + weight.log()], dim=1).logsumexp(dim=1)   #', 't], dim=1).logsumexp(dim=1)   #', 'weights have no effect'),
-        ('y * valid, (1 - y) * valid', 'y * valid, 1.0 * valid', 'negatives count in full'),
-        (".masked_fill(weight.any(dim=1, keepdim=True), float('-inf'))", ".masked_fill(weight.any(), float('-inf'))",
-         'rows without positives have an infinite pull'),
-        ('t.new_zeros(len(t), 1)  ', 't.new_ones(len(t), 1)  ', 'log(1 + ...) is log(e + ...)'),
-        ('torch.where(i_is_positive, lam, 1 - lam)', 'torch.where(i_is_positive, 1 - lam, lam)',
-         'labels are those of the other end'),
-        ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive', 'pairs of one class are valid'),
-        ("(with_anchor if pairs == 'anc-neg' else ~with_anchor)", '~with_anchor', 'anc-neg is pos-neg'),
-        ('(negatives[:, i] | negatives[:, j])', 'True', 'easy negatives are mixed'),
-        ('s.topk(min(k, len(y)), dim=1)', 's.topk(min(k, len(y)), dim=1, largest=False)',
-         'the easiest negatives are mixed'),
-        ("k == 'auto' and mixup == 'input'", 'False', 'input mixing with all negatives'),
-        ('3 if len(args.mixup) == 1 else 1', '3', 'k of input mixing beside other types'),
-        ('.logit() / (beta + gamma) + m', '.logit() / (beta + gamma) - m', 'the threshold of Eq. (24)'),
-        ('positive = s.grad <= 0', 'positive = s.grad >= 0', 'Fig. 2 upside down'),
-        ('below = s <= positivity_threshold', 'below = s >= positivity_threshold', 'the prediction of Fig. 2'),
-        ('positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)', 'positive',
-         'an anchor is its own positive'),
-        ('Beta(alpha, alpha).sample(i.shape).to(', 'Beta(alpha, alpha).sample().expand(len(i)).to(',
-         'one lambda for the batch'),
-        ("kind == 'proxynca_pp':                       #", "False:                       #", 'mixed ProxyNCA++'),
-        (', lr=args.lr * args.proxy_lr_mult)', ')', '--proxy-lr-mult has no effect'),
-        ("dict(m=0.5, decay_rate=0.1)", 'dict(m=0.5)', 'the recipe of contrastive on CUB and Cars'),
-        ("{(dataset, 'contrastive'): dict(m=0.5)", "{(dataset, 'contrastive'): dict(m=0.77)",
-         'the margin of contrastive'),
-        ("SOP | dict(lr=1e-4)", 'SOP', 'the recipe of In-Shop'),
-        # found by a second search
-        ('args.dim) * (2 / data.train.num_classes) ** 0.5', 'args.dim)', 'proxies turn at another speed'),
-        ('{k or "all"} negatives', 'all negatives', 'the printed plan is wrong'),
-        ("batch_size per_class seed device", "batch_size per_class seed strength device",
-         '--strength is taken without effect with --analyse'),
-        ('(args, y), 20))', '(args, y), 2))', 'the analysis looks at two batches'),
-        ('lam = Beta(args.alpha, args.alpha)', 'lam = Beta(2.0, 2.0)', '--alpha has no effect on utilization'),
-        ('lam = Beta(alpha, alpha).sample(i.shape).double()', 'lam = Beta(2.0, 2.0).sample(i.shape).double()',
-         '--alpha has no effect on Fig. 2'),
-        ('threshold = positivity_threshold(lam, args.beta', 'threshold = positivity_threshold(0.5, args.beta',
-         'one threshold in all rows'),
-        ("axes.plot(lam, measured, 'o-', lam, predicted, 's--')",
-         "axes.plot(lam, predicted, 'o-', lam, measured, 's--')",
-         'circles and squares are swapped'),
-        ('h * w <= 256', 'h * w <= 2 ** 16', 'positions overflow on maps of 17 x 17 and more'),
-        ('else args.analyse.parent)', "else Path('.'))", 'the figure lies elsewhere'),
-        ('common.set_seed(args.seed)', 'common.set_seed(0)', 'all seeds start from one network'),
-        ("dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult)",
-         "dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult, weight_decay=0.0)",
-         'no weight decay on the proxies'),
-        ("'proxynca_pp': ['proxy_lr_mult']", "'proxynca_pp': ['proxy_lr_mult', 'epsilon']",
-         '--epsilon is taken without effect'),
-        ('{measured:9.3f} {predicted:9.3f}', '{predicted:9.3f} {measured:9.3f}', 'columns of Fig. 2 are swapped'),
-        ('momenta = {layer: layer.momentum', 'momenta = {layer: 0.0', 'BatchNorm never moves again'),
-        ('layer.momentum = 0.0   ', 'layer.momentum = 0.1   ', '--clean-bn has no effect'),
-    ],
-    'train_hse.py': [
-        ('model(torch.cat([images, hybrids]))', 'model(torch.cat([hybrids, images]))',
-         'L_m sees hybrids under wrong labels'),
-        ('images[:stay], labels[:stay]', 'images[-stay:], labels[-stay:]', 'hybrids replace the first images'),
-        ('args.per_class * args.combinations\n', 'args.per_class\n', 'Cnum is ignored by replace'),
-        ("if args.hybrids == 'replace':               #", 'if False:               #', '--hybrids has no effect'),
-        ('[chain.from_iterable(repeat(sampler)) for sampler', '[repeat(next(iter(sampler))) for sampler',
-         'SuperClassSampler repeats one batch'),
-        ('torch.randperm(len(parts)).tolist()', 'range(len(parts))', 'replace drops always the same super-classes'),
-        ('make_hybrids(images, y, args.kind, args.num', "make_hybrids(images, y, 'cutmix', args.num",
-         '--kind has no effect'),
-        ('y, args.kind, args.num,', 'y, args.kind, 2,', '--num has no effect'),
-        ('args.per_class, args.combinations,\n', 'args.per_class, 1,\n', '--combinations has no effect'),
-        ('args.axis, args.mask_size, groups=super_class', "'top-bottom', args.mask_size, groups=super_class",
-         '--axis has no effect'),
-        ('args.axis, args.mask_size, groups=super_class', 'args.axis, 16, groups=super_class',
-         '--mask-size has no effect'),
-        ('groups=super_class[y])', 'groups=None)', 'hybrids join super-classes'),
-        ('h, sources, args.alpha, args.temperature)', 'h, sources, 0.05, args.temperature)', '--alpha has no effect'),
-        ('h, sources, args.alpha, args.temperature)', 'h, sources, args.alpha)', '--temperature has no effect'),
-        ('s = h @ z.T / temperature', 's = h @ z.T', 'the temperature has no effect'),
-        ('logsigmoid(s_ewp - s_hn)', 'logsigmoid(s_hn - s_ewp)', 'the hybrid is pushed from its parents'),
-        ('most_similar(s, weak_positive)', 'most_similar(-s, weak_positive)', 'the hardest weak positive'),
-        ('(loss * (has_hn & has_ewp)).sum()', 'loss.sum()', 'hybrids without a negative count'),
-        ('return weak_positive, ~weak_positive', 'return weak_positive, torch.ones_like(weak_positive)',
-         'parents are negatives'),
-        ('m[torch.arange(per_class) % len(m)]', 'm[torch.zeros(per_class, dtype=torch.long)]',
-         'hybrids of one image only'),
-        ('return parts.mean(dim=1)', 'return parts[:, 0]', 'mixup shows one parent'),
-        ('positive & ~(s - epsilon >= hardest_negative)', 'positive', 'the miner is off'),
-        ('negative & (s < s_p[:, None])', 'negative', 'the hardest negative in EPSHN'),
-        ('(margin - d).clamp_min(0).square()', '(margin - d).clamp_min(0)', 'the push is not squared'),
-        (', lr=args.lr * args.proxy_lr_mult)', ')', 'proxies at the learning rate of the network'),
-        ('sampler = SuperClassSampler(y, groups, args.batch_size, args.per_class)',
-         'sampler = common.make_sampler(args, y)', 'SOP without super-classes'),
-        ('learned, sampler)', 'learned)', 'the sampler of super-classes is not used'),
-        ("('shapes', 'folder', 'reality-check'), dict(alpha=0.05)",
-         "('shapes', 'folder', 'reality-check'), dict()", 'alpha of ms off the benchmarks'),
-        ("('epshn', ('cars',), dict(per_class=16))", "('epshn', ('cars',), dict())", 'the recipe of EPSHN on Cars'),
-        ("dict(dim=64)", 'dict()', 'the size of N-pair embeddings'),
-        ("combinations=12)", "combinations=1)", 'the recipe of SOP'),
-        # found by a second search
-        ('args.dim) * (2 / num_classes) ** 0.5', 'args.dim)', 'proxies turn at another speed'),
-        ('[blend(parts, kind, args.axis, args.mask_size)', "[blend(parts, kind, 'top-bottom', args.mask_size)",
-         '--axis has no effect on the picture'),
-        ('[dealt[i] for i in torch.randperm(len(dealt), generator=generator)]', 'dealt',
-         'few combinations come from the first super-classes always'),
-        ("'combinations', 'axis', 'mask_size', 'hybrids']", "'combinations', 'mask_size', 'hybrids']",
-         '--axis is taken without effect'),
-        ('    if classes <= args.num:', '    if classes < args.num:', 'a batch without negatives is taken'),
-        ('common.set_seed(args.seed)', 'common.set_seed(0)', 'all seeds start from one network'),
-        ("if args.loss != 'proxy_anchor':", "if args.loss == 'ms':", '--proxy-lr-mult is taken without effect'),
-        ('stay = len(images) - ', 'stay = args.batch_size - ', 'replace drops nothing where classes are few'),
-        ('min(args.batch_size // args.per_class, num_classes) if', 'args.batch_size // args.per_class if',
-         'a dataset of too few classes is taken: L_Hy is zero'),
-        ("('ms', ('sop', 'inshop'), dict", "('ms', ('sop',), dict", 'the recipe of ms on In-Shop'),
-        ("('npair', ('cub', 'cars', 'sop', 'inshop')", "('npair', ('cub', 'sop')",
-         'the size of N-pair on Cars and In-Shop'),
-        ("dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult)",
-         "dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult, weight_decay=0.0)",
-         'no weight decay on the proxies'),
-        ('None if args.fold else data', 'data', 'a fold of SOP cannot be trained'),
-        ('floor = 16 * torch', 'floor = 2 ** 20 * torch', 'in float32, near images have distance 0'),
-        ('negative & (s < s_p[:, None])', 'negative & (s <= s_p[:, None])',
-         'a negative as similar as the positive takes part'),
-    ],
-}
-
-# Tests that are likely to notice a change in a file run first, and then all others.
-FIRST = {'common.py': ['network', 'retrieval', 'flags', 'training', 'folds', 'datasets', 'runs', 'recipes',
-         'processes'],
-         'eval.py': ['tables', 'eval', 'flags'],
-         **{f'train_{name}.py': [name, 'flags', 'wiring', 'recipes'] for name in
-            ('contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse')}}
+SECONDS = 1200                                              # a mistake may lead into a loop without an end
 
 
-def survives(mutant):
-    """Whether all tests are green although this line is wrong; prints the test that is not."""
-    file, old, new, why = mutant
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / ROOT.name
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.*', 'runs', 'cache', 'data', '__pycache__'))
-        text = (copy / file).read_text()
-        assert text.count(old) == 1, f'{file}: {old!r} stands there {text.count(old)} times'
-        (copy / file).write_text(text.replace(old, new))
-        tests = [f'tests/test_{name}.py' for name in FIRST[file]]
+def read():
+    """Yields (file, names of test files, old, new, why)"""
+    for line in (ROOT / 'tests' / 'mutants.txt').read_text().splitlines():
+        if line.startswith('## '):
+            file, first = line.removeprefix('## ').split(': ')
+        else:
+            change, why = line.split(' ## ')
+            old, new = change.split(' ==>')
+            yield file, first.split(), old, new.removeprefix(' '), why
+
+
+class SlowTestsLast:
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: item.get_closest_marker('slow') is not None)
+
+
+def start(folder, file, first, old, new):
+    """Starts a process that runs the tests in a copy with this mistake, and writes to folder/output -> its number"""
+    if pid := os.fork():
+        return pid
+    os.setpgid(0, 0)
+    copy = shutil.copytree(ROOT, folder / 'copy', ignore=shutil.ignore_patterns('.*', 'runs', 'cache', 'data'))
+    (copy / file).write_text((copy / file).read_text().replace(old, new))
+    os.chdir(copy)
+    with open(folder / 'output', 'w') as sys.stdout:
+        os.dup2(sys.stdout.fileno(), 1)
+        os.dup2(sys.stdout.fileno(), 2)
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         # test_project.py looks at the text, so it would notice for the wrong reason.
-        tests += sorted({f'tests/{path.name}' for path in copy.glob('tests/test_*.py')}
-                        - {*tests, 'tests/test_project.py', 'tests/test_soak.py'})
-        command = [sys.executable, '-m', 'pytest', '-xq', '--no-header', '--tb=no', '-p', 'no:cacheprovider', *tests]
-        try:
-            done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=1200,
-                                  env=os.environ | dict(OMP_NUM_THREADS='1'))
-            lives, lines = done.returncode == 0, done.stdout.splitlines()
-        except subprocess.TimeoutExpired:
-            lives, lines = False, ['FAILED tests/ (the tests did not end)']
-    failed = [line.removeprefix('FAILED tests/') for line in lines if line.startswith(('FAILED', 'ERROR'))]
-    print(f'{"SURVIVES" if lives else "killed  "} {file}: {why}; {" ".join(failed)[:100]}', flush=True)
-    return lives
+        first = [f'tests/test_{name}.py' for name in first]
+        others = {str(path) for path in Path().glob('tests/test_*.py')} - {*first, 'tests/test_project.py'}
+        options = '-xq --tb=no -p no:cacheprovider -p no:faulthandler --basetemp'.split() + [str(folder / 'pytest')]
+        status = (pytest.main([*options, *first], plugins=[SlowTestsLast()])
+                  or pytest.main([*options, *sorted(others)], plugins=[SlowTestsLast()]))
+    os._exit(status)
+
+
+def judge(pid, status, folder, file, why):
+    """Prints which test noticed, and returns whether none did."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)                      # what tests that failed left running
+    failed = [line for line in (folder / 'output').read_text().splitlines() if line.startswith(('FAILED', 'ERROR'))]
+    verdict = failed[0].split(' - ')[0] if failed else 'it did not end' if status else 'SURVIVES'
+    print(f'{file}: {why}: {verdict}', flush=True)
+    return not status
 
 
 def main(words):
-    mutants = [(file, *row) for file, rows in MUTANTS.items() for row in rows]
-    if words:
-        mutants = [mutant for mutant in mutants if any(word in f'{mutant[0]} {mutant[3]}' for word in words)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        alive = [mutant for mutant, lives in zip(mutants, pool.map(survives, mutants)) if lives]
-    print(f'{len(alive)} of {len(mutants)} mutants survive')
-    for file, old, new, why in alive:
-        print(f'    {file}: {why}\n        {old!r} -> {new!r}')
+    os.environ['OMP_NUM_THREADS'] = '1'
+    for name in ('faiss', 'scipy.io', 'scipy.stats', 'torchvision.transforms.v2'):
+        import_module(name)                                 # once, because it takes seconds
+    waiting = [row for row in read() if not words or any(word in ' '.join([row[0], *row[2:]]) for word in words)]
+    tried, running, alive = len(waiting), {}, []
+    while waiting or running:
+        if waiting and len(running) < os.cpu_count():
+            row, folder = waiting.pop(0), TemporaryDirectory()
+            running[start(Path(folder.name), *row[:-1])] = row, folder
+        else:
+            pid, status = os.wait()
+            (file, _, old, new, why), folder = running.pop(pid)
+            if judge(pid, status, Path(folder.name), file, why):
+                alive.append(f'    {file}: {why}\n        {old} ==> {new}')
+            folder.cleanup()
+    print(f'{len(alive)} of {tried} mutants survive', *alive, sep='\n')
 
 
 if __name__ == '__main__':

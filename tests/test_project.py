@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 
+import mutants
 import pytest
 import results
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, SCRIPTS
-from mutants import MUTANTS
 
 import train_metrix
 
@@ -51,13 +51,15 @@ def test_a_script_begins_with_its_loss_and_ends_in_cli(name):
     assert text.startswith(f'"""{name}.py -- ')
 
 
-@pytest.mark.parametrize('file', MUTANTS)
-def test_mutants_still_fit_their_files(file):
-    """Each line that tests/mutants.py changes stands once in its file, and the changed file is Python still."""
-    text = (ROOT / file).read_text()
-    for old, new, why in MUTANTS[file]:
-        assert text.count(old) == 1 and old != new and why, f'{old!r} stands {text.count(old)} times in {file}'
-        ast.parse(text.replace(old, new))
+def test_mutants_still_fit_their_files():
+    """Each line that tests/mutants.txt changes stands once in its file, and what it becomes is Python still."""
+    texts = {file: (ROOT / file).read_text() for file in {row[0] for row in mutants.read()}}
+    parts = {file: ['\n'.join(text.split('\n')[node.lineno - 1:node.end_lineno]) for node in ast.parse(text).body]
+             for file, text in texts.items()}
+    for file, first, old, new, why in mutants.read():
+        assert texts[file].count(old) == 1 and old != new and why, f'{old!r}, {texts[file].count(old)} times in {file}'
+        ast.parse(next(part for part in parts[file] if old in part).replace(old, new))
+        assert all((ROOT / 'tests' / f'test_{name}.py').exists() for name in first), first
 
 
 def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
