@@ -1,8 +1,8 @@
 """Exercises of a course: folders for students, points for what they hand in, and a check of the tests themselves.
 
-    python tests/handout.py make OUT NAME...      makes the folder OUT for the exercises that are named
-    python tests/handout.py grade NAME FILE...    a line for each file: points for each equation, and in all
-    python tests/handout.py check [NAME...]       whether tests catch what is wrong and accept what is right; -v says more
+    python tests/handout.py make OUT NAME...     makes the folder OUT for the exercises that are named
+    python tests/handout.py grade NAME FILE...   a line for each file: points for each equation, and in all
+    python tests/handout.py check [NAME...]      whether tests catch what is wrong and accept what is right; -v: which
 
 A student gets the folder, fills in the functions of the exercise, and hands in the whole script. `grade` tests this
 file in a process of its own, with the tests of the project. It runs the file as it is: do so where it can do no harm.
@@ -13,7 +13,6 @@ import gc
 import multiprocessing
 import os
 import re
-import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +70,7 @@ EXERCISES = {
     'epshn_loss': Exercise(
         'train_hse.py', 'epshn_loss', 'test_hse.py', 'test_epshn_', 2, 'its docstring, for HSE Eq. (10)'),
     'retrieval_metrics': Exercise(
-        'common.py', 'retrieval_metrics', 'test_retrieval.py', 'rc_eq3_ rc_eq4_', 3,
+        'common.py', 'retrieval_metrics', 'test_retrieval.py', 'rc_eq3_ rc_eq4_ test_retrieval_', 3,
         'Reality Check Eq. (3) and (4); R@K and the three rules from its docstring'),
 }
 
@@ -122,14 +121,18 @@ def prune(text, words):
         new = {id(defined[name]): defined[name] for name in names & defined.keys()}.values()
         todo += new
         keep += new
-    pieces = [f'"""{ast.get_docstring(ast.parse(text))}"""\n']
-    for node in body:
+    pieces, blank, last = [f'"""{ast.get_docstring(ast.parse(text))}"""\n'], 0, None
+    for node in body[1:]:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, 'decorator_list', []))]) - 1
+        source = ''.join(lines[first:node.end_lineno])
+        blank = max(blank, not lines[first - 1].strip(), 2 * (hasattr(node, 'name') or hasattr(last, 'name')))
         if isinstance(node, ast.Import | ast.ImportFrom):
+            number = len(node.names)
             node.names = [name for name in node.names if (name.asname or name.name.split('.')[0]) in used]
-            pieces += [ast.unparse(node) + '\n'] if node.names else []
-        elif node in keep:
-            first = min([node.lineno, *(d.lineno for d in getattr(node, 'decorator_list', []))])
-            pieces.append('\n\n' * hasattr(node, 'name') + ''.join(lines[first - 1:node.end_lineno]))
+            source = source if len(node.names) == number else ast.unparse(node) + '\n'
+        if node in keep or getattr(node, 'names', []):
+            pieces.append('\n' * blank + source)
+            blank, last = 0, node
     return ''.join(pieces)
 
 
@@ -230,7 +233,7 @@ class Record:
 
 def run_tests(folder, arguments, sender):
     """In a process of its own: the tests of a folder, in silence"""
-    os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD='1', OMP_NUM_THREADS='1')
+    os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'
     os.chdir(folder)
     sys.path[:] = [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)]
     sys.dont_write_bytecode = True
@@ -239,10 +242,10 @@ def run_tests(folder, arguments, sender):
     record = Record()
     with open(os.devnull, 'w') as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         code = pytest.main([*arguments, '-q', '-p', 'no:cacheprovider', '--rootdir', folder], plugins=[record])
-    sender.send((record.tests, '' if record.tests else record.broken or f'pytest ended with {code!r}'))
+    sender.send((record.tests, '' if record.tests else record.broken or f'no test was run, exit code {int(code)}'))
 
 
-def results(exercise, files, text, *options, limit=LIMIT):
+def results(exercise, files, text, *options):
     """({test: '' or what went wrong}, why there are none) for the text of the exercise's script"""
     # Where there is fork, processes start from one that has torch already, in a tenth of the time.
     fork = 'forkserver' in multiprocessing.get_all_start_methods()
@@ -258,7 +261,7 @@ def results(exercise, files, text, *options, limit=LIMIT):
         process.start()
         sender.close()
         try:
-            return receiver.recv() if receiver.poll(limit) else ({}, f'no end after {limit} seconds')
+            return receiver.recv() if receiver.poll(LIMIT) else ({}, f'no end after {LIMIT} seconds')
         except EOFError:
             return {}, 'the process ended early'
         finally:
@@ -334,7 +337,8 @@ def check(names, verbose=False):
         bad += not good
         if verbose or not good:
             first = next(iter(failed.items()), ('', ''))
-            print(f'{"ok " if good else "BAD"} {name}, {what}: {why or f"{len(failed)} of {len(tests)} fail"} {first[0]}')
+            how = why or f'{len(failed)} of {len(tests)} tests fail {first[0]}'
+            print(f'{"ok " if good else "BAD"} {name}, {what}: {how}')
             if first[1] and not good or verbose > 1:
                 print(first[1])
     print(f'{len(names)} exercises, {sum("wrong" in job[2] for job in jobs)} wrong solutions, '
@@ -355,6 +359,7 @@ def main(argv=None):
     command.add_argument('names', metavar='NAME', nargs='*')
     command.add_argument('-v', action='count', default=0, help='a line for each solution; twice: and why it fails')
     args = parser.parse_args(argv)
+    os.environ['OMP_NUM_THREADS'] = '1'             # for the processes to come: two at a time, each on one core
     for name in args.names:
         if name not in EXERCISES:
             parser.exit(2, f'error: {name} is no exercise; these are: {", ".join(EXERCISES)}\n')

@@ -14,11 +14,9 @@ WRONG['multi_similarity_loss'] = {
     'miner by columns': ('.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)',
                          '.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
     'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
-    'miner on positives only': ('negative & ~(s + epsilon <= hardest_positive)', 'negative'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over anchors that cost': ('(pull + push).mean()',
                                     '(pull + push).sum() / ((pull + push) > 0).sum().clamp_min(1)'),
-    'sum over anchors': ('(pull + push).mean()', '(pull + push).sum()'),
     'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
     'oneself by value': ('mine(s, y, epsilon)\n', 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
     'exp overflows': ('log1p_sum_exp(beta * (s - lam), negative)',
@@ -27,9 +25,6 @@ WRONG['multi_similarity_loss'] = {
     'without the 1 +': ('log1p_sum_exp(beta * (s - lam), negative)',
                         '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
     'epsilon 0 is no miner': ('if epsilon is None else', 'if not epsilon else'),
-    'easiest instead of hardest': ("(~positive, float('inf')).amin", "(~positive, float('-inf')).amax",
-                                   "(~negative, float('-inf')).amax", "(~negative, float('inf')).amin"),
-    'not divided by beta': ('negative) / beta', 'negative)'),
 }
 RIGHT['multi_similarity_loss'] = {
     'anchor by anchor': '''
@@ -68,15 +63,10 @@ WRONG['contrastive_loss'] = {
         'return mean_nonzero(pull) + mean_nonzero(push)',
         'return pull.sum() / positive.sum().clamp_min(1) + push.sum() / negative.sum().clamp_min(1)'),
     'one mean for both kinds': ('return mean_nonzero(pull) + mean_nonzero(push)', 'return mean_nonzero(pull + push)'),
-    'sum': ('t.sum() / (t > 0).sum().clamp_min(1)', 't.sum()'),
-    'margins swapped': ('(d - pos_margin)', '(d - neg_margin)', '(neg_margin - d)', '(pos_margin - d)'),
-    'always squared': ('(d - pos_margin).clamp_min(0).pow(power)', '(d - pos_margin).clamp_min(0).pow(2)'),
     'an image is its own positive': ('.masked_fill(~positive, 0)', '.masked_fill(negative, 0)'),
-    'squared distances': ('d = distances(common.at_least_float32(z))', 'd = distances(common.at_least_float32(z)) ** 2'),
     'NaN without positives': ('.clamp_min(1)', ''),
     'half precision stays': ('common.at_least_float32(z)', 'z'),
     'images detached': ('common.at_least_float32(z)', 'common.at_least_float32(z).detach()'),
-    'hinges missing': ('(neg_margin - d).clamp_min(0)', '(neg_margin - d)'),
 }
 RIGHT['contrastive_loss'] = {
     'pairs of the upper triangle': '''
@@ -95,15 +85,10 @@ WRONG['contrastive_similarity_loss'] = {
                             'pull = (margin - s).clamp_min(0).masked_fill(~positive, 0)'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over all negatives': ('(excess > 0).sum(dim=1)', 'negative.sum(dim=1)'),
-    'always sum': ("if reduction == 'mean':", 'if False:'),
     'always mean': ("if reduction == 'mean':", 'if True:'),
-    'sum over anchors': ('(pull + push).mean()', '(pull + push).sum()'),
     'oneself by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
-    'an image is its own positive': ('~positive, 0', 'negative, 0'),
     'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
     'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
-    'margin ignored': ('s - margin', 's - 0.5'),
-    'no hinge': ('(s - margin).clamp_min(0)', '(s - margin)'),
 }
 RIGHT['contrastive_similarity_loss'] = {
     'anchor by anchor': '''
@@ -130,14 +115,9 @@ WRONG['proxy_anchor_loss'] = {
     'push divided by the classes present': ('~positive).mean()', '~positive).sum() / present'),
     'push by present proxies only': ('~positive).mean()', '~positive)[positive.any(dim=1)].mean()'),
     'margin of negatives with minus': ('(s + delta)', '(s - delta)'),
-    'divided by alpha': ('return pull + push', 'return (pull + push) / alpha'),
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
     'half precision stays': ('z, proxies = common.at_least_float32(z, proxies)', 'pass'),
-    'proxies of the labels only': ('F.normalize(proxies, dim=1)', 'F.normalize(proxies[:int(y.max()) + 1], dim=1)',
-                                   'torch.arange(len(proxies)', 'torch.arange(int(y.max()) + 1'),
-    'images as anchors': ('log1p_sum_exp(-alpha * (s - delta), positive).sum() / present',
-                          'log1p_sum_exp((-alpha * (s - delta)).T, positive.T).mean()'),
 }
 RIGHT['proxy_anchor_loss'] = {
     'proxy by proxy': '''
@@ -156,13 +136,11 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
 WRONG['proxynca_loss'] = {
     'own proxy in the denominator': ("others = s.masked_fill(own, float('-inf'))", 'others = s'),
     'mean': ('- s[own]).sum()', '- s[own]).mean()'),
-    'distances': ('s = cosines(z, proxies)', 's = -torch.cdist(*common.at_least_float32(z, F.normalize(proxies)))'),
     'proxies not normalised': ('s = cosines(z, proxies)', 's = torch.matmul(*common.at_least_float32(z, proxies.T))'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
     'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
     'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
-    'maximum': ('others.logsumexp(dim=1)', 'others.amax(dim=1)'),
 }
 RIGHT['proxynca_loss'] = {
     'exp and log of cosines': '''
@@ -176,11 +154,8 @@ def proxynca_loss(z, y, proxies):
 }
 WRONG['proxynca_pp_loss'] = {
     'scale 1/T': ('2 / temperature', '1 / temperature'),
-    'times T': ('2 / temperature', '2 * temperature'),
     'distances not squared': ('2 / temperature * cosines(z, proxies)',
                               '-torch.cdist(*common.at_least_float32(z, F.normalize(proxies))) / temperature'),
-    'sum': (', y)', ", y, reduction='sum')"),
-    'T ignored': ('2 / temperature', '18'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
     'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
     'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.at_least_float32(z, proxies.T))'),
@@ -209,27 +184,19 @@ WRONG['center_contrastive_loss'] = {
     'stop_grad ignored': ('(c.detach() if stop_grad else c)', 'c'),
     'stop_grad cuts the centre term': ('(c.detach() if stop_grad else c)', 'c', '(z * c[y])',
                                        '(z * (c.detach() if stop_grad else c)[y])'),
-    'stop_grad cuts both': ('c = F.normalize(centers, dim=1)',
-                            'c = F.normalize(centers.detach() if stop_grad else centers, dim=1)'),
-    'stop_grad cuts the images': ('z @ (c.detach() if stop_grad else c).T', '(z.detach() if stop_grad else z) @ c.T'),
     'smoothing ignored': ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y'),
     "torch's smoothing": ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y, label_smoothing=smoothing'),
     'centre term smoothed': ('lam * center', '(1 - smoothing) * lam * center'),
     'centre term in the softmax': ('(cosine - margin * own)', '(cosine - margin * own) + 2 * lam * cosine * own',
                                    'contrast + lam * center', 'contrast + 2 * lam'),
-    'distance not squared': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - c[y]).norm(dim=1)'),
-    'half of the squared distance': ('2 - 2 *', '1 -'),
     'margin not scaled': ('s * (cosine - margin * own)', 's * cosine - margin * own'),
-    'margin added': ('cosine - margin', 'cosine + margin'),
-    'margin of all classes': ('margin * own', 'margin'),
     'centres not normalised': ('c = F.normalize(centers, dim=1)', 'c = centers'),
     'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
     'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1) + 0 * centers'),
     'images detached': ('z @ (c', 'z.detach() @ (c'),
-    'sum over the batch': ('.mean()', '.sum()'),
     'half precision stays': ('z, centers = common.at_least_float32(z, centers)', 'pass'),
     'exp overflows': ("F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
-                      '-(smooth_labels(y, len(c), smoothing) * (logits.exp() / logits.exp().sum(1, True)).log()).sum(1)'),
+                      '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
 }
 RIGHT['center_contrastive_loss'] = {
     'as in the header': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - c[y]).square().sum(dim=1)'),
@@ -248,4 +215,203 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
         total = total + contrast + lam * (x - c[label]).square().sum()
     return total / len(z)
 ''',
+}
+
+# ---- HSE
+
+WRONG['hybrid_loss'] = {
+    'maximum of s times mask': ('most_similar(s, negative)', '(s * negative).max(dim=1)[0], negative.any(dim=1)',
+                                'most_similar(s, weak_positive)',
+                                '(s * weak_positive).max(dim=1)[0], weak_positive.any(dim=1)'),
+    'no guard for negatives': ('(has_hn & has_ewp)', 'has_ewp'),
+    'no guard for weak positives': ('(has_hn & has_ewp)', 'has_hn'),
+    'no guard for no hybrids': ('max(len(h), 1)', 'h.new_tensor(len(h))'),
+    'mean over hybrids that have both': ('max(len(h), 1)', '(has_hn & has_ewp).sum().clamp_min(1)'),
+    'hybrids detached': ('s = h @', 's = h.detach() @'),
+    'images detached': ('z.T', 'z.T.detach()'),
+    'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
+    'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
+    'half precision stays': ('h, z = common.at_least_float32(h, z)', 'pass'),
+    'two columns averaged': ('F.logsigmoid(s_ewp - s_hn)',
+                             'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
+}
+RIGHT['hybrid_loss'] = {
+    'hybrid by hybrid': '''
+def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
+    h, z = common.at_least_float32(h, z)
+    terms = [0 * h.sum()]
+    for x, weak, other in zip(h, weak_positive, negative):
+        if weak.any() and other.any():
+            terms.append(F.softplus(((z[other] @ x).max() - (z[weak] @ x).max()) / temperature))
+    return alpha * sum(terms) / max(len(h), 1)
+''',
+    'cross-entropy of two columns': (
+        '-alpha * F.logsigmoid(s_ewp - s_hn)',
+        "alpha * F.cross_entropy(torch.stack([s_ewp, s_hn], dim=1), negative.new_zeros(len(h)).long(), "
+        "reduction='none')"),
+}
+WRONG['epshn_loss'] = {
+    'hardest negative': ('negative & (s < s_p[:, None])', 'negative'),
+    'a tie is semi-hard': ('s < s_p', 's <= s_p'),
+    'mean over all anchors': ('keep.sum().clamp_min(1)', 'len(z)'),
+    'NaN without anchors': ('.clamp_min(1)', ''),
+    'oneself by value': ('positive, negative = pairs(y)', 'positive, negative = (y[:, None] == y) & (s < 1 - 1e-5), '
+                         'y[:, None] != y'),
+    'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'exp overflows': ('F.logsigmoid((s_p - s_n) / temperature)',
+                      '((s_p / temperature).exp() / ((s_p / temperature).exp() + (s_n / temperature).exp())).log()'),
+}
+RIGHT['epshn_loss'] = {
+    'anchor by anchor': '''
+def epshn_loss(z, y, temperature=0.1):
+    z, terms = common.at_least_float32(z), []
+    for a in range(len(y)):
+        s, others = z @ z[a], torch.arange(len(y)) != a
+        p, n = s[others & (y == y[a])], s[y != y[a]]
+        if len(p) and (n < p.max()).any():
+            terms.append(F.softplus((n[n < p.max()].max() - p.max()) / temperature))
+    return sum(terms) / len(terms) if terms else 0 * z.sum()
+''',
+}
+
+# ---- Metrix
+
+WRONG['positivity_threshold'] = {
+    'm with minus': ('+ m', '- m'),
+    'inverse odds': ('torch.as_tensor(lam, dtype=torch.float64).logit()', '-torch.as_tensor(lam).logit()'),
+    'log2': ('.logit()', '.logit() / torch.tensor(2.0).log()'),
+    'log of lambda only': ('torch.as_tensor(lam, dtype=torch.float64).logit()', 'torch.log(lam)'),
+}
+RIGHT['positivity_threshold'] = {
+    'torch.log': '''
+def positivity_threshold(lam, beta, gamma, m):
+    return torch.log(lam / (1 - lam)) / (beta + gamma) + m
+''',
+    'math.log': '''
+def positivity_threshold(lam, beta, gamma, m):
+    import math
+    return math.log(lam / (1 - lam)) / (beta + gamma) + m
+''',
+    'as_tensor in float32': ('torch.as_tensor(lam, dtype=torch.float64)', 'torch.as_tensor(lam)'),
+}
+WRONG['pair_labels'] = {
+    'shares swapped': ('lam, 1 - lam', '1 - lam, lam'),
+    'one end at least': ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive'),
+    'all of different classes': ('i_is_positive ^ j_is_positive', '(y[i] != y[j]).expand(len(anchor_y), len(i))'),
+    'indices for classes': ('anchor_y[:, None] == y[i]', 'anchor_y[:, None] == i'),
+    'anchors are the batch': ('anchor_y[:, None] == y[j]', 'y[:, None] == y[j]', 'anchor_y[:, None] == y[i]',
+                              'y[:, None] == y[i]'),
+}
+RIGHT['pair_labels'] = {
+    'two weighted masks': '''
+def pair_labels(y, anchor_y, i, j, lam):
+    first, second = ((y[end] == anchor_y.unsqueeze(1)) for end in (i, j))
+    return lam * first + (1 - lam) * second, first != second
+''',
+}
+WRONG['mix_features'] = {
+    'all mixed maps': '''
+def mix_features(f, i, j, lam, pool='avg+max'):
+    f, lam = common.at_least_float32(f), lam[:, None, None, None]
+    mixed, pooling = lam * f[i] + (1 - lam) * f[j], dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
+    return sum(pooling[name](mixed, 1) for name in pool.split('+')).flatten(1)
+''',
+    'all mixed maps in forward': ('max(1, pairs)', 'len(i)'),
+    'all maps of the ends': ('maps.gather(0, end[:, None] * (h * w) + position)',
+                             'f.flatten(2)[end].gather(2, position.long()[..., None])[..., 0]',
+                             'in_chunks(max(size // c, len(i) // 4))', '[(i, j, lam, position)]'),
+    'maps kept for the backward pass': '''
+def max_of_mixed(f, i, j, lam):
+    mixed = ((l * f[a] + (1 - l) * f[b])[None] for a, b, l in zip(i, j, lam))
+    return torch.cat([F.adaptive_max_pool2d(m, 1).flatten(1) for m in mixed])
+''',
+    'pooled before it is mixed': ('max_of_mixed(f, i, j, lam.to(f.dtype))', 'mix(f.amax(dim=(2, 3)), i, j, lam)'),
+    'shares swapped': ('f[j_].lerp_(f[i_]', 'f[i_].lerp_(f[j_]', 'f_j.lerp(f_i, lam)', 'f_i.lerp(f_j, lam)'),
+    'one end detached': ('f_j.lerp(f_i, lam)', 'f_j.detach().lerp(f_i, lam)'),
+    'half precision stays': ('f = common.at_least_float32(f)', 'pass'),
+    'positions in a byte': ('torch.uint8 if h * w <= 256 else torch.int32', 'torch.uint8'),
+    'equal maxima share the gradient': '''
+def max_of_mixed(f, i, j, lam):
+    def peak(a, b, l):
+        return (l * f[a] + (1 - l) * f[b]).amax(dim=(1, 2))
+    return torch.stack([checkpoint(peak, *t, use_reentrant=False) for t in zip(i, j, lam)])
+''',
+}
+RIGHT['mix_features'] = {
+    'checkpoint': '''
+def max_of_mixed(f, i, j, lam):
+    def part(i, j, lam):
+        lam = lam[:, None, None, None]
+        return F.adaptive_max_pool2d(lam * f[i] + (1 - lam) * f[j], 1).flatten(1)
+    return torch.cat([checkpoint(part, *t, use_reentrant=False) for t in zip(i.split(9), j.split(9), lam.split(9))])
+''',
+    'positions of eight bytes': ('torch.uint8 if h * w <= 256 else torch.int32', 'torch.int64'),
+    'argmax and gather': '''
+def max_of_mixed(f, i, j, lam):
+    flat, channel, where = f.flatten(2), torch.arange(f.shape[1]), []
+    with torch.no_grad():
+        for a, b, l in zip(i, j, lam):
+            where.append((l * flat[a] + (1 - l) * flat[b]).argmax(dim=1))
+    where = torch.stack(where)
+    f_i, f_j = (flat[end[:, None], channel, where] for end in (i, j))
+    return lam[:, None] * f_i + (1 - lam[:, None]) * f_j
+''',
+    'pair by pair': '''
+def max_of_mixed(f, i, j, lam):
+    return torch.stack([(l * f[a] + (1 - l) * f[b]).flatten(1).max(dim=1)[0] for a, b, l in zip(i, j, lam)])
+''',
+}
+
+# ---- retrieval
+
+WRONG['retrieval_metrics'] = {
+    'sum past R': ('hit = hit & (rank <= r)', 'pass', ':int(r.max())]', ':]'),
+    'the query finds itself': ('k_nearest(query, gallery, depth)', 'k_nearest(query, searched, depth)'),
+    'a query is its own match': (' - int(within)', ''),
+    'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
+    'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
+    'ks ignored': ('within = gallery is None', 'ks, within = (1, 2, 4, 8), gallery is None'),
+    'no match: left out of R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
+    'no match: counts in RP and MAP@R': ('100 * sum(p) / max(1, len(p))', '100 * sum(p) / len(query)'),
+    'no match: not counted': ('len(average) == len(query)', 'True'),
+    'first hit dropped, not oneself': (
+        'for rows, s, index in k_nearest(query, gallery, depth):',
+        'for rows, s, index in k_nearest(query, searched, depth + within):\n'
+        '        s, index = s[:, int(within):], index[:, int(within):]'),
+    'R of the first query': ('r = matches[rows]', 'r = matches[:1].expand(len(rows))'),
+    'ties as they come': ('1e-6 * hit', '0 * hit'),
+    'nothing to retrieve is no error': ('not len(query) or len(searched) < 1 + within', 'False'),
+    'NaN is no error': ('not (query.isfinite().all() and searched.isfinite().all())', 'False'),
+    'NaN in the gallery is no error': (' and searched.isfinite().all()', ''),
+    'precision where there is no match': ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank'),
+    'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
+    'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
+    'class numbers of the gallery': (', minlength=int(query_labels.max()) + 1)', ')'),
+    'inner products': '''
+def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8)):
+    within, rows = gallery is None, []
+    if within:
+        gallery, gallery_labels = query, query_labels
+    if not len(query) or len(gallery) < 1 + within or not (query.isfinite().all() and gallery.isfinite().all()):
+        raise UsageError('no numbers')
+    for i in range(len(query)):
+        s = gallery @ query[i]
+        hit = gallery_labels == query_labels[i]
+        s, hit = (torch.cat([t[:i], t[i + 1:]]) if within else t for t in (s, hit))
+        hit = hit[(s - 1e-6 * hit).argsort(descending=True)]
+        r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
+        p = (hit.cumsum(0) / rank * hit)[:r]
+        rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])
+    rows = torch.tensor(rows, dtype=torch.float64)
+    some = max(1, int(rows[:, -1].sum()))
+    metrics = {f'R@{k}': 100 * float(rows[:, n].mean()) for n, k in enumerate(ks)}
+    metrics |= {'RP': 100 * float(rows[:, -3].sum()) / some, 'MAP@R': 100 * float(rows[:, -2].sum()) / some}
+    unmatched = len(rows) - int(rows[:, -1].sum())
+    return metrics | ({'unmatched': unmatched} if unmatched else {})
+''',
+}
+RIGHT['retrieval_metrics'] = {
+    'query by query': WRONG['retrieval_metrics']['inner products'].replace(
+        'gallery @ query[i]', 'F.cosine_similarity(gallery, query[i:i + 1], dim=1)'),
 }

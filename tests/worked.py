@@ -8,8 +8,14 @@ def expect(got, expected, what, tolerance=1e-9):
     """Numbers, lists or tensors are equal up to rounding; or else an error says what: the equation and its input"""
     __tracebackhide__ = True
     got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, expected))
-    if got.shape != expected.shape or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
-        raise AssertionError(f'{what}\n    expected  {rounded(expected)}\n    got       {rounded(got)}')
+    if got.shape == expected.shape and torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
+        return
+    if got.shape == expected.shape and got.numel() > 40:
+        index = (got - expected).abs().nan_to_num(float('inf')).argmax()
+        what += f', at {[int(i) for i in torch.unravel_index(index, got.shape)]}'
+        got, expected = got.flatten()[index], expected.flatten()[index]
+    shapes = '' if got.shape == expected.shape else f' (shapes {list(expected.shape)} and {list(got.shape)})'
+    raise AssertionError(f'{what}\n    expected  {rounded(expected)}\n    got       {rounded(got)}{shapes}')
 
 
 def rounded(x):
