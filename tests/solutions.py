@@ -134,9 +134,11 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     'images normalised again': ('@ z.T', '@ F.normalize(z, dim=1).T'),
 }
 WRONG['proxynca_loss'] = {
-    'own proxy in the denominator': ("others = s.masked_fill(own, float('-inf'))", 'others = s'),
-    'mean': ('- s[own]).sum()', '- s[own]).mean()'),
-    'proxies not normalised': ('s = cosines(z, proxies)', 's = torch.matmul(*common.at_least_float32(z, proxies.T))'),
+    'own proxy in the denominator': ("others = logits.masked_fill(own, float('-inf'))", 'others = logits'),
+    'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
+    'temperature ignored': ('2 / temperature * cosines', 'cosines'),
+    'scale 1/T': ('2 / temperature', '1 / temperature'),
+    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.at_least_float32(z, proxies.T))'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
     'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
     'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
@@ -144,8 +146,8 @@ WRONG['proxynca_loss'] = {
 }
 RIGHT['proxynca_loss'] = {
     'exp and log of cosines': '''
-def proxynca_loss(z, y, proxies):
-    s, loss = cosines(z, proxies), 0
+def proxynca_loss(z, y, proxies, temperature=2.0):
+    s, loss = cosines(z, proxies) * 2 / temperature, 0
     for i in range(len(y)):
         others = torch.cat([s[i, :y[i]], s[i, y[i] + 1:]])
         loss = loss - s[i, y[i]] + (others.exp().sum().log() if len(others) else 0)

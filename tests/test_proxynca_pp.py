@@ -102,6 +102,13 @@ def test_pa_eq1_by_hand():
     expect(proxynca_loss(*images_and_proxies()), expected, f'Proxy-Anchor Eq. (1) {WHERE}')
 
 
+def test_pa_eq1_with_other_temperatures_than_2():
+    """The exponents are 2 s / T, since Eq. (1) is the case T = 2."""
+    of_0, of_70 = ([exp(2 * c / 0.25) for c in s(x, *PROXIES)] for x in (0, 70))
+    expected = -log(of_0[0] / (of_0[1] + of_0[2])) - log(of_70[1] / (of_70[0] + of_70[2]))
+    expect(proxynca_loss(*images_and_proxies(), 0.25), expected, f'Proxy-Anchor Eq. (1), T = 0.25, {WHERE}')
+
+
 def test_pa_eq1_one_class_leaves_the_pull():
     z = on_circle(0, 60).requires_grad_()
     loss = proxynca_loss(z, torch.tensor([0, 0]), on_circle(0))
