@@ -13,6 +13,7 @@ WRONG['multi_similarity_loss'] = {
         '(log1p_sum_exp(-alpha * (s - lam) - positive.sum(1, keepdim=True).clamp_min(1).log(), positive)) / alpha'),
     'miner by columns': ('.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)',
                          '.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
+    'miner of positives by columns': ('.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
     'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over anchors that cost': ('(pull + push).mean()',

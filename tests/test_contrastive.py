@@ -4,7 +4,7 @@ from math import cos, radians, sin
 import pytest
 import torch
 from conftest import on_circle
-from worked import by_angles, expect, moving
+from worked import expect, expect_gradients, expect_raised, moving
 
 import common
 import train_contrastive
@@ -74,12 +74,9 @@ def test_rc_eq1_a_term_without_pairs_is_0():
         expect(loss, expected, f'Reality Check Eq. (1) at 0, 20 degrees, of classes {labels}')
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_rc_eq1_in_half_precision(dtype):
-    z, y = on_circle(0, 20, 40, 100, dtype=dtype), torch.tensor([0, 0, 1, 1])
-    loss = contrastive_loss(z, y)
-    assert loss.dtype == torch.float32, f'Reality Check Eq. (1) of {dtype}: expected float32, got {loss.dtype}'
-    expect(loss, contrastive_loss(z.double(), y), f'Reality Check Eq. (1) of {dtype}, against float64', 1e-4)
+def test_rc_eq1_in_half_precision():
+    z, y = four_points()
+    expect_raised(lambda z: contrastive_loss(z, y), 'Reality Check Eq. (1)', z)
 
 
 def test_hse_eq1_is_the_distance_of_two_points():
@@ -158,8 +155,8 @@ def test_metrix_eq1_closed_form_gradient(reduction):
     contrastive_similarity_loss(z, torch.tensor([0, 0, 0, 1]), reduction=reduction).backward()
     n = 2 if reduction == 'mean' else 1
     by_s = torch.tensor([[0, -1, -1, 0], [-1, 0, -1, n], [-1, -1, 0, n], [0, 1, 1, 0]]) / n / 4
-    expect(t.grad, sum(by_angles(by_s, t, t)), 'Metrix Eq. (1), derivatives by the angles 0, 100, 130 (class 0), '
-           f'150 degrees (class 1), margin 0.5, {reduction}')
+    what = f'Metrix Eq. (1), 0, 100, 130 (class 0), 150 degrees (class 1), margin 0.5, {reduction}'
+    expect_gradients(by_s, what, images=t)
 
 
 def test_metrix_eq1_positives_have_no_margin():
@@ -168,12 +165,9 @@ def test_metrix_eq1_positives_have_no_margin():
     expect(loss, -1, 'Metrix Eq. (1) at 0, 0 (class 0), 180, 180 degrees (class 1): an image excludes itself by index')
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_metrix_eq1_in_half_precision(dtype):
-    z, y = on_circle(0, 20, 40, 100, dtype=dtype), torch.tensor([0, 0, 1, 1])
-    loss = contrastive_similarity_loss(z, y)
-    assert loss.dtype == torch.float32, f'Metrix Eq. (1) of {dtype}: expected float32, got {loss.dtype}'
-    expect(loss, contrastive_similarity_loss(z.double(), y), f'Metrix Eq. (1) of {dtype}, against float64', 1e-4)
+def test_metrix_eq1_in_half_precision():
+    z, y = four_points()
+    expect_raised(lambda z: contrastive_similarity_loss(z, y), 'Metrix Eq. (1)', z)
 
 
 def test_an_unknown_reduction_is_refused():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import on_circle, unit
 from PIL import Image
-from worked import by_angles, expect, moving
+from worked import expect, expect_gradients, expect_raised, moving
 
 import common
 import train_hse
@@ -118,9 +118,8 @@ def test_hse_eq9_closed_form_gradient():
     for row, (degrees, ewp, hn) in enumerate(((70, 100, 60), (20, 30, 60))):
         weight = 0.7 / 0.5 / 2 / (1 + exp((cos(radians(degrees - ewp)) - cos(radians(degrees - hn))) / 0.5))
         by_s[row, IMAGES.index(hn)], by_s[row, IMAGES.index(ewp)] = weight, -weight
-    for got, expected, what in zip((u.grad, t.grad), by_angles(by_s, u, t), ('hybrids', 'images')):
-        expect(got, expected, f'HSE Eq. (9), derivatives by the angles of the {what}, of hybrids at 70, 20, {WHERE}, '
-               'alpha 0.7, temperature 0.5')
+    what = f'HSE Eq. (9) of hybrids at 70, 20, {WHERE}, alpha 0.7, temperature 0.5'
+    expect_gradients(by_s, what, hybrids=u, images=t)
 
 
 @pytest.mark.parametrize('weak, negative', [([0, 0], [0, 1]), ([1, 0], [0, 0]), ([0, 0], [0, 0])])
@@ -145,13 +144,9 @@ def test_hse_eq9_without_overflow():
            'HSE Eq. (9) of two hybrids at 0, images at 40, 0 degrees that change roles, temperature 0.001')
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_hse_eq9_in_half_precision(dtype):
-    h, z = on_circle(70, 20, dtype=dtype), on_circle(*IMAGES, dtype=dtype)
-    loss = hybrid_loss(h, z, *masks(WEAK, WEAK))
-    assert loss.dtype == torch.float32, f'HSE Eq. (9) of {dtype}: expected float32, got {loss.dtype}'
-    expect(loss, hybrid_loss(h.double(), z.double(), *masks(WEAK, WEAK)), f'HSE Eq. (9) of {dtype}, against float64',
-           1e-4)
+def test_hse_eq9_in_half_precision():
+    expect_raised(lambda h, z: hybrid_loss(h, z, *masks(WEAK, WEAK)), 'HSE Eq. (9)', on_circle(70, 20),
+                  on_circle(*IMAGES))
 
 
 def test_hse_eq10_adds_the_two_losses_on_the_labelled_images():
@@ -335,8 +330,7 @@ def test_epshn_closed_form_gradient():
     for a, p, n in ((0, 1, 2), (1, 0, 2)):                       # the third image has no positive
         weight = 1 / 0.5 / 2 / (1 + exp((z[a] @ z[p] - z[a] @ z[n]).item() / 0.5))
         by_s[a, p], by_s[a, n] = -weight, weight
-    expect(t.grad, sum(by_angles(by_s, t, t)),
-           'EPSHN, derivatives by the angles 0, 40 (class 0), 100 degrees (class 1), temperature 0.5')
+    expect_gradients(by_s, 'EPSHN at 0, 40 (class 0), 100 degrees (class 1), temperature 0.5', images=t)
 
 
 def test_epshn_without_overflow():
@@ -345,12 +339,9 @@ def test_epshn_without_overflow():
     expect(loss, 0, 'EPSHN at 0, 10, 80 (class 0), 90 degrees (class 1), temperature 0.001')
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_epshn_in_half_precision(dtype):
-    z, y = on_circle(0, 45, 91, 30, 130, dtype=dtype), torch.tensor([0, 0, 0, 1, 1])
-    loss = epshn_loss(z, y)
-    assert loss.dtype == torch.float32, f'EPSHN of {dtype}: expected float32, got {loss.dtype}'
-    expect(loss, epshn_loss(z.double(), y), f'EPSHN of {dtype}, against float64', 1e-4)
+def test_epshn_in_half_precision():
+    y = torch.tensor([0, 0, 0, 1, 1])
+    expect_raised(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 45, 91, 30, 130))
 
 
 def test_npair_by_hand():
@@ -514,13 +505,14 @@ def test_the_picture_shows_sources_and_hybrids_in_their_colours(run, tmp_path, m
     monkeypatch.setattr(common, 'make_sampler', lambda args, labels: [[0, 1, 2, 3]])
     for split in ('train', 'test'):
         shutil.copytree(tmp_path / 'x', tmp_path / 'data' / split)
-    run(train_hse, '--data', str(tmp_path / 'data'), '--show-hybrids', 'x.png', '--axis', axis, '--batch-size', '8',
-        '--hybrids', 'append')
+    assert run(train_hse, '--data', str(tmp_path / 'data'), '--show-hybrids', 'x.png', '--axis', axis, '--batch-size',
+               '8', '--hybrids', 'append') is None and not (tmp_path / 'runs').exists(), 'it stops there'
     picture = np.asarray(Image.open(tmp_path / 'x.png'))
     first, second, cutmix = (picture[2:34, 2 + 34 * i:34 + 34 * i, 0] for i in range(3))
     assert (first == 0).all() and (second == 255).all()
     half = cutmix[:16] if axis == 'top-bottom' else cutmix[:, :16]
     assert (half == 0).all() and cutmix.mean() == 127.5
+    assert picture.shape == (2 * (32 + 2) + 2, (2 + 3) * (32 + 2) + 2, 3), '2 sources, 3 kinds; Nsize = 2 rows'
 
 
 def test_few_combinations_come_from_all_super_classes():
@@ -538,10 +530,3 @@ def test_a_batch_of_few_classes_keeps_a_negative(before_training, classes, fits)
         return train_hse.check_batch(args, classes)
     with pytest.raises(common.UsageError, match='needs 3 classes among the images that stay in a batch, and 2 do'):
         train_hse.check_batch(args, classes)
-
-
-def test_show_hybrids_writes_a_picture_and_stops(run, tmp_path):
-    assert run(train_hse, '--show-hybrids', 'hybrids.png', '--num', '2') is None
-    picture = Image.open(tmp_path / 'hybrids.png')
-    assert picture.size == ((2 + 3) * (32 + 2) + 2, 2 * (32 + 2) + 2), '2 sources, 3 kinds; Nsize = 2 rows'
-    assert not (tmp_path / 'runs').exists()

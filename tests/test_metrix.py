@@ -29,16 +29,11 @@ def shares(n, seed=0, dtype=torch.float64):
     return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def every_negative(y):
-    return y[:, None] != y
-
-
-def mixture_set(pairs, y, lam=None, negatives=None):
+def mixture_set(pairs, y):
     """V(a) of all anchors of a batch, every pair i < j a candidate"""
     i, j = torch.triu_indices(len(y), len(y), 1)
-    lam = shares(len(i)) if lam is None else lam
-    negatives = every_negative(y) if negatives is None else negatives
-    return i, j, lam, *mixtures(pairs, y, i, j, lam, torch.arange(len(y)), y, negatives)
+    lam = shares(len(i))
+    return i, j, lam, *mixtures(pairs, y, i, j, lam, torch.arange(len(y)), y, y[:, None] != y)
 
 
 # ---- clean losses
@@ -319,61 +314,6 @@ def test_metrix_eq8_sets(pairs):
         expect(weights[a, found], share, f'{what}: labels of the mixtures in the order of the batch', 1e-6)
 
 
-def test_every_positive_is_mixed_and_every_anchor_serves():
-    y = torch.arange(4).repeat_interleave(5)
-    i, j, _, _, valid = mixture_set('pos-neg', y)
-    for a in range(20):
-        ends = set(i[valid[a]].tolist()) | set(j[valid[a]].tolist())
-        assert ends == set(range(20)) - {a}, 'all four positives, all fifteen negatives'
-    assert (mixture_set('anc-neg', y)[4].sum(1) == 15).all()
-    lonely = torch.tensor([0, 1, 2, 2])                     # 0 and 1 have no positive: no pos-neg, still anc-neg
-    assert mixture_set('pos-neg', lonely)[4].sum(1).tolist() == [0, 0, 2, 2]
-    assert mixture_set('anc-neg', lonely)[4].sum(1).tolist() == [3, 3, 2, 2]
-
-
-def run_mixed(monkeypatch, z, y, pairs, k=None, kind='ms', **more):
-    """mixed_loss, with what it handed to mix_embeddings, and to drop_invalid on the way to labelled_loss"""
-    seen = {}
-    real_mix, real_drop = train_metrix.mix_embeddings, train_metrix.drop_invalid
-
-    def spy_mix(ends, i, j, lam):
-        seen.update(ends=ends, i=i, j=j, lam=lam)
-        return real_mix(ends, i, j, lam)
-
-    def spy_drop(s, weights, valid):
-        seen.update(s=s, weights=weights, valid=valid)
-        return real_drop(s, weights, valid)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_metrix, 'mix_embeddings', spy_mix)
-        patch.setattr(train_metrix, 'drop_invalid', spy_drop)
-        seen['loss'] = mixed_loss(kind, {}, 'embed', pairs, k, 2.0, None, None, None, z, y, **more)
-    return seen
-
-
-@pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
-def test_hard_negatives_are_the_anchors_own_nearest(monkeypatch, pairs):
-    z = on_circle(0, 5, 180, 20, 40, 60, 170, dtype=torch.float32)
-    y = torch.tensor([0, 0, 0, 1, 2, 3, 1])
-    seen = run_mixed(monkeypatch, z, y, pairs, k=2)
-    for a in range(len(y)):
-        order = sorted((n for n in range(len(y)) if y[n] != y[a]), key=lambda n: -(z[a] @ z[n]).item())
-        ends = {frozenset((seen['i'][m].item(), seen['j'][m].item())) for m in seen['valid'][a].nonzero()[:, 0]}
-        first = [p for p in range(len(y)) if y[p] == y[a] and p != a] if pairs == 'pos-neg' else [a]
-        assert ends == {frozenset((p, n)) for p in first for n in order[:2]}
-
-
-def test_a_mixture_that_no_anchor_has_is_not_embedded(monkeypatch):
-    seen = run_mixed(monkeypatch, unit(8, dtype=torch.float32), Y, 'anc-neg', k=1)
-    assert seen['valid'].any(0).all() and len(seen['i']) <= 8
-
-
-def test_one_mixture_and_one_lambda_per_unordered_pair(monkeypatch):
-    seen = run_mixed(monkeypatch, unit(8, dtype=torch.float32), Y, 'pos-neg')
-    pairs = {frozenset(pair) for pair in zip(seen['i'].tolist(), seen['j'].tolist())}
-    assert len(pairs) == len(seen['i']) == len(seen['lam'].unique()) and all(len(pair) == 2 for pair in pairs)
-
-
 # ---- mixed losses
 
 
@@ -393,43 +333,32 @@ def test_metrix_eq13_by_hand():
 
 @both_kinds
 def test_metrix_eq9_by_binomial_deviance(pairs):
-    check_against_loops(9, pairs)
+    check_against_loops(pairs, 'binomial', dict(beta=3.0, gamma=4.0, m=0.2))
 
 
 @both_kinds
 def test_metrix_eq14_contrastive(pairs):
-    check_against_loops(14, pairs)
+    check_against_loops(pairs, 'contrastive', dict(m=0.5, reduction='sum'))
 
 
 @both_kinds
 def test_metrix_eq15_multi_similarity(pairs):
-    check_against_loops(15, pairs)
+    """Printed for pos-neg pairs; for anc-neg it is the same sum over another V(a)."""
+    check_against_loops(pairs, 'ms', dict(beta=BETA, gamma=GAMMA, m=M))
 
 
-def check_against_loops(number, pairs):
+def check_against_loops(pairs, kind, hyper):
     z = F.normalize(unit(8) + 1, dim=1)                     # similar enough for the margins to matter
     i, j, lam, weights, valid = mixture_set(pairs, Y)
-    s, V = z @ mix_embeddings(z, i, j, lam).T, []
-    for a in range(len(Y)):                                 # [(s(a, v), y)] of each anchor, from Eq. (8)
-        V.append([])
+    ours = labelled_loss(z @ mix_embeddings(z, i, j, lam).T, weights, valid, kind, **hyper)
+    for a in range(len(Y)):
+        V = []                                              # [(s(a, v), y)] from Eq. (8)
         for p, n, share in zip(i.tolist(), j.tolist(), lam):
             if Y[n] == Y[a]:
                 p, n, share = n, p, 1 - share               # mix_lambda(p, n) = mix_(1 - lambda)(n, p)
             if Y[p] == Y[a] and Y[n] != Y[a] and (p == a) == (pairs == 'anc-neg'):
-                v = share * z[p] + (1 - share) * z[n]
-                V[-1].append((float(z[a] @ v / v.norm()), float(share)))
-    if number == 14:
-        ours = labelled_loss(s, weights, valid, 'contrastive', m=0.5, reduction='sum')
-        expected = [sum(-y * x for x, y in v) + sum((1 - y) * max(x - 0.5, 0) for x, y in v) for v in V]
-    elif number == 15:
-        ours = labelled_loss(s, weights, valid, 'ms')
-        expected = [log(1 + sum(y * exp(-BETA * (x - M)) for x, y in v)) / BETA
-                    + log(1 + sum((1 - y) * exp(GAMMA * (x - M)) for x, y in v)) / GAMMA for v in V]
-    else:
-        ours = labelled_loss(s, weights, valid, 'binomial', beta=3.0, gamma=4.0, m=0.2)
-        expected = [log(1 + sum(y * exp(-3 * (x - 0.2)) for x, y in v))
-                    + log(1 + sum((1 - y) * exp(4 * (x - 0.2)) for x, y in v)) for v in V]
-    assert ours.tolist() == pytest.approx(expected, abs=1e-12)
+                V.append((z[a] @ F.normalize(share * z[p] + (1 - share) * z[n], dim=0), share))
+        expect(ours[a], loss_of(V, kind, SimpleNamespace(**hyper)), f'{kind}, {pairs}, anchor {a} of {Y.tolist()}')
 
 
 def test_mean_reduction_divides_by_the_terms_that_are_not_zero():
@@ -445,8 +374,11 @@ def test_pos_pos_has_no_negative_term(monkeypatch):
     s = (z @ mix_embeddings(z, i, j, lam).T).masked_fill(~valid, float('inf'))
     expected = (-BETA * (s - M)).exp().sum(1).log1p() / BETA
     assert torch.allclose(labelled_loss(s.masked_fill(~valid, 0), weights, valid, 'ms'), expected, atol=1e-12)
-    drawn = run_mixed(monkeypatch, z, Y, 'pos-pos')
-    assert len(drawn['i']) and (Y[drawn['i']] == Y[drawn['j']]).all(), 'the step draws these pairs within classes'
+    drawn, real = [], train_metrix.mix_embeddings
+    monkeypatch.setattr(train_metrix, 'mix_embeddings', lambda z, *ends: drawn.append(ends) or real(z, *ends))
+    mixed_loss('ms', {}, 'embed', 'pos-pos', None, 2.0, None, None, None, z, Y)
+    (i, j, _), = drawn
+    assert len(i) and (Y[i] == Y[j]).all(), 'the step draws these pairs within classes'
 
 
 @pytest.mark.parametrize('kind', ['ms', 'contrastive'])
@@ -455,29 +387,11 @@ def test_lambda_1_is_a_clean_loss(kind):
     z, y = unit(4), torch.tensor([0, 0, 1, 1])
     i, j = torch.tensor([0, 1, 2, 3]), torch.tensor([2, 2, 0, 0])
     lam = torch.ones(4, dtype=torch.float64)
-    weights, valid = mixtures('pos-neg', y, i, j, lam, torch.arange(4), y, every_negative(y))
+    weights, valid = mixtures('pos-neg', y, i, j, lam, torch.arange(4), y, y[:, None] != y)
     s = z @ mix_embeddings(z, i, j, lam).T
     clean = labelled_loss(z @ z.T, y[:, None] == y, valid, kind)    # v_m is z_m here
     assert torch.allclose(labelled_loss(s, weights, valid, kind), clean, atol=1e-12)
     assert valid.any(1).all()
-
-
-def test_proxy_anchor_anc_neg_mixes_the_proxy_with_its_negatives(monkeypatch):
-    z, y, proxies = unit(5), torch.tensor([0, 0, 2, 2, 2]), unit(4, seed=1)
-    seen = run_mixed(monkeypatch, z, y, 'anc-neg', kind='proxy_anchor', proxies=proxies)
-    assert sorted(zip(seen['i'].tolist(), seen['j'].tolist())) == [(0, 6), (1, 6), (2, 5), (3, 5), (4, 5)]
-    assert torch.allclose(seen['ends'][5:], proxies[[0, 2]])
-    for m, j in enumerate(seen['j'].tolist()):
-        assert seen['valid'][:, m].tolist() == [j == 5, j == 6]
-        assert seen['weights'][j - 5, m] == 1 - seen['lam'][m]              # the proxy is the second end
-
-
-def test_proxynca_pp_interpolates_the_target():
-    v, proxies, lam = unit(2), unit(3, seed=1), torch.tensor([0.3, 0.6], dtype=torch.float64)
-    first, second = torch.tensor([0, 1]), torch.tensor([2, 0])
-    ours = train_metrix.proxynca_pp(v, first, second, lam, proxies)
-    target = torch.tensor([[0.3, 0, 0.7], [0.4, 0.6, 0]], dtype=torch.float64)
-    assert ours.item() == pytest.approx(F.cross_entropy(18 * v @ proxies.T, target).item(), abs=1e-12)
 
 
 # ---- the whole step, against loops over anchors, pairs and terms that follow the paper's text
@@ -492,10 +406,10 @@ def loss_of(terms, loss, args):
         if args.reduction == 'mean':
             pull, push = pull / max(len(positives), 1), push / max(len(above), 1)
         return pull + push
-    if loss == 'ms':                                        # Eq. (2), (15)
+    if loss in ('ms', 'binomial'):                          # Eq. (2), (15)
         pull = sum(w * torch.exp(-args.beta * (s - args.m)) for s, w in positives)
         push = sum(w * torch.exp(args.gamma * (s - args.m)) for s, w in negatives)
-        scales = args.beta, args.gamma
+        scales = (args.beta, args.gamma) if loss == 'ms' else (1, 1)
     else:                                                   # Proxy-Anchor Eq. (4)
         alpha, delta, scales = args.proxy_alpha, args.delta, (1, 1)
         pull = sum(w * torch.exp(-alpha * (s - delta)) for s, w in positives)
@@ -841,27 +755,19 @@ def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run,
 def test_the_analysis_takes_the_runs_parameters_unless_others_are_typed(run, small, monkeypatch):
     run(train_metrix, '--name', 'start', '--epochs', '0', '--beta', '7', '--alpha', '1.5')
     run(train_metrix, '--name', 'pairs', '--epochs', '0', '--loss', 'contrastive')
-    taken, positivity = [], train_metrix.positivity
-
-    def watched(z, y, batches, *hyper):
-        taken.append(hyper)
-        return positivity(z, y, batches, *hyper)
-    monkeypatch.setattr(train_metrix, 'positivity', watched)
-    for flags in ('runs/start', 'runs/start/last.pt --gamma 50 --m 0.5', 'runs/pairs --m 0.77'):
+    taken, drawn, positivity, real = [], [], train_metrix.positivity, train_metrix.Beta
+    monkeypatch.setattr(train_metrix, 'positivity', lambda z, y, batches, *hyper: taken.append(hyper) or positivity(
+        z, y, batches, *hyper))
+    monkeypatch.setattr(train_metrix, 'Beta', lambda a, b: drawn.append((float(a), float(b))) or real(a, b))
+    for flags in ('runs/start', 'runs/start/last.pt --gamma 50 --m 0.5', 'runs/pairs --m 0.77 --alpha 0.7'):
         train_metrix.main(['--analyse', *flags.split(), '--device', 'cpu'])
-    assert taken == [(1.5, 7, 75, 0.77), (1.5, 7, 50, 0.5), (2, 18, 75, 0.77)], 'alpha, beta, gamma, m'
+    assert taken == [(1.5, 7, 75, 0.77), (1.5, 7, 50, 0.5), (0.7, 18, 75, 0.77)], 'alpha, beta, gamma, m'
+    assert set(drawn) == {(1.5, 1.5), (0.7, 0.7)}, 'for the figure, and for the utilization'
     with pytest.raises(common.UsageError, match='no margin of ms'):
         train_metrix.main(['--analyse', 'runs/pairs'])
-    with pytest.raises(common.UsageError, match='--lr has no effect with --analyse'):
-        train_metrix.main(['--analyse', 'runs/start', '--lr', '3'])
-
-
-def test_alpha_of_the_analysis_reaches_figure_and_utilization(run, small, monkeypatch):
-    run(train_metrix, '--epochs', '0', '--name', 'x')
-    real, asked = train_metrix.Beta, []
-    monkeypatch.setattr(train_metrix, 'Beta', lambda a, b: asked.append((float(a), float(b))) or real(a, b))
-    train_metrix.main(['--analyse', 'runs/x', '--alpha', '0.7', '--device', 'cpu'])
-    assert len(asked) > 1 and all(pair == pytest.approx((0.7, 0.7)) for pair in asked)
+    for flags in ('--strength 1', '--hard-negatives 3', '--lr 1'):
+        with pytest.raises(common.UsageError, match='has no effect with --analyse'):
+            train_metrix.main(['--analyse', 'runs/start', *flags.split()])
 
 
 def test_the_table_of_the_analysis_is_what_was_measured(run, small, monkeypatch, capsys):
@@ -872,9 +778,6 @@ def test_the_table_of_the_analysis_is_what_was_measured(run, small, monkeypatch,
     table = [line.split() for line in capsys.readouterr().out.split('\n') if line.startswith('    0.')]
     assert table == [['0.25', '0.100', '0.200', '0.300', f'{log(1 / 3) / 93 + 0.77:.3f}', '7'],
                      ['0.75', '0.400', '0.500', '0.600', f'{log(3) / 93 + 0.77:.3f}', '8']]
-    for flags in ('--strength 1', '--hard-negatives 3', '--lr 1'):
-        with pytest.raises(common.UsageError, match='has no effect with --analyse'):
-            train_metrix.main(['--analyse', 'runs/x', *flags.split()])
 
 
 def test_the_figure_lies_in_the_run_folder(run, small, monkeypatch, capsys):

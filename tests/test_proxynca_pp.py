@@ -4,7 +4,7 @@ from math import cos, exp, log, radians
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import by_angles, expect, moving
+from worked import expect, expect_gradients, expect_raised, moving
 
 import common
 import train_ccl
@@ -51,8 +51,7 @@ def test_proxynca_pp_closed_form_gradient():
     proxynca_pp_loss(z, torch.tensor([0, 1]), 3 * p).backward()
     by_s = [[18 / 2 * (exp(18 * c) / sum(exp(18 * c) for c in s(x, *PROXIES)) - (k == i))
              for k, c in enumerate(s(x, *PROXIES))] for i, x in enumerate((0, 70))]
-    for got, expected, what in zip((t.grad, u.grad), by_angles(by_s, t, u), ('images', 'proxies')):
-        expect(got, expected, f'ProxyNCA++, derivatives by the angles of the {what}, {WHERE}, T = 1/9')
+    expect_gradients(by_s, f'ProxyNCA++ {WHERE}, T = 1/9', images=t, proxies=u)
 
 
 def test_proxynca_pp_without_overflow():
@@ -62,13 +61,9 @@ def test_proxynca_pp_without_overflow():
            'ProxyNCA++ of images at 0, 70 degrees, both of class 1, proxies at 20, 90, 150, T = 0.001')
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_proxynca_pp_in_half_precision(dtype):
+def test_proxynca_pp_in_half_precision():
     z, y, proxies = images_and_proxies()
-    loss = proxynca_pp_loss(z.to(dtype), y, proxies.to(dtype))
-    assert loss.dtype == torch.float32, f'ProxyNCA++ of {dtype}: expected float32, got {loss.dtype}'
-    expect(loss, proxynca_pp_loss(z.to(dtype).double(), y, proxies.to(dtype).double()),
-           f'ProxyNCA++ of {dtype}, against float64', 1e-4)
+    expect_raised(lambda z, proxies: proxynca_pp_loss(z, y, proxies), 'ProxyNCA++', z, proxies)
 
 
 def test_proxynca_with_a_temperature_is_that_of_ccl_and_of_the_reality_check(before_training):
@@ -117,13 +112,9 @@ def test_pa_eq1_one_class_leaves_the_pull():
     expect(z.grad.isfinite().all(), True, 'whether its gradient is finite')
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_pa_eq1_in_half_precision(dtype):
+def test_pa_eq1_in_half_precision():
     z, y, proxies = images_and_proxies()
-    loss = proxynca_loss(z.to(dtype), y, proxies.to(dtype))
-    assert loss.dtype == torch.float32, f'Proxy-Anchor Eq. (1) of {dtype}: expected float32, got {loss.dtype}'
-    expect(loss, proxynca_loss(z.to(dtype).double(), y, proxies.to(dtype).double()),
-           f'Proxy-Anchor Eq. (1) of {dtype}, against float64', 1e-4)
+    expect_raised(lambda z, proxies: proxynca_loss(z, y, proxies), 'Proxy-Anchor Eq. (1)', z, proxies)
 
 
 def test_pa_eq2_is_a_pull_and_a_soft_maximum():
@@ -141,8 +132,7 @@ def test_pa_eq3_closed_form_gradient():
     proxynca_loss(z, torch.tensor([0, 1]), 3 * p).backward()
     by_s = [[-1 if k == i else exp(c) / sum(exp(n) for j, n in enumerate(s(x, *PROXIES)) if j != i)
              for k, c in enumerate(s(x, *PROXIES))] for i, x in enumerate((0, 70))]
-    for got, expected, what in zip((t.grad, u.grad), by_angles(by_s, t, u), ('images', 'proxies')):
-        expect(got, expected, f'Proxy-Anchor Eq. (3), derivatives by the angles of the {what}, {WHERE}')
+    expect_gradients(by_s, f'Proxy-Anchor Eq. (3) {WHERE}', images=t, proxies=u)
 
 
 # ---- the script

@@ -1,4 +1,4 @@
-"""What worked examples share: angles to differentiate by, and a comparison that says what was expected."""
+"""What worked examples share: angles to differentiate by, and comparisons that say what was expected."""
 from math import radians
 
 import torch
@@ -29,8 +29,23 @@ def moving(*degrees):
     return t, torch.stack([t.cos(), t.sin()], dim=1)
 
 
-def by_angles(by_s, t, u):
-    """From the derivatives (A, B) of a loss by the cosines of t_i - u_k, those by the angles t (A,) and u (B,)"""
-    sine = (t.detach()[:, None] - u.detach()).sin()
-    by_s = torch.as_tensor(by_s, dtype=torch.float64)
-    return -(by_s * sine).sum(dim=1), (by_s * sine).sum(dim=0)
+def expect_gradients(by_s, what, tolerance=1e-9, **angles):
+    """The derivatives by angles t (A,) and u (B,) of a loss whose derivatives by the cosines of t_i - u_k are by_s (A,
+    B). With one set of angles u is t."""
+    __tracebackhide__ = True
+    t, u = (*angles.values(), *angles.values())[:2]
+    by_difference = -torch.as_tensor(by_s, dtype=torch.float64) * (t.detach()[:, None] - u.detach()).sin()
+    expected = [by_difference.sum(dim=1), -by_difference.sum(dim=0)]
+    expected = expected if len(angles) == 2 else [sum(expected)]
+    for (name, angle), value in zip(angles.items(), expected):
+        expect(angle.grad, value, f'the derivatives by the angles of {name}, {what}', tolerance)
+
+
+def expect_raised(loss, what, *tensors, tolerance=1e-4):
+    """Tensors of half precision have a loss of float32, which is that of the same numbers in float64"""
+    __tracebackhide__ = True
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = [t.to(dtype) for t in tensors]
+        got = loss(*halves)
+        assert got.dtype == torch.float32, f'{what} of {dtype}: expected float32, got {got.dtype}'
+        expect(got, loss(*(t.double() for t in halves)), f'{what} of {dtype}, against float64', tolerance)
