@@ -176,8 +176,8 @@ lower s-. Without the pull, MAP@R is higher than with feature mixing, and about 
 beyond doubt better than no mixing.''',
                   FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
     'push': Table('Mixtures that only push, with three seeds', '''
-The row `push` of the table before, with seeds 0, 1 and 2 on each of the four folds. Feature mixing loses to no mixing.
-Without the term that pulls, it does not, or by much less; nor does it gain. So most of the loss comes from the pull.''',
+The row `push` of the table before, with seeds 0, 1 and 2 on each of the four folds. Feature mixing loses to no mixing;
+without the term that pulls it does not, or by much less, nor does it gain. So most of the loss comes from the pull.''',
                   [fold + seed for seed in ('', ' --seed 1', ' --seed 2') for fold in FOLDS],
                   BOTH | {'push': TERM['push']}, [('feature', 'none'), ('push', 'none'), ('push', 'feature')]),
     'soft': Table('Softer parameters in both terms', 'Beta 2, gamma 10 and m 0.5 in the clean and in the mixed term.',

@@ -323,7 +323,7 @@ both_kinds = pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
 def test_metrix_eq13_by_hand():
     """Mixtures of the positive 1 and the negative 2 of anchor 0: lambda among positives, the rest among negatives."""
     y, i, j, lam = torch.tensor([0, 0, 1]), torch.tensor([1, 1]), torch.tensor([2, 2]), shares(2)
-    labels, valid = mixtures('pos-neg', y, i, j, lam, torch.tensor([0]), y[:1], every_negative(y)[:1])
+    labels, valid = mixtures('pos-neg', y, i, j, lam, torch.tensor([0]), y[:1], (y != 0)[None])
     s = torch.tensor([[0.6, 0.9]], dtype=torch.float64)
     pull = sum(share * exp(-BETA * (v - M)) for share, v in zip(lam.tolist(), (0.6, 0.9)))
     push = sum((1 - share) * exp(GAMMA * (v - M)) for share, v in zip(lam.tolist(), (0.6, 0.9)))
