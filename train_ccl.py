@@ -14,7 +14,8 @@ Idea
     second term goes on pulling: the squared distance to the own centre.
 
 Equation, averaged over the batch
-    CCL Eq. (5), first line    L = L_contrast + lambda L_center
+    CCL Eq. (5), whose first line is written out here
+                               L = L_contrast + lambda L_center
                                  = -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
                                    + lambda ||x - c_y||^2
     Section 3.3 of the paper compares it with earlier losses, Eq. (6) to (11) and (14).
@@ -28,7 +29,7 @@ Symbols
     lambda      lam         --lam         weight of the centre term
     epsilon     smoothing   --smoothing   label smoothing: the probability that all other classes share
     mu          mu          --mu          weight of the old centre in Eq. (14), --variant cluster
-    N           C           -             number of classes
+    N           C           -             number of classes; N here are the images of a dataset
 
 Run
     python train_ccl.py                                     # offline, a few minutes on two CPU cores
@@ -51,7 +52,12 @@ import common
 
 
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
-    """L_contrast + lam * L_center: CCL Eq. (5), first line. Its second line drops the constant 2 lam.
+    """L_contrast + lam * L_center, CCL Eq. (5).
+
+    The first line of Eq. (5) is at the top of this file. The second line is equal to it but for a constant, 2 lambda:
+        -log( exp(s (c_y.x - m) + 2 lambda c_y.x) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
+    Trap: exp(2 lambda c_y.x) multiplies the numerator alone. Added to the own logit, 2 lambda c_y.x would be in the
+    denominator too, which is another loss.
 
     z          (B, D) embeddings of unit length, or about that after dropout; half precision is raised to float32
     y          (B,)   class labels, 0 to C - 1
@@ -61,22 +67,20 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     lam        >= 0, weight of the centre term
     smoothing  in [0, 1)
     stop_grad  L_contrast takes the centres as constants, as in Table 1
-    returns    scalar, the mean over the batch; >= 0 for z of unit length
+    returns    scalar, the mean over the batch, without overflow; >= 0 for z of unit length
     """
     z, centers = common.at_least_float32(z, centers)
     c = F.normalize(centers, dim=1)                                      # (C, D)
     own = F.one_hot(y, len(c)).to(c.dtype)                               # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * own)                                 # (B, C)
-    # L_contrast (B,) is Eq. (11). Without margin it is Eq. (8), the same as Eq. (10) and the first line of Eq. (2).
-    # Eq. (11) subtracts m from s c_y.x, Eq. (5) from c_y.x, so the m of Eq. (11) is s times the margin here.
+    # L_contrast, (B,), is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a
+    # margin it is Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center (B,) is the second line of Eq. (2), which the text calls Eq. (3), in the form of Eq. (4). This form is
-    # linear in z, so its expected value under dropout is its value without dropout.
+    # L_center, (B,), is the second line of Eq. (2); the text calls it Eq. (3). Here it has the form of Eq. (4), which
+    # is linear in z: so its expected value under dropout is its value without dropout.
     center = 2 - 2 * (z * c[y]).sum(dim=1)
-    # Eq. (5) plus the constant 2 lam. Trap: in its second line, a fraction, exp(2 lam c_y.x) multiplies the numerator
-    # alone. Added to the own logit, 2 lam c_y.x would be in the denominator too, which is another loss.
-    return (contrast + lam * center).mean()
+    return (contrast + lam * center).mean()                              # Eq. (5)
 
 
 def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
@@ -85,11 +89,12 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     Not torch's label_smoothing, which shares it among all C classes. With a single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
-    return F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other) + other
+    return F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other) + other      # own: 1 - (C - 1) other
 
 
 def proxynca_loss(z, y, centers, s=16.0):
-    """CCL Eq. (9): a softmax whose denominator leaves out the own class, averaged over the batch; can be negative.
+    """CCL Eq. (9), Proxy-NCA: a softmax whose denominator leaves out the own class, averaged over the batch; can be
+    negative. Its exponents are cosines times s; that of Proxy-Anchor Eq. (1) has s = 1.
 
     Arguments as above. With a single class the denominator is empty, and only the pull is left.
     """
@@ -143,7 +148,11 @@ def corrupt_labels(labels, noise, generator=None):
                                images of each, in dataset order, are cut into groups of 5, and each group gets
                                the label of one of the other classes
     generator  None: torch's global generator
-    returns    (N,) labels 0..C'-1, where longtail leaves C' < C
+    returns    (N,) labels 0..C'-1; longtail leaves C' = C minus the classes that were dissolved
+
+    With labels 0 0 1 1 2 2 3 3, symmetric:0.25 changes two labels, perhaps to 0 0 1 3 2 2 0 3. longtail:0.25 dissolves
+    one class; if that is class 1, its two images are one group, which gets the label of class 3, say. The other
+    classes are numbered in a random order: if this is 3, 0, 2, the labels become 1 1 0 0 2 2 0 0.
     """
     kind, rate = noise.split(':')
     labels, rate = labels.clone(), float(rate)
@@ -156,9 +165,9 @@ def corrupt_labels(labels, noise, generator=None):
     held = torch.bincount(labels, minlength=classes)[order].cumsum(0)    # held[k]: images of the first k + 1 of them
     num_gone = int((held <= rate * total).sum().clamp(max=classes - 2))  # two classes always remain
     gone, kept = order[:num_gone], order[num_gone:]
-    renumbered = torch.full((classes,), -1)
-    renumbered[kept] = torch.arange(len(kept))
-    new = renumbered[labels]                                             # -1 where an image still needs a label
+    new_label = torch.full((classes,), -1)
+    new_label[kept] = torch.arange(len(kept))
+    new = new_label[labels]                                              # -1 where an image still needs a label
     for c in gone.tolist():
         for cluster in (labels == c).nonzero()[:, 0].split(5):
             new[cluster] = torch.randint(len(kept), (1,), generator=generator)
@@ -168,8 +177,9 @@ def corrupt_labels(labels, noise, generator=None):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px, smoothing, and that
 # CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule (with the ramp that
-# momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has 0.3 and changes
-# the hue, here it is as on CUB. The size from which crops are cut is stated nowhere: 288 px is that of ProxyNCA++.
+# momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has square crops,
+# jitter 0.3 and a change of hue, here it is as on CUB. The size from which crops are cut is stated nowhere: 288 px is
+# that of ProxyNCA++. Section 1 says one fifth of the epochs of others, which would be 20 beside Metrix's 100.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -181,15 +191,16 @@ DEFAULTS = {
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
-    'reality-check': dict(per_class=1),                                  # see common.PROTOCOL
+    'reality-check': dict(per_class=1, center_lr_mult=4500),             # as N. Softmax in its released results
 }
 # Embeddings that are not normalised lie far from their centres: with lam = 2, the gradient of the centre term
 # by the network's weights is about 60 times that of the cross-entropy (shapes, before training).
 DEFAULTS |= {(dataset, 'center_loss'): dict(lam=0.03) for dataset in DEFAULTS}
 
 # The flags that the loss of each variant reads
-READS = {'ccl': {'s', 'margin', 'lam', 'smoothing'}, 'stop_grad': {'s', 'margin', 'lam', 'smoothing'},
-         'cluster': {'s', 'margin', 'lam', 'smoothing', 'mu'}, 'proxynca': {'s'}, 'center_loss': {'lam', 'smoothing'}}
+CCL = {'s', 'margin', 'lam', 'smoothing'}
+READS = {'ccl': CCL | {'center_lr_mult'}, 'stop_grad': CCL | {'center_lr_mult'}, 'cluster': CCL | {'mu'},
+         'proxynca': {'s', 'center_lr_mult'}, 'center_loss': {'lam', 'smoothing', 'center_lr_mult'}}
 
 
 def label_noise(text):
@@ -211,6 +222,7 @@ def get_args(argv=None):
     add('--lam', type=common.at_least(0, float), default=2.0, help='lambda, weight of the centre term')
     add('--smoothing', type=common.between(0, 0.999), default=0.1, help='epsilon, label smoothing')
     add('--mu', type=common.between(0, 1), default=0.9, help='variant cluster: weight of the old centre')
+    add('--center-lr-mult', type=common.at_least(0, float), default=1.0, help='rate of the centres, times --lr')
     add('--dropout', type=common.between(0, 0.999), default=0.0, help='share of an embedding dropped before the loss')
     add('--label-noise', type=label_noise, default='none',
         help='wrong training labels: symmetric:RATE or longtail:RATE')
@@ -235,13 +247,14 @@ def main(argv=None):
     model = common.build(args, head_init='default', normalize=args.variant != 'center_loss')
     learned = dict(centers=torch.nn.Parameter(new_centers(classes, args.dim).to(args.device)))
     centers = learned['centers'].requires_grad_(args.variant != 'cluster')
-    params = [*model.parameters(), centers]            # one group: centres have the network's rate and decay
+    params = list(model.parameters())
     if args.variant == 'center_loss':
         classifier = learned['classifier'] = torch.nn.Linear(args.dim, classes).to(args.device)
         params += classifier.parameters()
+    groups = [dict(params=params), dict(params=[centers], lr=args.lr * args.center_lr_mult)]
     # Only SGD has Nesterov acceleration. torch refuses it without momentum, and CUB and Cars have none.
     nesterov = dict(nesterov=args.momentum > 0) if args.optimizer == 'sgd' else {}
-    optimizer = common.make_optimizer(args, [dict(params=params)], **nesterov)
+    optimizer = common.make_optimizer(args, groups, **nesterov)
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
@@ -264,25 +277,33 @@ Variants: CCL, and losses with which the paper compares it
     ccl           Eq. (5)
     proxynca      Eq. (9): the own class is not in the denominator
     center_loss   Eq. (7), on embeddings that are not normalised: classifier and centres are separate
-    stop_grad     L_contrast takes the centres as constants, as in Table 1, whose results have a margin
+    stop_grad     L_contrast takes the centres as constants, as in Table 1, whose row CCL is CCL* of Table 2
     cluster       Eq. (14): the centres are running means of their images, not parameters
 What differs from the paper, or is not stated in it
     1. In the second case of the gradient that is printed below Eq. (10), the numerator should be
-       exp(S(x, c) - S(x, c_y)). The loss here has that gradient.
+       exp(S(x, c) - S(x, c_y)), where S(x, c) is s c.x. The loss here has that gradient.
     2. Label smoothing changes target probabilities, so only the softmax is smoothed. The centre term
        and Eq. (9) are no probabilities and stay as they are.
     3. Not stated: the lambda of Table 2 (Section 4.4, Fig. 4 and, for SOP, Fig. 5 point to 2), the m of its CCL*,
        how the centres start, and the mu of Eq. (14).
     4. --variant cluster averages the images that a class has in the batch, and then applies Eq. (14).
     5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
-    6. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has it in
+    6. Dropout comes after the normalisation, as in the base code, and divides what stays by 0.8. So in training an
+       embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
+    7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
+    8. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has it in
        their place. Centres move in the same direction in both, but in stop_grad the learning rate and lambda set
        the step, and in Eq. (14) mu. So both are here.
-What differs from the base code
-    7. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
+What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e863)
+    9. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
        stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. It also has a BatchNorm without affine
        weights behind the pooling on Cars, SOP and In-Shop, and no weight decay on biases and on the affine weights
        of BatchNorm. Here all weights decay alike. It reports its best epoch on the test set.
+Tables and figures of the paper
+    Table 1: --variant stop_grad --margin M. Table 2: --lam 0, the default, and --margin M. Table 3: --label-noise, with
+    an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
+    --protocol reality-check: --lam 0 --smoothing 0 is its N. Softmax, and with --margin its CosFace, for which its
+    released results have a rate of 2.5e-3 on CUB (--center-lr-mult 2500), and a scale --s of their own.
 """
 
 

@@ -7,11 +7,13 @@ Metric Learning Reality Check (Musgrave et al., ECCV 2020, arXiv:2003.08505), HS
 
 Idea
     Two images of one class should lie on one point, and two images of different classes at least a
-    margin apart. A pair that has reached this goal costs nothing and gets no gradient (but with
-    cosines, --form similarity, positives are always pulled). All pairs of a batch take part. A random
-    batch of 100 CUB images has about 9,800 negative pairs and 97 positive ones, both counted in both
-    directions, so each kind is averaged separately. The mean is over the pairs that miss their goal:
-    over all negative pairs, it would include thousands of zeros and be almost 0.
+    margin apart. A pair that has reached this goal costs nothing and gets no gradient. (With cosines,
+    --form similarity, positives are always pulled.)
+    All pairs of a batch take part, and most of them are negative: a random batch of 100 CUB images
+    has about 97 positive and 9,800 negative pairs. So each kind has a mean of its own. And most
+    negative pairs are far enough apart. So the mean is over the pairs that miss their goal: over all
+    of them it would be almost 0. (This is the choice of the released code; the equations below are of
+    single pairs, or sums.)
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -37,7 +39,7 @@ Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 51.5 ± 0.4 on
     shapes, and from 52.8 to 57.5 ± 2.4 on 25 species of birds, by fine-tuning a ResNet-18 (see README).
     Metrix (Table 2) reports, with ResNet-50 and 512 dimensions, R@1 64.7 on CUB, 81.6 on Cars, 74.9 on
-    SOP and 86.4 on In-Shop for this loss.
+    SOP and 86.4 on In-Shop for its contrastive loss; notes 1 and 2 say what differs.
 """
 import torch
 
@@ -57,11 +59,11 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     returns     scalar >= 0; if there are no positive pairs, or all of them reach their goal, their part is 0; and
                 so is that of the negative ones
     """
-    d = distances(common.at_least_float32(z))                            # (B, B)
+    d = distances(common.at_least_float32(z))                            # (B, B)  HSE Eq. (1)
     positive, negative = pairs(y)
-    # Reality Check Eq. (1), first term; HSE Eq. (2) for y = 1
+    # Reality Check Eq. (1), first term; HSE Eq. (2) for a positive pair
     pull = (d - pos_margin).clamp_min(0).pow(power).masked_fill(~positive, 0)
-    # Reality Check Eq. (1), second term; HSE Eq. (2) for y = 0
+    # Reality Check Eq. (1), second term; HSE Eq. (2) for a negative pair
     push = (neg_margin - d).clamp_min(0).pow(power).masked_fill(~negative, 0)
     return mean_nonzero(pull) + mean_nonzero(push)
 
@@ -82,7 +84,8 @@ def distances(z):
     s = z @ z.T                                                          # (B, B)
     length2 = s.diagonal()                           # squared lengths; not quite 1 where z was in half precision
     d2 = length2[:, None] + length2[None, :] - 2 * s
-    # Squared distances up to this floor are rounding noise. In float32 it is a distance of 0.0014.
+    # A squared distance is a difference of numbers near 2, each rounded to about eps. Up to 16 eps it is noise; in
+    # float32 that is a distance of 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
     # Trap: the slope of sqrt at 0 is infinite. The clamp keeps it finite, and where() makes both value and
     # gradient 0. The condition is d2 <= floor, because NaN does not fulfil it: so NaN is kept, and shows in the loss.
@@ -119,7 +122,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The benchmark rows are the contrastive baseline in the released code of Metrix.
+# The benchmark rows are the contrastive baseline in the released code of Metrix, but for the rate of In-Shop.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=0,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,
            warmup=5, clip=10.0)
@@ -180,13 +183,17 @@ What differs from the papers
     2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB; with --power 1, a negative margin on positives only adds a constant. It reports P@1, which
-       is R@1, of 59.7 on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks
-       concatenated 68.1, 81.8 and 73.1.
-What differs from the released code
+       CUB; with --power 1, a margin below 0 acts on positives like 0 and adds a constant (except where
+       two of them lie on one point). It reports P@1, which is R@1, of 59.7 on CUB, 69.8 on
+       Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks concatenated 68.1, 81.8 and
+       73.1.
+What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)
     4. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.
+Tables of the Reality Check
+    Tables 4 to 6: --protocol reality-check with --pos-margin and --neg-margin. Table 2: --weights none --epochs 0,
+    and NMI by eval.py --analyse.
 """
 
 

@@ -21,9 +21,11 @@ Symbols
     x_H         hybrids, h    --kind          (H, 3, S, S) images of H hybrids, (H, D) their embeddings
     x_A, x_B    sources       --num           (H, num) positions of the parents in the batch
     C(x)        y             -               (B,) labels
-    Nsize       per_class     --per-class     images per class, and hybrids per set of classes
-    Cnum        combinations  --combinations  number of sets of `num` classes that are joined: H = Nsize Cnum
-    alpha       alpha         --alpha         weight of L_Hy; 0: no hybrids, the baseline L = L_m
+    Nsize       per_class     --per-class     images per class in a batch
+    Cnum        combinations  --combinations  sets of `num` classes that are joined. Each gives Nsize hybrids:
+                                              hybrid r joins the r-th images of its classes. H = Nsize Cnum
+    alpha       alpha         --alpha         weight of L_Hy, and nothing else in this file; 0: no hybrids, the
+                                              baseline L = L_m
     -           temperature   --temperature   divides the similarities in Eq. (9)
 
 Run
@@ -37,7 +39,8 @@ Expect
     shapes, with hybrids. On birds, by fine-tuning a ResNet-18, it rises from 52.8 to 56.7 ± 1.6 with hybrids,
     and to 55.9 ± 2.5 without: no gain can be claimed there (see README).
     The paper (Table 2) reports with EPSHN (easy positive, semi-hard negative), ResNet-50 and 512 dimensions
-    R@1 67.4 on CUB (8 images per class) and 85.4 on Cars (16); without hybrids (16) 64.9 and 83.1.
+    R@1 67.4 on CUB (8 images per class) and 85.4 on Cars (16). Without hybrids it has 64.9 and 83.1, both with 16
+    images per class, which on CUB needs --per-class 16.
 """
 import math
 from functools import partial
@@ -58,14 +61,15 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     negative       (H, B) bool, the images among which Eq. (7) chooses
     alpha          >= 0, weight
     temperature    > 0; 1 is Eq. (9) as printed, 0.1 the released code
-    returns        scalar >= 0; a hybrid that lacks weak positives or negatives counts as 0 in the mean
+    returns        scalar >= 0, without overflow; a hybrid without weak positives or negatives is 0 in the mean
     """
     h, z = common.at_least_float32(h, z)
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(). Taken
-    # literally, that also averages over its second column, and is least where both are equal. Eq. (9) is meant.
+    # literally, that averages the log-probability of s_hn in as well, and is least where both are equal. Eq. (9) is
+    # meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)            # without hybrids 0, with a gradient of 0
 
@@ -80,10 +84,11 @@ def most_similar(s, allowed):
 
 
 def candidates(y, sources):
-    """Which images may be weak positives of a hybrid, its sources included, and which negatives: y (B,), sources
-    (H, num) -> (H, B) twice. Other hybrids are in neither mask."""
-    weak_positive = (y[None, :, None] == y[sources][:, None, :]).any(dim=2)                 # (H, B, num) -> (H, B)
-    return weak_positive, ~weak_positive
+    """The images among which Eq. (8) and Eq. (7) choose: weak positives of a hybrid, its sources included, and
+    negatives. Other hybrids are in neither mask.  y (B,), sources (H, num) -> (H, B) twice"""
+    of_parent = y[sources][:, :, None] == y         # (H, num, B), whether C(x) is the class of this parent
+    weak_positive = of_parent.any(dim=1)            # HSE Eq. (8): C(x) = C(x_A) or C(x) = C(x_B)
+    return weak_positive, ~weak_positive            # HSE Eq. (7): neither
 
 
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
@@ -116,7 +121,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     for classes in choose_classes(y, num, combinations, None if groups is None else groups.cpu(), generator):
         members = [(y == c).nonzero()[:, 0] for c in classes]
         rows = [m[torch.arange(per_class) % len(m)] for m in members]
-        sources.append(torch.stack(rows, dim=1))                         # (Nsize, num)
+        sources.append(torch.stack(rows, dim=1))                         # (per_class, num)
     sources = torch.cat(sources).to(images.device, non_blocking=True)    # (H, num)
     return blend(images[sources], kind, axis, mask_size), sources
 
@@ -194,10 +199,10 @@ def contrastive_loss(z, y, margin=0.5):
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal()[None, :] - 2 * s
     floor = 16 * torch.finfo(d2.dtype).eps                               # equal points: distance 0, gradient 0
-    d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())
+    d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
-    pull = d.square() * positive                                         # HSE Eq. (2) for y = 1
-    push = (margin - d).clamp_min(0).square() * negative                 # HSE Eq. (2) for y = 0
+    pull = d.square() * positive                                         # HSE Eq. (2) for a positive pair
+    push = (margin - d).clamp_min(0).square() * negative                 # for a negative pair
     return sum(term.sum() / (term > 0).sum().clamp_min(1) for term in (pull, push))
 
 
@@ -275,7 +280,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': dict(proxy_lr_mult=1),         # for --protocol
+    'reality-check': dict(proxy_lr_mult=6000),      # hybrids need 4 images per class for any loss
 }
 # What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and Proxy-Anchor (2; the released
 # command for Cars has 0.5, and batches of 30 classes x 4); shapes and folder take these values. On SOP alpha is that
@@ -402,7 +407,7 @@ def show(args, data, sampler, hybridise):
 NOTES = """
 Why the hybrid is the anchor (Table 1). A hybrid as the anchor pulls a weak positive and pushes a negative, so it acts
 within and between classes. With weak positives as anchors, each parent would pull the hybrid to its own class, and
-these pulls are in conflict. With negatives as anchors, the hybrid would only be pushed away, and nothing would be
+these pulls may be in conflict. With negatives as anchors, the hybrid would only be pushed away, and nothing would be
 learned within the classes.
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and its values of alpha only have
@@ -415,14 +420,18 @@ What differs from the paper
     4. GridMask: the paper does not say where the blocks are. Here they form a chessboard; with three or four images,
        diagonals of blocks take turns. Blocks of 250 px (Table 4) need crops of more than 250 px: --image-size 256.
     5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch.
-What differs from the released code
+What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis left-right). Here
        CutMix joins a top and a bottom half by default, as the text says.
     7. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With Proxy-Anchor it
        takes ten random images of each super-class, and negatives from the same ten. Here a batch has two classes of
        each super-class for every loss, so the negatives of a hybrid all come from other super-classes.
     8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. Here it stays.
-    9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen.
+    9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen. (An
+       earlier commit, 6d93f64, trains BatchNorm there: its train.sh has --bn-freeze 0, the later one 1.)
+Tables and figures of the paper
+    Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:
+    --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N. Fig. 6: --combinations N.
 """
 
 

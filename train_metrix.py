@@ -5,8 +5,8 @@ Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sec
 
 Idea
     Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In metric learning
-    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So a mixture
-    of a positive, with share lambda, and of a negative, with share 1 - lambda, has label lambda. It enters the
+    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So lambda
+    times a positive plus 1 - lambda times a negative has label lambda. It enters the
     loss's sum over positives with weight lambda, and its sum over negatives with weight 1 - lambda. So training
     also covers the space between the classes, where there are no images.
 
@@ -30,9 +30,8 @@ Symbols
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
-    python train_metrix.py --epochs 0 --name start; python train_metrix.py --analyse runs/start    # Fig. 2, untrained
-    python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed --hard-negatives 1 all all
-                                                             # the last row of Table 6
+    python train_metrix.py --analyse runs/metrix-shapes-1    # Fig. 2 and utilization, of a trained network
+    python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed    # last row of Table 6
 
 Expect
     With ms and feature mixing, R@1 rises from 7.4 to 61.3 ± 1.5 on shapes (three seeds on a CPU in bfloat16, 95 %
@@ -67,15 +66,18 @@ def labelled_loss(s, y, valid, kind, **hyper):
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
     pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)   # (A,), (A,)
-    return pull + push              # Eq. (7); with labels 0 and 1 it is Eq. (3), over mixed examples Eq. (9)
+    # Eq. (7). With the labels of Eq. (5) and (6) it is Eq. (3). Over mixed examples it is Eq. (9), and Eq. (13) writes
+    # that out for pos-neg pairs, whose y is lambda.
+    return pull + push
 
 
 # ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
-# a negative (1 - y), all (A, V). They return the two terms of Eq. (7), pull and push, both (A,).
+# a negative (1 - y), all (A, V). They return the two terms of Eq. (7), pull and push, both (A,); lifted has one term.
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
-    """Eq. (1), over mixed examples Eq. (14): sum of -y s, and sum of (1 - y) [s - m]+
+    """Eq. (1): sum_p -s(a,p), and sum_n [s(a,n) - m]+.  Eq. (14): sum_v -lambda s(a,v), and
+    sum_v (1 - lambda) [s(a,v) - m]+
 
     'sum' is the equation as printed. 'mean' divides the sum over positives by their number, and the sum over negatives
     by the number of those above m. As sums, the 380 pos-neg mixtures that an anchor has in a batch of 20 x 5 would
@@ -91,8 +93,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
 
 
 def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
-    """Eq. (2), over mixed examples Eq. (15):
-    1/beta log(1 + sum of y exp(-beta (s - m))), and 1/gamma log(1 + sum of (1 - y) exp(gamma (s - m)))
+    """Eq. (2): 1/beta log(1 + sum_p exp(-beta (s(a,p) - m))), and 1/gamma log(1 + sum_n exp(gamma (s(a,n) - m))).
+    Eq. (15) has v in place of p and n, and the factors lambda and 1 - lambda in front of the exponentials.
     """
     return log1p_sum_exp(-beta * (s - m), positive) / beta, log1p_sum_exp(gamma * (s - m), negative) / gamma
 
@@ -110,7 +112,7 @@ def log1p_sum_exp(t, weight):
 
 
 def log_sum_exp(t, weight):
-    """log1p_sum_exp without the "1 +", which only rows without any weight keep: they give log 1 = 0."""
+    """log(sum of weight * exp(t)) of each row, without overflow; 0 for a row whose weights are all 0."""
     zero = t.new_zeros(len(t), 1).masked_fill(weight.any(dim=1, keepdim=True), float('-inf'))
     return torch.cat([zero, t + weight.log()], dim=1).logsumexp(dim=1)
 
@@ -144,9 +146,9 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
         return pull.sum() / positive.any(dim=1).sum() + push.mean()     # by the classes in the batch, and by all C
     s = z @ z.T                                                                                 # (B, B)
-    positive = y[:, None] == y                                      # Eq. (5): these have label 1,
-    negative = ~positive                                            # Eq. (6): and these label 0
-    positive = positive & ~torch.eye(len(y), dtype=torch.bool, device=y.device)     # no anchor is a positive of itself
+    same = y[:, None] == y                                                                      # (B, B)
+    positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)     # Eq. (5): U+(a) = {(p, 1) : p in P(a)}
+    negative = ~same                                                            # Eq. (6): U-(a) = {(n, 0) : n in N(a)}
     if epsilon is not None:
         # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
         # negatives that are less similar than every positive by that much. "not >=" and not "<" keeps pairs with NaN.
@@ -179,12 +181,13 @@ def mix(x, i, j, lam):
 
 
 def mix_embeddings(z, i, j, lam):
-    """Eq. (4), embedding mixup: (B, D) -> (M, D), scaled to unit length"""
+    """Eq. (4), embedding mixup: lam f(x) + (1 - lam) f(x'), scaled to unit length.  z (B, D) -> (M, D)"""
     return F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)
 
 
 def mix_features(f, i, j, lam, pool='avg+max'):
-    """Eq. (4), feature mixup and pooling, exact in value and gradient: pool(lam f_i + (1 - lam) f_j)
+    """Eq. (4), feature mixup: f_m(lam g_m(x) + (1 - lam) g_m(x')). Here m is the last layer of the trunk, the maps f
+    are g_m(x), and f_m begins with the pooling: pool(lam f_i + (1 - lam) f_j), exact in value and gradient.
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
     Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear.
@@ -218,8 +221,8 @@ def max_of_mixed(f, i, j, lam):
         for i_, j_, lam_, found in in_chunks(size // f[0].numel()):
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (pairs, c, h, w)
             found.copy_(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))
-    # For its gradient gather would keep eight bytes per index, a checkpoint keeps the position's one. The chunks are at
-    # most about four, because the gradient of each is as large as f.
+    # Without the checkpoint, gather would store an index of eight bytes for its gradient; now one byte is stored, the
+    # position. The chunks are at most about four, because the gradient of each is as large as f.
     chunks = in_chunks(max(size // c, len(i) // 4))
     return torch.cat([checkpoint(mix_there, *chunk, use_reentrant=False) for chunk in chunks])
 
@@ -236,7 +239,7 @@ def pair_labels(y, anchor_y, i, j, lam):
     Its label is the share of that end: lam for i, 1 - lam for j.
     """
     i_is_positive, j_is_positive = anchor_y[:, None] == y[i], anchor_y[:, None] == y[j]
-    return torch.where(i_is_positive, lam, 1 - lam), i_is_positive ^ j_is_positive
+    return torch.where(i_is_positive, lam, 1 - lam), i_is_positive ^ j_is_positive      # mix(1, 0) in Eq. (8)
 
 
 def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
@@ -252,7 +255,7 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
         return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j]) & ~with_anchor
     valid = valid & (negatives[:, i] | negatives[:, j])             # the end that is a negative may be mixed
-    return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # Eq. (8)
+    return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # M(a) in Eq. (8)
 
 
 def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
@@ -283,14 +286,15 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     else:
         i, j = cross_class_pairs(end_y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
-    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=True)
+    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=True)                    # Eq. (8)
     weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
         return z.new_zeros(())
     i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
     if mixup == 'input':
-        v = model(mix(images, i, j, lam))           # Eq. (4), input mixup; trained BatchNorm sees the mixtures, too
+        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). Trained BatchNorm sees these images as well.
+        v = model(mix(images, i, j, lam))
     elif mixup == 'feature':
         v = model.project(mix_features(f, i, j, lam, model.pool))
     else:
@@ -327,14 +331,20 @@ def keeping_statistics(trunk, on):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The similarity up to which a mixture acts as a positive in ms, the right-hand side of Eq. (24):
-    s(a, v) <= ln(lam / (1 - lam)) / (beta + gamma) + m
+    s(a,v) <= 1 / (beta + gamma) ln(lam / (1 - lam)) + m
+
+    lam      number or tensor, in [0, 1]: share of the positive in the mixture
+    beta, gamma > 0, m: hyper-parameters of ms
+    returns  tensor like lam, in float64; -inf for lam = 0, inf for lam = 1
     """
-    return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m
+    return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m               # Eq. (24)
 
 
 def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
-    """Fig. 2: P(Pos(a, v)) for ms with embedding mixing, over batches (lists of indices) of a set z (N, D), y (N,)
+    """Fig. 2: how often a mixture acts as a positive of an anchor, in ms with embedding mixing, Eq. (11) and (25):
+    P(Pos(a, v)) = F_lambda( 1 / (beta + gamma) ln(lambda / (1 - lambda)) + m ), with F_lambda the CDF of s(a, v)
 
+    z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
     Returns for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)). measured
     is the share of pairs with a derivative <= 0, predicted the share at or below the threshold of Eq. (24).
     """
@@ -348,8 +358,7 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
         labelled_loss(s, weights, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        # Eq. (11) and (25): F_lambda at the threshold is the share of the similarities up to it.
-        below = s <= positivity_threshold(weights, **hyper)
+        below = s <= positivity_threshold(weights, **hyper)     # its mean is F_lambda there: Eq. (11), Eq. (25)
         samples.append(torch.stack([weights, positive, below, s.detach()])[:, valid])           # (4, pairs)
     lam, *columns = torch.cat(samples, dim=1)
     tenths = [(tenth / 10 + 0.05, (lam * 10).long() == tenth) for tenth in range(10)]
@@ -368,11 +377,14 @@ def analyse(args):
     for lam, measured, predicted, s, number in rows:
         threshold = positivity_threshold(lam, args.beta, args.gamma, args.m)
         print(f'{lam:8.2f} {measured:9.3f} {predicted:9.3f} {s:13.3f} {threshold:10.3f} {number:9d}')
+    if rows and all(predicted in (0, 1) for _, _, predicted, *_ in rows):
+        print('No s(a, v) lies between these thresholds, so the figure shows no transition: take a network trained '
+              f'with this m, or --m {sum(s for *_, s, _ in rows) / len(rows):.2f}, about the mean similarity')
 
     def distances_to(examples):                     # squared distance of each query to the nearest example
         return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])
 
-    clean = mixed = distances_to(z)
+    clean = mixed = distances_to(z)                 # Eq. (12): the mean of the smallest distance, also to mixed ones
     for index in batches:
         i, j = cross_class_pairs(y[index])
         lam = Beta(args.alpha, args.alpha).sample(i.shape)
@@ -414,7 +426,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': dict(proxy_lr_mult=1),             # see common.PROTOCOL
+    'reality-check': dict(proxy_lr_mult=6000),          # mixing needs 4 images per class for any loss
 }
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
 DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)
@@ -427,18 +439,19 @@ OTHER_FLAGS = {'ms': ['epsilon'], 'proxy_anchor': ['proxy_lr_mult'], 'proxynca_p
 
 
 def plan(args):
-    """The choices (type of mixing, kinds of pairs, k), of which each iteration draws one; [] without mixing"""
+    """The choices (type of mixing, sets of pairs, k), of which each iteration draws one; [] without mixing"""
     if args.mixup == ['none']:
         return []
     choices = []
     for mixup, k in zip(args.mixup, args.hard_negatives * len(args.mixup)):     # one K serves all types
-        kinds = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]        # Section 4.1
+        sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
-            kinds = ['pos-neg']
+            sets = ['pos-neg']
         if args.loss == 'proxynca_pp':              # every image is an anchor, so these are all cross-class pairs
-            kinds = ['anc-neg']
-        k = {'auto': 3 if mixup == 'input' else None, 'all': None}.get(k, k)            # Section B.2
-        choices.append((mixup, kinds, k))
+            sets = ['anc-neg']
+        if k == 'auto' and mixup == 'input':
+            k = 1 if 'feature' in args.mixup else 3     # Section B.2; 1 beside features, in Table 6
+        choices.append((mixup, sets, None if k in ('auto', 'all') else k))
     return choices
 
 
@@ -450,10 +463,10 @@ def get_args(argv=None):
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
         help='what is mixed; if several are given, each iteration draws one')
     add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
-        help='which examples are mixed; both: each iteration draws pos-neg or anc-neg')
+        help='which pairs are mixed; both: each iteration draws pos-neg or anc-neg')
     add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
         metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
-                          'auto is 3 for input, else all')
+                          'auto is all, but for input 3, and 1 beside features')
     add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
     add('--beta', type=above_0, default=18.0, help='ms: scale of the positives')
@@ -510,9 +523,9 @@ def main(argv=None):
     if args.analyse:
         return analyse(args)
     choices = plan(args)
-    for mixup, kinds, k in choices:
-        what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(kinds)
-        negatives = '' if kinds == ['pos-pos'] else f', {k or "all"} negatives'
+    for mixup, sets, k in choices:
+        what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(sets)
+        negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
         print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
     data = common.dataset_from(args)
     model = common.build(args)
@@ -532,8 +545,8 @@ def main(argv=None):
         z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **learned, **hyper)
         if choices:
-            mixup, kinds, k = random.choice(choices)                    # Section B.4: the type is drawn per iteration,
-            pairs = random.choice(kinds)                                # Section B.2: and so is the kind of pairs
+            mixup, sets, k = random.choice(choices)                     # Section B.4: the type is drawn per iteration,
+            pairs = random.choice(sets)                                 # Section B.2: and so is the set of pairs
             with keeping_statistics(model.trunk, args.clean_bn):
                 mixed = mixed_loss(args.loss, hyper, mixup, pairs, k, args.alpha, model, images, f, z, labels,
                                    **learned)
@@ -554,15 +567,24 @@ What differs from the paper
     5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing cannot mix,
        though the paper has results for both. Here a mixture of two images of different classes is a query, with
        an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
-    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing; in the paper on the whole dataset,
-       and on what Metrix mixed over a number of epochs.
-What differs from the released code, which mixes for contrastive, and for ms with embeddings
-    7. All positives, all anchors and each anchor's own hard negatives take part. In the code, feature and
-       embedding mixing have only an anchor's first positive, anc-neg pairs only anchors without a positive, and
-       hard negatives are looked up among those of the first anchor.
-    8. The code has one lambda per batch, k = 1, w = 0.3 for anc-neg pairs of embeddings, and Adam; for contrastive
-       also Euclidean distances and 60 epochs. Its ms with embedding mixing is not Eq. (15). It reports its best epoch
-       on the test set, and trains the affine weights of frozen BatchNorm after the warm-up.
+    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing; in the paper on the whole dataset
+       (Fig. 2 before training), and on what Metrix mixed over a number of epochs.
+What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730c) for contrastive, and
+github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
+    7. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
+       feature and embedding mixing have only an anchor's first positive, anc-neg pairs only anchors without a
+       positive, and hard negatives are looked up among those of the first anchor. In the code for ms, the pairs that
+       the miner keeps are what is mixed; here the miner serves the clean loss alone.
+    8. Both codes have one lambda per batch, and Adam. That for contrastive has Euclidean distances, k = 1, 60 epochs,
+       and w = 0.3 for anc-neg pairs of embeddings. The mixed loss of ms is not Eq. (15): mixtures are positives only.
+       On CUB its command with mixing trains 100 epochs and halves the rate every 10, but its baseline 60 epochs, with
+       the rate halved every 5. Here both have 100 epochs, as in the paper, and decays every 10.
+    9. Both report the best epoch on the test set, and train the affine weights of frozen BatchNorm after the warm-up.
+Tables and figures of the paper
+    Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
+    --pairs and --hard-negatives. Fig. 6: the same with --strength. Fig. 2: --analyse. Section 4.3, with contrastive:
+    alignment and uniformity by eval.py --analyse, utilization by both. Table 4 counts 5,894 / 8,092 / 60,026 / 26,356
+    training images. The files of the datasets, which are used here, have others, see README.
 Cost
     Input mixing sends up to 300 more images through the network per step with anc-neg pairs, and up to 1,200 with
     pos-neg pairs of 20 x 5 batches. They count in the running statistics of trained BatchNorm, which the evaluation

@@ -49,14 +49,20 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     proxies  (C, D) one per class, of any length but 0; half precision is raised to float32
     alpha    > 0, sharpness of the smooth maxima
     delta    margin on the cosine
-    returns  scalar >= 0; the proxy of a class without an image in the batch only pushes
+    returns  scalar >= 0, without overflow; the proxy of a class without an image in the batch only pushes
+
+    Proxy-Anchor Eq. (5) is the same, with smooth maxima spelled out: log(1 + sum exp t) = softplus(log sum exp t).
+    Proxy-Anchor Eq. (6) is its gradient, which the paper argues from: with h = exp(-alpha (s(x,p) - delta)) for each
+    image x of the class of p, dl/ds(x,p) = -(alpha / |P+|) * h(x) / (1 + sum of h), and alike for the push. So the
+    pull on one image depends on how far the other images of its class are.
     """
     z, proxies = common.at_least_float32(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                           # (C, B)
-    positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]   # (C, B)
+    # (C, B), whether the image of this column has the class of the proxy in this row
+    positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
     present = positive.any(dim=1).sum()                                             # |P+|
-    # Proxy-Anchor Eq. (4), first sum, without the 1/alpha that Multi-Similarity has. A class that is not in the
-    # batch adds log 1 = 0.
+    # Proxy-Anchor Eq. (4), first sum, without the 1/alpha that Multi-Similarity has; the gradient of logsumexp is the
+    # fraction in Proxy-Anchor Eq. (6). A class that is not in the batch adds log 1 = 0.
     pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / present
     # Proxy-Anchor Eq. (4), second sum, over all C classes. Trap: + delta here, - delta above.
     push = log1p_sum_exp(alpha * (s + delta), ~positive).mean()
@@ -64,7 +70,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
 
 
 def log1p_sum_exp(t, keep):
-    """For each row: log(1 + sum of exp(t) over the columns where keep is true), without overflow.
+    """For each row: log(1 + sum of exp(t) over the columns where keep is true), without overflow. It is the softplus
+    of Proxy-Anchor Eq. (5).
 
     t, keep (rows, columns) -> (rows,)
     """
@@ -85,8 +92,8 @@ def new_proxies(num_classes, dim):
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # CUB and Cars are the authors' commands for ResNet-50. The paper trains 40 epochs there, and varies
-# the batch from 30 to 180 (Table 5). Steps count from the first epoch on, so on CUB the trunk begins,
-# after the warm-up, with half of lr, and has 1/16 of it after 20 epochs.
+# the batch from 30 to 180 (Table 5). Decays count from the first epoch on, warm-up included: so on CUB the
+# trunk begins with half of lr, and has 1/16 of it after 20 epochs.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=120, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -100,7 +107,7 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    'reality-check': dict(per_class=1, proxy_lr_mult=1),            # see common.PROTOCOL
+    'reality-check': dict(per_class=1, proxy_lr_mult=6000),         # as Proxy-NCA in its released results
 }
 
 
@@ -133,14 +140,18 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The main tables of the paper have BN-Inception; here the network is a ResNet-50.
+    1. The main tables of the paper have BN-Inception; here the network is a ResNet-50. The second sum of
+       Eq. (4) is over a set P- that the paper does not define; the released code takes all C proxies.
     2. Average plus max pooling, 60 epochs on CUB and Cars, batches of 120, warm-up, clipping, frozen
        BatchNorm, weight decay on the proxies and the steps of the learning rate come from the released
        code. The authors say that this pooling adds about one point of R@1 on CUB and Cars.
-What differs from the released code
+What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)
     3. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.
+Tables and figures of the paper
+    Tables 5 and 6: --batch-size. Table 7: --arch. Fig. 5: --dim. Fig. 6: --alpha and --delta. All but the rows of
+    ResNets in Table 7 have BN-Inception in the paper.
 """
 
 

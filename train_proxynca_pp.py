@@ -19,19 +19,22 @@ Equations
     Proxy-Anchor Eq. (1)          --loss proxynca:
                                   l(X) = sum_x -log( exp(s(x,p+)) / sum_{p- in P-} exp(s(x,p-)) )
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
-    Since |x - p|^2 = 2 - 2 s(x,p), the exponents of Eq. (1) are half of those of ProxyNCA++ with T = 1.
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
+    Since |x - p|^2 = 2 - 2 s(x,p), a softmax of -|x - p|^2 / T is one of 2 s(x,p) / T; so Eq. (1), whose
+    exponents are s(x,p), has T = 2. Papers call three losses Proxy-NCA: Eq. (1); CCL Eq. (9), with cosines
+    times s, which is T = 2 / s; and that of the Reality Check, see note 8.
 
 Symbols
     paper    here          flag            meaning
     x        z             -               (B, D) embeddings of unit length
     p        proxies       -               (C, D) learned, of any length: normalised inside the loss
     s(x,p)   s             -               (B, C) cosine similarities
-    T        temperature   --temperature   divides squared distances: the lower, the sharper the softmax
+    T        temperature   --temperature   divides squared distances: the lower, the sharper the softmax;
+                                           1/9 for ProxyNCA++, 2 for --loss proxynca
 
 Run
     python train_proxynca_pp.py                              # offline, a few minutes on two CPU cores
-    python train_proxynca_pp.py --loss proxynca              # the loss of the predecessor, all else equal
+    python train_proxynca_pp.py --loss proxynca              # the loss of the predecessor
     python train_proxynca_pp.py --dataset cub --data data    # the benchmark, on a GPU
 
 Expect
@@ -60,21 +63,26 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     return F.cross_entropy(2 / temperature * cosines(z, proxies), y)
 
 
-def proxynca_loss(z, y, proxies):
+def proxynca_loss(z, y, proxies, temperature=2.0):
     """Proxy-NCA, Proxy-Anchor Eq. (1): the own proxy is not in the denominator.
 
-    z        (B, D) embeddings of unit length; half precision is raised to float32
-    y        (B,)   class labels, 0 to C - 1
-    proxies  (C, D) one per class, of any length but 0; half precision is raised to float32
-    returns  scalar, the sum over the batch, which may be negative; with one class only the pull is left
+    z            (B, D) embeddings of unit length; half precision is raised to float32
+    y            (B,)   class labels, 0 to C - 1
+    proxies      (C, D) one per class, of any length but 0; half precision is raised to float32
+    temperature  > 0; 2 is Proxy-Anchor Eq. (1), whose exponents are cosines
+    returns      scalar, the sum over the batch, which may be negative; with one class only the pull is left
+
+    Proxy-Anchor Eq. (3) is its gradient: dl/ds(x,p+) = -1, however near x is to its proxy, and dl/ds(x,p-) is the
+    softmax over the other proxies.
     """
-    s = cosines(z, proxies)                                                    # (B, C)
+    logits = 2 / temperature * cosines(z, proxies)                             # (B, C), s(x,p) if T = 2
     own = torch.arange(len(proxies), device=y.device) == y[:, None]            # (B, C)
     if len(proxies) == 1:
-        return -s.sum()
-    others = s.masked_fill(own, float('-inf'))                                 # exp(-inf) is 0: the sum is over P-
-    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2)
-    return (others.logsumexp(dim=1) - s[own]).sum()
+        return -logits.sum()
+    others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) is 0: the sum is over P-
+    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2). What is subtracted alone gives the -1 of Proxy-Anchor
+    # Eq. (3).
+    return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
 def cosines(z, proxies):
@@ -94,7 +102,7 @@ def new_proxies(num_classes, dim):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The benchmark rows are the released configurations, except for dim and schedule (notes 1 and 2 at
 # the end). Adam divides its steps by eps + the root of its running mean of squared gradients. With
-# eps = 1, far larger than this root, it acts like SGD with momentum. This is why the proxies can have
+# eps = 1 the divisor is about 1, and it acts like SGD with momentum. This is why the proxies can have
 # learning rates of 240 to 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
@@ -108,8 +116,10 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
-    'reality-check': dict(per_class=1, proxy_lr_mult=1),            # see common.PROTOCOL
+    'reality-check': dict(per_class=1, proxy_lr_mult=6000),         # as Proxy-NCA in its released results
 }
+DEFAULTS |= {(dataset, 'proxynca'): dict(temperature=2.0) for dataset in DEFAULTS}
+DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # the scale in its released results
 
 
 def get_args(argv=None):
@@ -122,8 +132,6 @@ def get_args(argv=None):
         help='learning rate of the proxies, as a multiple of --lr')
     add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop')
     args = common.parse(parser, DEFAULTS, argv)
-    if args.loss == 'proxynca':
-        common.refuse(args, ['temperature'], '--loss proxynca')
     if args.optimizer == 'sgd':
         common.refuse(args, ['eps'], '--optimizer sgd')
     return args
@@ -133,8 +141,9 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation
-    model = common.build(args, layer_norm=True, head_init='default')
+    # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation. The networks
+    # of the Reality Check have no LayerNorm.
+    model = common.build(args, layer_norm=not args.protocol, head_init='default')
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
     options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)           # SGD has no eps
     optimizer = common.make_optimizer(args, [
@@ -143,8 +152,8 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                      # (B, D)
-        if args.loss == 'proxynca':     # divided by B, so that both losses can have the same learning rates
-            return proxynca_loss(z, labels, proxies) / len(labels)
+        if args.loss == 'proxynca':     # as a mean, so that its size does not depend on that of the batch
+            return proxynca_loss(z, labels, proxies, args.temperature) / len(labels)
         return proxynca_pp_loss(z, labels, proxies, args.temperature)
 
     return common.train(args, model, data, step, optimizer, learned={'proxies': proxies})
@@ -154,14 +163,15 @@ NOTES = """
 What differs from the paper
     1. The authors first train on half of the training classes, note at which epochs R@1 and NMI (which
        scores clusters) on the other half stop rising, and then train on all classes, lowering the
-       learning rate at these epochs and stopping at the best one. Here the schedule is fixed: as many
-       epochs as theirs have at most, and x0.1 once after half of them. On In-Shop the rate stays
-       constant, as in their code.
+       learning rate at these epochs and stopping at the best one. Here the schedule is fixed: 40 epochs
+       (80 on SOP and In-Shop), as theirs have at most, and x0.1 once after half of them. On In-Shop the
+       rate stays constant, as in their code. Their 5 epochs of warm-up come before the 40, here they are
+       the first 5 of them.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
        (--dim 2048), and the paper reports both.
     3. The learning rates are those of the released configurations. The author says that those in the
        paper's first version are misprints.
-What differs from the released code
+What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has
        a separate optimizer for these epochs. Here one optimizer serves all, so its running averages
        carry over. Clipping includes the proxies here, and only the network in the released code. At the
@@ -170,6 +180,14 @@ What differs from the released code
     5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
     6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
        training normalises them.
+About --loss proxynca
+    7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++. On the
+       benchmarks Adam has eps = 1, so its steps are proportional to the gradients, and this loss needs a
+       higher --lr there for a fair comparison.
+    8. The Proxy-NCA of the Reality Check is "cross entropy" of distances, so its denominator has the own
+       proxy (so it is in its library, pytorch-metric-learning, where the distances are squared and get a
+       scale, on CUB 13.98). That is --protocol reality-check --loss proxynca_pp --temperature 0.0715. With
+       --loss proxynca, the protocol has the same temperature, 1/13.98, without the own proxy.
 """
 
 

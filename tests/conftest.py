@@ -10,12 +10,12 @@ from PIL import Image
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from worker import SCRIPTS  # noqa: E402, F401
-
 import common  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / 'shared' / 'data'       # annotation files and weights; some tests skip without them
+SCRIPTS = ['train_contrastive', 'train_ms', 'train_proxy_anchor', 'train_proxynca_pp', 'train_ccl', 'train_metrix',
+           'train_hse']
 
 
 def pytest_configure(config):

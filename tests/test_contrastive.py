@@ -4,6 +4,7 @@ from math import cos, radians, sin
 import pytest
 import torch
 from conftest import on_circle
+from worked import expect, expect_gradients, expect_raised, moving
 
 import common
 import train_contrastive
@@ -15,32 +16,36 @@ def chord(degrees):
     return 2 * sin(radians(degrees) / 2)
 
 
-def moving(*degrees):
-    """Angles to differentiate by, and the points at them"""
-    t = torch.tensor([radians(d) for d in degrees], dtype=torch.float64, requires_grad=True)
-    return t, torch.stack([t.cos(), t.sin()], dim=1)
+def four_points():
+    """Of four negative pairs only 20 to 40 is within a distance of 0.5."""
+    return on_circle(0, 20, 40, 100), torch.tensor([0, 0, 1, 1])
+
+
+WHERE = 'at 0, 20 (class 0), 40, 100 degrees (class 1), negative margin 0.5'
 
 
 # ---- on distances
 
 
 def test_rc_eq1_by_hand():
-    """Points at 0, 20 (class 0) and 40, 100 (class 1); of four negative pairs only 20-40 is within 0.5."""
-    z, y = on_circle(0, 20, 40, 100), torch.tensor([0, 0, 1, 1])
-    assert chord(40) > 0.5 > chord(20)
-    expected = (chord(20) + chord(60)) / 2 + (0.5 - chord(20))
-    assert contrastive_loss(z, y).item() == pytest.approx(expected, abs=1e-12), \
-        'Reality Check Eq. (1): is each term the mean over its non-zero entries?'
+    loss = contrastive_loss(*four_points())
+    expect(loss, (chord(20) + chord(60)) / 2 + (0.5 - chord(20)),
+           f'Reality Check Eq. (1) {WHERE}: each term is the mean over its non-zero entries')
 
 
-def test_rc_eq1_positive_margin():
-    """A positive pair within m_pos = 0.4 is no longer a non-zero entry, so it leaves the mean too."""
-    z, y = on_circle(0, 20, 40, 100), torch.tensor([0, 0, 1, 1])
-    expected = (chord(60) - 0.4) + (0.5 - chord(20))
-    assert contrastive_loss(z, y, pos_margin=0.4).item() == pytest.approx(expected, abs=1e-12)
-    # a negative margin on positives, the Reality Check's best on CUB, adds a constant and no gradient
-    shifted = contrastive_loss(z, y, pos_margin=-0.2)
-    assert shifted.item() == pytest.approx(contrastive_loss(z, y).item() + 0.2, abs=1e-12)
+@pytest.mark.parametrize('pos_margin, pull', [(0.4, chord(60) - 0.4), (-0.2, (chord(20) + chord(60)) / 2 + 0.2)])
+def test_rc_eq1_positive_margin(pos_margin, pull):
+    """A positive pair within 0.4 is no longer a non-zero entry, so it leaves the mean too; no image is its own pair."""
+    loss = contrastive_loss(*four_points(), pos_margin=pos_margin)
+    expect(loss, pull + 0.5 - chord(20), f'Reality Check Eq. (1) {WHERE}, positive margin {pos_margin}')
+
+
+def test_rc_eq1_negative_margin():
+    """Within a distance of 1.3 are three negative pairs: 40, 20 and 80 degrees apart."""
+    loss = contrastive_loss(*four_points(), pos_margin=0.5, neg_margin=1.3)
+    push = [1.3 - chord(40), 1.3 - chord(20), 1.3 - chord(80)]
+    expect(loss, chord(60) - 0.5 + sum(push) / 3,
+           'Reality Check Eq. (1) at 0, 20 (class 0), 40, 100 degrees (class 1), margins 0.5 and 1.3')
 
 
 @pytest.mark.parametrize('power', [1, 2])
@@ -50,8 +55,8 @@ def test_rc_eq1_closed_form_gradient(power):
     contrastive_loss(z, torch.tensor([0, 0, 1]), power=power).backward()
     pull = power * chord(70) ** (power - 1) * cos(radians(35))
     push = -power * (0.5 - chord(20)) ** (power - 1) * cos(radians(10))
-    expected = torch.tensor([-pull, pull - push, push], dtype=torch.float64)
-    assert torch.allclose(t.grad, expected, atol=1e-12)
+    expect(t.grad, [-pull, pull - push, push], 'Reality Check Eq. (1), derivatives by the angles 0, 70 (class 0), 90 '
+           f'(class 1), power {power}')
 
 
 def test_rc_eq1_goal_reached_costs_nothing():
@@ -59,22 +64,31 @@ def test_rc_eq1_goal_reached_costs_nothing():
     z, y = on_circle(0, 5, 90, 95).requires_grad_(), torch.tensor([0, 0, 1, 1])
     loss = contrastive_loss(z, y, pos_margin=0.1, neg_margin=1.2)
     loss.backward()
-    assert chord(5) < 0.1 and chord(85) > 1.2
-    assert loss.item() == 0 and torch.equal(z.grad, torch.zeros_like(z))
+    expect(loss, 0, 'Reality Check Eq. (1) at 0, 5 (class 0), 90, 95 degrees (class 1), margins 0.1 and 1.2')
+    expect(z.grad, torch.zeros(4, 2), 'its gradient')
+
+
+def test_rc_eq1_a_term_without_pairs_is_0():
+    for labels, expected in ([0, 0], chord(20)), ([0, 1], 0.5 - chord(20)):
+        loss = contrastive_loss(on_circle(0, 20), torch.tensor(labels))
+        expect(loss, expected, f'Reality Check Eq. (1) at 0, 20 degrees, of classes {labels}')
+
+
+def test_rc_eq1_in_half_precision():
+    z, y = four_points()
+    expect_raised(lambda z: contrastive_loss(z, y), 'Reality Check Eq. (1)', z)
+
+
+def test_hse_eq1_is_the_distance_of_two_points():
+    d = train_contrastive.distances(on_circle(0, 50, 180))
+    assert d.tolist() == [pytest.approx([chord(angle) for angle in angles], abs=1e-12)
+                          for angles in ((0, 50, 180), (50, 0, 130), (180, 130, 0))]
 
 
 def test_hse_eq2_by_hand():
-    """The points of test_rc_eq1_by_hand, squared: d^2 for y = 1, (m - d)^2 for y = 0."""
-    z, y = on_circle(0, 20, 40, 100), torch.tensor([0, 0, 1, 1])
+    """Squared: d^2 for y = 1, (m - d)^2 for y = 0."""
     expected = (chord(20) ** 2 + chord(60) ** 2) / 2 + (0.5 - chord(20)) ** 2
-    assert contrastive_loss(z, y, power=2).item() == pytest.approx(expected, abs=1e-12)
-
-
-def test_hse_eq2_nearer_negatives_cost_more():
-    """In the paper's words: large when anchor and negative are near, small when they are far."""
-    y = torch.tensor([0, 1])
-    values = [contrastive_loss(on_circle(0, a), y, power=2).item() for a in (0, 10, 20, 28, 40)]
-    assert values == sorted(values, reverse=True) and values[0] == 0.5 ** 2 and values[-1] == 0
+    expect(contrastive_loss(*four_points(), power=2), expected, f'HSE Eq. (2) {WHERE}')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
@@ -116,34 +130,44 @@ def test_coinciding_negatives_cost_the_margin_and_have_no_direction():
 
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
 def test_metrix_eq1_by_hand(reduction):
-    """Points at 0, 20, 50 (class 0) and 70, 180 (class 1), margin cos 60 = 0.5."""
-    z, y = on_circle(0, 20, 50, 70, 180), torch.tensor([0, 0, 0, 1, 1])
+    z, y = on_circle(0, 20, 50, 70, 180, 270), torch.tensor([0, 0, 0, 1, 1, 2])
     c = {a: cos(radians(a)) for a in (20, 30, 50, 110)}
     n = 2 if reduction == 'mean' else 1                      # positives of an anchor of class 0
-    anchors = [-(c[20] + c[50]) / n,                         # 0: its negatives are 70 and 180 degrees away
+    anchors = [-(c[20] + c[50]) / n,                         # 0: its negatives are 70, 180 and 90 degrees away
                -(c[20] + c[30]) / n + (c[50] - 0.5),         # 20: 70 is 50 degrees away, above the margin
                -(c[50] + c[30]) / n + (c[20] - 0.5),         # 50: 70 is 20 degrees away
                -c[110] + (c[50] - 0.5 + c[20] - 0.5) / n,    # 70: both 20 and 50 are above the margin
-               -c[110]]                                      # 180
-    loss = contrastive_similarity_loss(z, y, 0.5, reduction)
-    assert loss.item() == pytest.approx(sum(anchors) / 5, abs=1e-12), \
-        'Metrix Eq. (1): averaged over all anchors, no margin on positives?'
+               -c[110],                                      # 180
+               0]                                            # 270: no positive, and no near negative; it counts
+    expect(contrastive_similarity_loss(z, y, 0.5, reduction), sum(anchors) / 6,
+           f'Metrix Eq. (1) at 0, 20, 50 (class 0), 70, 180 (1), 270 degrees (2), margin 0.5, {reduction}')
 
 
-def test_metrix_eq1_closed_form_gradient():
-    """By a similarity: -1 for a positive pair, 1 for a negative one above the margin, else 0."""
-    t, z = moving(0, 80, 100)
-    contrastive_similarity_loss(z, torch.tensor([0, 0, 1]), reduction='sum').backward()
-    # every pair has two anchors, the mean is over three; ds/dt = -sin of the difference
-    pull, push = 2 / 3 * sin(radians(80)), -2 / 3 * sin(radians(20))
-    expected = torch.tensor([-pull, pull - push, push], dtype=torch.float64)
-    assert torch.allclose(t.grad, expected, atol=1e-12)
+def test_metrix_eq1_margin():
+    loss = contrastive_similarity_loss(on_circle(0, 80), torch.tensor([0, 1]), margin=-0.3)
+    expect(loss, cos(radians(80)) + 0.3, 'Metrix Eq. (1) at 0 (class 0), 80 degrees (class 1), margin -0.3')
+
+
+@pytest.mark.parametrize('reduction', ['sum', 'mean'])
+def test_metrix_eq1_closed_form_gradient(reduction):
+    """By a similarity: -1 for a positive pair, 1 for a negative one above the margin, else 0; the mean divides."""
+    t, z = moving(0, 100, 130, 150)
+    contrastive_similarity_loss(z, torch.tensor([0, 0, 0, 1]), reduction=reduction).backward()
+    n = 2 if reduction == 'mean' else 1
+    by_s = torch.tensor([[0, -1, -1, 0], [-1, 0, -1, n], [-1, -1, 0, n], [0, 1, 1, 0]]) / n / 4
+    what = f'Metrix Eq. (1), 0, 100, 130 (class 0), 150 degrees (class 1), margin 0.5, {reduction}'
+    expect_gradients(by_s, what, images=t)
 
 
 def test_metrix_eq1_positives_have_no_margin():
     """At its best, all positives equal and all negatives opposite, an anchor costs -1, not 0."""
-    z, y = on_circle(0, 0, 180, 180), torch.tensor([0, 0, 1, 1])
-    assert contrastive_similarity_loss(z, y).item() == pytest.approx(-1, abs=1e-12)
+    loss = contrastive_similarity_loss(on_circle(0, 0, 180, 180), torch.tensor([0, 0, 1, 1]))
+    expect(loss, -1, 'Metrix Eq. (1) at 0, 0 (class 0), 180, 180 degrees (class 1): an image excludes itself by index')
+
+
+def test_metrix_eq1_in_half_precision():
+    z, y = four_points()
+    expect_raised(lambda z: contrastive_similarity_loss(z, y), 'Metrix Eq. (1)', z)
 
 
 def test_an_unknown_reduction_is_refused():

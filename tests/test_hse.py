@@ -1,13 +1,14 @@
 """train_hse.py against the equations of HSE; hybrids pixel by pixel; base losses against their scripts."""
 import shutil
 from itertools import product
-from math import cos, exp, log, pi
+from math import cos, exp, log, pi, radians
 
 import numpy as np
 import pytest
 import torch
 from conftest import on_circle, unit
 from PIL import Image
+from worked import expect, expect_gradients, expect_raised, moving
 
 import common
 import train_hse
@@ -51,7 +52,7 @@ def test_hse_eq2_by_hand():
     z, y, m = on_circle(0, 40, 20), torch.tensor([0, 0, 1]), 0.5
     pull = (2 * cos(pi / 2 - pi / 9)) ** 2                       # both ordered pairs alike: their mean
     push = (m - 2 * cos(pi / 2 - pi / 18)) ** 2                  # all four negative pairs alike
-    assert contrastive_loss(z, y, m).item() == pytest.approx(pull + push, abs=1e-12), 'Eq. (2): [m - d]^2'
+    expect(contrastive_loss(z, y, m), pull + push, 'HSE Eq. (2) at 0, 40 (class 0), 20 degrees (class 1), margin 0.5')
 
 
 def test_hse_eq3_is_mixup_in_equal_parts():
@@ -60,52 +61,92 @@ def test_hse_eq3_is_mixup_in_equal_parts():
     assert torch.equal(blend(torch.stack([x_a, x_b])[None], 'mixup')[0], lam * x_a + (1 - lam) * x_b)
 
 
-def three_hybrids():
-    """Labelled images at 0 and 30 (class 0), 100 and 130 (1), 60 (2), 200 (3); a hybrid of 0 and 1 at 70."""
-    z, y = on_circle(0, 30, 100, 130, 60, 200), torch.tensor([0, 0, 1, 1, 2, 3])
-    return on_circle(70), z, y, torch.tensor([[0, 2]])
+IMAGES, WEAK = (0, 30, 100, 130, 60, 200), [True, True, True, True, False, False]
+WHERE = 'weak positives at 0, 30, 100, 130 degrees, negatives at 60, 200'
+
+
+def masks(*rows):
+    """Rows that are True where an image is a weak positive -> weak positives and negatives, (H, B) each"""
+    weak = torch.tensor(rows)
+    return weak, ~weak
+
+
+def l_hy(h, ewp, hn, temperature=0.1):
+    """HSE Eq. (9), without alpha, of a hybrid, its easy weak positive and its hard negative, in degrees"""
+    s_ewp, s_hn = (cos(radians(h - d)) / temperature for d in (ewp, hn))
+    return -log(1 / (1 + exp(s_hn) / exp(s_ewp)))
 
 
 def test_hse_eq7_nearest_of_the_other_classes():
-    h, z, y, sources = three_hybrids()
-    z.requires_grad_()
-    hybrid_loss(h, z, *candidates(y, sources)).backward()
-    assert z.grad[4].norm() > 0 and z.grad[5].norm() == 0, 'Eq. (7): 60 degrees is nearer to 70 than 200'
+    t, z = moving(*IMAGES)
+    hybrid_loss(on_circle(75), z, *masks(WEAK)).backward()
+    touched = [d for d, grad in zip(IMAGES, t.grad) if grad.abs() > 1e-9]
+    assert 60 in touched and 200 not in touched, \
+        f'HSE Eq. (7): of a hybrid at 75 degrees and {WHERE}, expected a gradient for 60, got {touched}'
 
 
 def test_hse_eq8_nearest_of_either_class():
-    h, z, y, sources = three_hybrids()
-    z.requires_grad_()
-    hybrid_loss(h, z, *candidates(y, sources)).backward()
-    assert z.grad[2].norm() > 0 and z.grad[[0, 1, 3]].norm() == 0, 'Eq. (8): 100 degrees is nearest to 70'
+    t, z = moving(*IMAGES)
+    hybrid_loss(on_circle(75), z, *masks(WEAK)).backward()
+    touched = [d for d, grad in zip(IMAGES, t.grad) if grad.abs() > 1e-9 and d not in (60, 200)]
+    assert touched == [100], f'HSE Eq. (8): of a hybrid at 75 and {WHERE}, expected a gradient for 100, got {touched}'
 
 
-@pytest.mark.parametrize('temperature', [1.0, 0.1])
-def test_hse_eq9_by_hand(temperature):
-    h, z, y, sources = three_hybrids()
-    s_hn, s_ewp, alpha = cos(pi / 18) / temperature, cos(pi / 6) / temperature, 0.7
-    expected = -alpha * log(1 / (1 + exp(s_hn) / exp(s_ewp)))
-    loss = hybrid_loss(h, z, *candidates(y, sources), alpha, temperature)
-    assert loss.item() == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize('alpha, temperature', [(0.7, 1.0), (1.0, 0.1)])
+def test_hse_eq9_by_hand(alpha, temperature):
+    """The mean of three hybrids; for the last two all weak positives, or all images, are more than 90 degrees away."""
+    rows = WEAK, [True, False, False, False, True, True], [False, True, False, False, True, True]
+    loss = hybrid_loss(on_circle(70, 120, 290), on_circle(*IMAGES), *masks(*rows), alpha, temperature)
+    parts = l_hy(70, 100, 60, temperature), l_hy(120, 60, 130, temperature), l_hy(290, 200, 0, temperature)
+    expect(loss, alpha * sum(parts) / 3, f'HSE Eq. (9) of hybrids at 70, 120, 290 degrees, images at {IMAGES}, weak '
+           f'positives {rows}, alpha {alpha}, temperature {temperature}')
 
 
-@pytest.mark.parametrize('temperature', [1.0, 0.1])
-def test_hse_eq9_at_a_tie_is_alpha_log_2(temperature):
-    z, y = on_circle(45, -45), torch.tensor([0, 1])
-    loss = hybrid_loss(on_circle(0), z, (y == 0)[None], (y == 1)[None], 2.0, temperature)
-    assert loss.item() == pytest.approx(2 * log(2), abs=1e-12)
+def test_hse_eq9_of_opposite_images():
+    """A similarity below 0 is the largest there is: an image that is not allowed must not count as 0."""
+    loss = hybrid_loss(on_circle(0), on_circle(120, 180, 90), torch.tensor([[True, True, False]]),
+                       torch.tensor([[False, True, False]]))
+    expect(loss, l_hy(0, 120, 180), 'HSE Eq. (9) of a hybrid at 0, weak positives at 120, 180, the negative at 180, '
+           'and an image at 90 degrees that is neither')
 
 
-def test_hse_eq9_is_a_softplus_averaged_over_hybrids():
-    h, z, y = unit(4, seed=1), unit(12), torch.arange(4).repeat_interleave(3)
-    sources = torch.tensor([[0, 3], [1, 4], [2, 5], [6, 9]])
-    expected = 0
-    for i in range(4):
-        classes = y[sources[i]].tolist()
-        s = [(float(h[i] @ z[j]), int(y[j]) in classes) for j in range(12)]
-        s_hn, s_ewp = (max(v for v, weak in s if weak == side) for side in (False, True))
-        expected += softplus((s_hn - s_ewp) / 0.1) / 4
-    assert hybrid_loss(h, z, *candidates(y, sources)).item() == pytest.approx(expected, abs=1e-12)
+def test_hse_eq9_closed_form_gradient():
+    """By s_hn alpha/T sigmoid(s_hn - s_ewp), by s_ewp the opposite; halved, since there are two hybrids."""
+    (t, z), (u, h) = moving(*IMAGES), moving(70, 20)
+    hybrid_loss(h, z, *masks(WEAK, WEAK), alpha=0.7, temperature=0.5).backward()
+    by_s = torch.zeros(2, 6, dtype=torch.float64)
+    for row, (degrees, ewp, hn) in enumerate(((70, 100, 60), (20, 30, 60))):
+        weight = 0.7 / 0.5 / 2 / (1 + exp((cos(radians(degrees - ewp)) - cos(radians(degrees - hn))) / 0.5))
+        by_s[row, IMAGES.index(hn)], by_s[row, IMAGES.index(ewp)] = weight, -weight
+    what = f'HSE Eq. (9) of hybrids at 70, 20, {WHERE}, alpha 0.7, temperature 0.5'
+    expect_gradients(by_s, what, hybrids=u, images=t)
+
+
+@pytest.mark.parametrize('weak, negative', [([0, 0], [0, 1]), ([1, 0], [0, 0]), ([0, 0], [0, 0])])
+def test_hse_eq9_a_hybrid_without_candidates_counts_as_0(weak, negative):
+    z = on_circle(45, -40).requires_grad_()
+    loss = hybrid_loss(on_circle(0, 0), z, torch.tensor([[1, 0], weak]).bool(), torch.tensor([[0, 1], negative]).bool())
+    loss.backward()
+    where = f'of hybrids at 0, 0, images at 45, -40, weak positives [1, 0], {weak}, negatives [0, 1], {negative}'
+    expect(loss, l_hy(0, 45, -40) / 2, f'HSE Eq. (9) {where}')
+    expect(z.grad.isfinite().all(), True, f'whether the gradient of HSE Eq. (9) is finite, {where}')
+
+
+def test_hse_eq9_without_hybrids_is_0():
+    nobody = torch.zeros(0, 2).bool()
+    expect(hybrid_loss(on_circle(0)[:0], on_circle(0, 90), nobody, nobody), 0, 'HSE Eq. (9) of no hybrids, two images')
+
+
+def test_hse_eq9_without_overflow():
+    z, (weak, negative) = on_circle(40, 0), masks([True, False], [False, True])
+    loss = hybrid_loss(on_circle(0, 0), z, weak, negative, temperature=1e-3)
+    expect(loss, (1 - cos(radians(40))) / 1e-3 / 2,
+           'HSE Eq. (9) of two hybrids at 0, images at 40, 0 degrees that change roles, temperature 0.001')
+
+
+def test_hse_eq9_in_half_precision():
+    expect_raised(lambda h, z: hybrid_loss(h, z, *masks(WEAK, WEAK)), 'HSE Eq. (9)', on_circle(70, 20),
+                  on_circle(*IMAGES))
 
 
 def test_hse_eq10_adds_the_two_losses_on_the_labelled_images():
@@ -119,23 +160,11 @@ def test_hse_eq11_with_the_contrastive_loss_by_hand():
     """Two classes at 0 and 40 degrees, a third at 20; the hybrid of the first two images at 30."""
     z, y, h = on_circle(0, 40, 20), torch.tensor([0, 1, 2]), on_circle(30)
     chord = 2 * cos(pi / 2 - pi / 18)                            # 20 degrees; 40 are beyond the margin
-    l_cont = (0.5 - chord) ** 2
-    l_hy = 0.1 * log(1 + exp(cos(pi / 18)) / exp(cos(pi / 18)))  # both neighbours are 10 degrees away
     loss = hse_loss(contrastive_loss, z, y, h, torch.tensor([[0, 1]]), alpha=0.1, temperature=1)
-    assert loss.item() == pytest.approx(l_cont + l_hy, abs=1e-12)
+    expect(loss, (0.5 - chord) ** 2 + 0.1 * log(2), 'HSE Eq. (11): both neighbours of the hybrid are 10 degrees away')
 
 
-# ---- the hybrid loss
-
-def test_gradient_reaches_hybrid_weak_positive_and_negative_and_nothing_else():
-    """And its size at a tie is alpha / 2 / temperature per hybrid."""
-    h, z, y, sources = three_hybrids()
-    h, z = on_circle(80).requires_grad_(), z.requires_grad_()    # 100 and 60 are equally far now
-    hybrid_loss(h, z, *candidates(y, sources), alpha=1, temperature=0.1).backward()
-    touched = z.grad.norm(dim=1) > 0
-    assert touched.tolist() == [False, False, True, False, True, False] and h.grad.norm() > 0
-    assert torch.allclose(z.grad[4], 5 * h[0].detach()) and torch.allclose(z.grad[2], -5 * h[0].detach())
-
+# ---- candidates
 
 def test_masks_against_a_loop():
     _, y = batch(shuffle=True)
@@ -146,23 +175,6 @@ def test_masks_against_a_loop():
             assert weak[i, j].item() == (y[j].item() in [y[k].item() for k in row])
             assert negative[i, j].item() != weak[i, j].item()
     assert weak[torch.arange(3)[:, None], sources].all(), 'the sources themselves may be weak positives'
-
-
-@pytest.mark.parametrize('labels', [[0, 0, 1, 1], [0, 0, 0, 0]], ids=['no class left', 'a single class'])
-def test_no_negative_left_contributes_zero_in_the_graph(labels):
-    h, z = unit(2, seed=1).requires_grad_(), unit(4).requires_grad_()
-    loss = hybrid_loss(h, z, *candidates(torch.tensor(labels), torch.tensor([[0, 2], [1, 3]])))
-    loss.backward()
-    assert loss.item() == 0 and h.grad.norm() == 0 and z.grad.norm() == 0
-
-
-def test_one_hybrid_without_candidates_adds_zero_to_the_mean():
-    h, z, y, sources = three_hybrids()
-    weak, negative = candidates(y, sources)
-    alone = hybrid_loss(h, z, weak, negative)
-    nobody = torch.zeros_like(weak)
-    both = hybrid_loss(torch.cat([h, h]), z, torch.cat([weak, nobody]), torch.cat([negative, negative]))
-    assert both.item() == pytest.approx(alone.item() / 2)
 
 
 def test_no_hybrid_at_all_is_the_base_loss():
@@ -272,7 +284,12 @@ def test_what_does_not_fit_is_refused():
 
 # ---- base losses
 
-def test_epshn_by_hand():
+def cosine(degrees):
+    return cos(radians(degrees))
+
+
+@pytest.mark.parametrize('temperature', [0.1, 1.0])
+def test_epshn_by_hand(temperature):
     """Class 0 at 0, 50 and 91 degrees, class 1 at 30 and 130, the only image of class 2 at 250."""
     z, y = on_circle(0, 50, 91, 30, 130, 250), torch.tensor([0, 0, 0, 1, 1, 2])
     angles = [          # to the easy positive; to the most similar other image that is farther than that
@@ -282,14 +299,49 @@ def test_epshn_by_hand():
         (100, 140),     # at 30:  0, 50 and 91 are skipped
         (100, 120),     # at 130: 91 and 50 are skipped
     ]
-    terms = [softplus((cos(n * pi / 180) - cos(p * pi / 180)) / 0.1) for p, n in angles]
-    assert epshn_loss(z, y).item() == pytest.approx(sum(terms) / 5, abs=1e-12), '250 has no positive'
+    terms = [softplus((cosine(n) - cosine(p)) / temperature) for p, n in angles]
+    expect(epshn_loss(z, y, temperature), sum(terms) / 5, 'EPSHN at 0, 50, 91 (class 0), 30, 130 (1), 250 degrees (2, '
+           f'without a positive), temperature {temperature}')
 
 
 def test_epshn_skips_a_negative_that_is_as_similar_as_the_positive():
     z = torch.tensor([[1, 0], [0.6, 0.8], [0.6, -0.8], [0, 1]], dtype=torch.float64)
     terms = [softplus(-0.6 / 0.1), softplus((-0.28 - 0.6) / 0.1)]            # the other two have no negative
-    assert epshn_loss(z, torch.tensor([0, 0, 1, 1])).item() == pytest.approx(sum(terms) / 2, abs=1e-12)
+    expect(epshn_loss(z, torch.tensor([0, 0, 1, 1])), sum(terms) / 2,
+           'EPSHN of (1, 0), (0.6, 0.8) (class 0), (0.6, -0.8), (0, 1) (class 1)')
+
+
+def test_epshn_masks_self_by_index_not_by_value():
+    """A duplicate is a positive like any other: anchor 0 has it at similarity 1."""
+    loss = epshn_loss(on_circle(0, 0, 60), torch.tensor([0, 0, 1]))
+    expect(loss, softplus((cosine(60) - 1) / 0.1), 'EPSHN at 0, 0 (class 0), 60 degrees (class 1)')
+
+
+def test_epshn_without_anchors_is_0():
+    loss = epshn_loss(on_circle(0, 40, 90), torch.tensor([0, 1, 2]))
+    expect(loss, 0, 'EPSHN of three images of three classes')
+
+
+def test_epshn_closed_form_gradient():
+    """By s_n sigmoid((s_n - s_p) / T) / T, by s_p the opposite, over the number of anchors."""
+    t, z = moving(0, 40, 100)
+    epshn_loss(z, torch.tensor([0, 0, 1]), temperature=0.5).backward()
+    by_s = torch.zeros(3, 3, dtype=torch.float64)
+    for a, p, n in ((0, 1, 2), (1, 0, 2)):                       # the third image has no positive
+        weight = 1 / 0.5 / 2 / (1 + exp((z[a] @ z[p] - z[a] @ z[n]).item() / 0.5))
+        by_s[a, p], by_s[a, n] = -weight, weight
+    expect_gradients(by_s, 'EPSHN at 0, 40 (class 0), 100 degrees (class 1), temperature 0.5', images=t)
+
+
+def test_epshn_without_overflow():
+    """The hardest positive is not the easiest, and with a low temperature the loss is nearly 0."""
+    loss = epshn_loss(on_circle(0, 10, 80, 90), torch.tensor([0, 0, 0, 1]), temperature=1e-3)
+    expect(loss, 0, 'EPSHN at 0, 10, 80 (class 0), 90 degrees (class 1), temperature 0.001')
+
+
+def test_epshn_in_half_precision():
+    y = torch.tensor([0, 0, 0, 1, 1])
+    expect_raised(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 45, 91, 30, 130))
 
 
 def test_npair_by_hand():
@@ -306,11 +358,6 @@ def test_npair_matches_anchor_and_positive_in_any_order():
     order = torch.tensor([1, 3, 2, 7, 0, 5, 4, 6])               # class by class, first images first
     assert torch.allclose(npair_loss(z, y), npair_loss(z[order], y[order]))
 
-
-def test_epshn_masks_self_by_index_not_by_value():
-    """A duplicate is a positive like any other: anchor 0 has it at similarity 1."""
-    z, y = on_circle(0, 0, 60), torch.tensor([0, 0, 1])
-    assert epshn_loss(z, y).item() == pytest.approx(softplus((cos(pi / 3) - 1) / 0.1), abs=1e-12)
 
 
 # ---- the script
@@ -458,13 +505,14 @@ def test_the_picture_shows_sources_and_hybrids_in_their_colours(run, tmp_path, m
     monkeypatch.setattr(common, 'make_sampler', lambda args, labels: [[0, 1, 2, 3]])
     for split in ('train', 'test'):
         shutil.copytree(tmp_path / 'x', tmp_path / 'data' / split)
-    run(train_hse, '--data', str(tmp_path / 'data'), '--show-hybrids', 'x.png', '--axis', axis, '--batch-size', '8',
-        '--hybrids', 'append')
+    assert run(train_hse, '--data', str(tmp_path / 'data'), '--show-hybrids', 'x.png', '--axis', axis, '--batch-size',
+               '8', '--hybrids', 'append') is None and not (tmp_path / 'runs').exists(), 'it stops there'
     picture = np.asarray(Image.open(tmp_path / 'x.png'))
     first, second, cutmix = (picture[2:34, 2 + 34 * i:34 + 34 * i, 0] for i in range(3))
     assert (first == 0).all() and (second == 255).all()
     half = cutmix[:16] if axis == 'top-bottom' else cutmix[:, :16]
     assert (half == 0).all() and cutmix.mean() == 127.5
+    assert picture.shape == (2 * (32 + 2) + 2, (2 + 3) * (32 + 2) + 2, 3), '2 sources, 3 kinds; Nsize = 2 rows'
 
 
 def test_few_combinations_come_from_all_super_classes():
@@ -482,10 +530,3 @@ def test_a_batch_of_few_classes_keeps_a_negative(before_training, classes, fits)
         return train_hse.check_batch(args, classes)
     with pytest.raises(common.UsageError, match='needs 3 classes among the images that stay in a batch, and 2 do'):
         train_hse.check_batch(args, classes)
-
-
-def test_show_hybrids_writes_a_picture_and_stops(run, tmp_path):
-    assert run(train_hse, '--show-hybrids', 'hybrids.png', '--num', '2') is None
-    picture = Image.open(tmp_path / 'hybrids.png')
-    assert picture.size == ((2 + 3) * (32 + 2) + 2, 2 * (32 + 2) + 2), '2 sources, 3 kinds; Nsize = 2 rows'
-    assert not (tmp_path / 'runs').exists()

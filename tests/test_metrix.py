@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from bench import peak_memory
 from conftest import on_circle, unit
 from torch.distributions import Beta
+from torch.utils._python_dispatch import TorchDispatchMode
+from worked import expect
 
 import common
 import train_contrastive
@@ -28,16 +29,11 @@ def shares(n, seed=0, dtype=torch.float64):
     return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def every_negative(y):
-    return y[:, None] != y
-
-
-def mixture_set(pairs, y, lam=None, negatives=None):
+def mixture_set(pairs, y):
     """V(a) of all anchors of a batch, every pair i < j a candidate"""
     i, j = torch.triu_indices(len(y), len(y), 1)
-    lam = shares(len(i)) if lam is None else lam
-    negatives = every_negative(y) if negatives is None else negatives
-    return i, j, lam, *mixtures(pairs, y, i, j, lam, torch.arange(len(y)), y, negatives)
+    lam = shares(len(i))
+    return i, j, lam, *mixtures(pairs, y, i, j, lam, torch.arange(len(y)), y, y[:, None] != y)
 
 
 # ---- clean losses
@@ -169,27 +165,39 @@ def direct(f, i, j, lam, pool):
     return sum(parts[name](mixed, 1) for name in pool.split('+')).flatten(1)
 
 
+@pytest.mark.parametrize('pool, expected', [('avg', 1.75), ('max', 6), ('avg+max', 7.75)])
+def test_metrix_eq4_feature_by_hand(pool, expected):
+    """A quarter of one map and three quarters of the other: [[1, 0], [0, 6]]"""
+    f = torch.tensor([[[[4.0, 0], [0, 0]]], [[[0, 0], [0, 8]]]], dtype=torch.float64, requires_grad=True)
+    p = mix_features(f, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.25], dtype=torch.float64), pool)
+    p.sum().backward()
+    what = f'of the maps [[4, 0], [0, 0]] and [[0, 0], [0, 8]], lambda 0.25, {pool}'
+    expect(p, [[expected]], f'Metrix Eq. (4) {what}')
+    avg, peak = ('avg' in pool) / 4, float('max' in pool)
+    expect(f.grad, [[[[0.25 * avg] * 2, [0.25 * avg, 0.25 * (avg + peak)]]],
+                    [[[0.75 * avg] * 2, [0.75 * avg, 0.75 * (avg + peak)]]]], f'the gradient of Metrix Eq. (4) {what}')
+
+
 @pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_metrix_eq4_feature_is_direct_pooling(dtype, tolerance, pool):
+@pytest.mark.parametrize('ties', [False, True])
+def test_metrix_eq4_feature_is_direct_pooling(dtype, tolerance, pool, ties):
     """With many equal maxima and channels of zeros, too, and with what LayerNorm passes back."""
     i, j = train_metrix.cross_class_pairs(Y)
     lam = shares(len(i), dtype=dtype)
     lam[0], lam[1], lam[2] = 0, 1, 0.5
-    grad = torch.randn(len(i), 40, dtype=dtype) / len(i)
-    for ties in (False, True):
-        f = torch.randn(8, 40, 3, 4, dtype=dtype).relu()
-        f = (2 * f).round() / 2 if ties else f
-        for after in (lambda p: p, lambda p: F.layer_norm(p, (40,))):
-            values, grads = [], []
-            for pooling in (mix_features, direct):
-                leaf = f.clone().requires_grad_()
-                p = pooling(leaf, i, j, lam, pool)
-                after(p).backward(grad)
-                values.append(p.detach())
-                grads.append(leaf.grad)
-            assert torch.allclose(*values, rtol=0, atol=tolerance), 'value'
-            assert torch.allclose(*grads, rtol=0, atol=tolerance), 'gradient: the first maximum takes it'
+    f, grad = torch.randn(8, 40, 3, 4, dtype=dtype).relu(), torch.randn(len(i), 40, dtype=dtype) / len(i)
+    f = (2 * f).round() / 2 if ties else f
+    for after in (lambda p: p, lambda p: F.layer_norm(p, (40,))):
+        values, grads = [], []
+        for pooling in (mix_features, direct):
+            leaf = f.clone().requires_grad_()
+            values.append(pooling(leaf, i, j, lam, pool))
+            after(values[-1]).backward(grad)
+            grads.append(leaf.grad)
+        what = f'of random maps (8, 40, 3, 4) of {dtype}, {"with" if ties else "without"} equal maxima, {pool}'
+        expect(*values, f'Metrix Eq. (4) {what}', tolerance)
+        expect(*grads, f'the gradient of Metrix Eq. (4) {what}: the first maximum takes it', tolerance)
 
 
 def test_metrix_eq4_feature_in_chunks_of_any_order():
@@ -197,8 +205,8 @@ def test_metrix_eq4_feature_in_chunks_of_any_order():
     f = torch.randn(4, 2, 1100, 1000, requires_grad=True)   # 2.2 million values: one pair per chunk
     i, j, lam = torch.tensor([3, 0, 3]), torch.tensor([1, 2, 1]), torch.tensor([0.2, 0.7, 0.6])
     ours, theirs = (pooling(f, i, j, lam, 'max') for pooling in (mix_features, direct))
-    assert torch.allclose(ours, theirs, atol=1e-6)
-    assert torch.allclose(*(torch.autograd.grad(p.sum(), f)[0] for p in (ours, theirs)), atol=1e-6)
+    expect(ours, theirs, 'Metrix Eq. (4) of maps (4, 2, 1100, 1000), pairs 3-1, 0-2, 3-1, max', 1e-6)
+    expect(*(torch.autograd.grad(p.sum(), f)[0] for p in (ours, theirs)), 'the gradient of Metrix Eq. (4) there', 1e-6)
 
 
 def test_metrix_eq4_feature_on_maps_of_more_than_256_positions():
@@ -206,35 +214,51 @@ def test_metrix_eq4_feature_on_maps_of_more_than_256_positions():
     f[:, :, 16, 16] = 1                                          # position 288, which a byte cannot hold
     f.requires_grad_()
     mix_features(f, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.25]), 'max').sum().backward()
-    assert f.grad[0, 0, 16, 16] == 0.25 and f.grad[1, 0, 16, 16] == 0.75 and f.grad.sum() == 1
+    expect([f.grad[0, 0, 16, 16], f.grad[1, 0, 16, 16], f.grad.sum()], [0.25, 0.75, 1],
+           'the gradient of Metrix Eq. (4) at the 289th position, and in all; lambda 0.25, max')
 
 
-def test_metrix_eq4_feature_gradcheck():
-    f = torch.randn(3, 2, 2, 2, dtype=torch.float64, requires_grad=True)
-    i, j, lam = torch.tensor([0, 0, 1]), torch.tensor([1, 2, 2]), shares(3)
-    assert torch.autograd.gradcheck(lambda f: mix_features(f, i, j, lam), f)
+class Largest(TorchDispatchMode):
+    """Notes the number of values in the largest tensor that an operation returns while it lasts."""
+    values = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        self.values = max([self.values, *(t.numel() for t in torch.utils._pytree.tree_leaves(out)
+                                          if isinstance(t, torch.Tensor))])
+        return out
 
 
 def test_metrix_eq4_feature_takes_little_memory():
-    """What it takes grows with M x c, not with M x c x h x w: the mixed maps would be 245 MB, their maxima 4 MB."""
-    f, (i, j) = torch.randn(40, 1200, 8, 8, requires_grad=True), torch.triu_indices(40, 40, 1)
-    mix_features(f, i[:9], j[:9], shares(9)).sum().backward()
-    before = peak_memory(reset=True)
-    mix_features(f, i, j, shares(len(i))).sum().backward()
-    assert not peak_memory() - before > 0.2, 'GB; it is NaN where it cannot be measured'
+    """What it takes grows with M x c, not with M x c x h x w: neither in one tensor nor in what the backward keeps."""
+    f, (i, j), kept = torch.randn(40, 600, 8, 8, requires_grad=True), torch.triu_indices(40, 40, 1), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mix_features(f, i, j, shares(len(i), dtype=torch.float32)).sum().backward()
+    limit = len(i) * f[0].numel() // 4
+    for number, what in (largest.values, 'in the largest tensor'), (sum(kept.values()), 'kept for the backward pass'):
+        assert number < limit, (f'Metrix Eq. (4) of maps (40, 600, 8, 8), {len(i)} pairs: expected fewer than '
+                                f'{limit:,} values {what}, got {number:,}')
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_mixing_raises_half_precision(dtype):
+def test_metrix_eq4_feature_in_half_precision(dtype):
     f = torch.randn(8, 5, 3, 3).relu().to(dtype).requires_grad_()
     i, j = train_metrix.cross_class_pairs(Y)
     lam = shares(len(i), dtype=torch.float32)
     p = mix_features(f, i, j, lam)
     p.sum().backward()
-    assert p.dtype == torch.float32 and f.grad.dtype == dtype
-    assert torch.allclose(p, direct(f.float(), i, j, lam, 'avg+max'), atol=1e-6)
-    z = unit(8).to(dtype)
-    assert torch.allclose(mix_embeddings(z, i, j, lam), mix_embeddings(z.float(), i, j, lam))
+    assert p.dtype == torch.float32, f'Metrix Eq. (4) of {dtype}: expected float32, got {p.dtype}'
+    expect(p, direct(f.float(), i, j, lam, 'avg+max'), f'Metrix Eq. (4) of {dtype}', 1e-6)
+
+
+def test_mixed_embeddings_of_half_precision_are_raised():
+    i, j = train_metrix.cross_class_pairs(Y)
+    lam, z = shares(len(i), dtype=torch.float32), unit(8).half()
+    expect(mix_embeddings(z, i, j, lam), mix_embeddings(z.float(), i, j, lam), 'mixed embeddings of float16', 1e-6)
 
 
 def test_an_unknown_pooling_is_an_error():
@@ -265,12 +289,12 @@ def test_metrix_eq6_negatives_have_label_0(clean_labels):
 
 
 def test_metrix_eq8_labels():
-    """Classes 0, 0, 1, 2; the pair (0, 2) with lambda 0.3, the pair (1, 3) with 0.6, and (0, 1), both of class 0"""
+    """A mixture is valid for the class of one of its ends, and labelled with the share of that end."""
     y, i, j = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 0]), torch.tensor([2, 3, 1])
     weights, valid = train_metrix.pair_labels(y, torch.tensor([0, 1, 2, 5]), i, j, torch.tensor([0.3, 0.6, 0.5]))
-    assert valid.int().tolist() == [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]]
-    assert weights[0, :2].tolist() == pytest.approx([0.3, 0.6])
-    assert weights[1, 0].item() == pytest.approx(0.7) and weights[2, 1].item() == pytest.approx(0.4)
+    what = 'Metrix Eq. (8): anchors of classes 0, 1, 2, 5; mixtures of classes 0-1, 0-2, 0-0, lambda 0.3, 0.6, 0.5'
+    expect(valid, [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]], f'valid, {what}')
+    expect(weights[valid], [0.3, 0.6, 0.7, 0.4], f'the weights of the valid ones, row by row, {what}', 1e-6)
 
 
 @pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg', 'pos-pos'])
@@ -281,113 +305,60 @@ def test_metrix_eq8_sets(pairs):
         P = [p for p in range(len(Y)) if Y[p] == Y[a] and p != a]
         N = [n for n in range(len(Y)) if Y[n] != Y[a]]
         first, second = {'pos-neg': (P, N), 'anc-neg': ([a], N), 'pos-pos': (P, P)}[pairs]
-        expected = {frozenset((p, n)) for p in first for n in second if p != n}
-        assert {frozenset((i[m].item(), j[m].item())) for m in valid[a].nonzero()[:, 0]} == expected
-        for m in valid[a].nonzero()[:, 0]:
-            share = 1 if pairs == 'pos-pos' else lam[m] if Y[i[m]] == Y[a] else 1 - lam[m]
-            assert weights[a, m] == share
-
-
-def test_every_positive_is_mixed_and_every_anchor_serves():
-    y = torch.arange(4).repeat_interleave(5)
-    i, j, _, _, valid = mixture_set('pos-neg', y)
-    for a in range(20):
-        ends = set(i[valid[a]].tolist()) | set(j[valid[a]].tolist())
-        assert ends == set(range(20)) - {a}, 'all four positives, all fifteen negatives'
-    assert (mixture_set('anc-neg', y)[4].sum(1) == 15).all()
-    lonely = torch.tensor([0, 1, 2, 2])                     # 0 and 1 have no positive: no pos-neg, still anc-neg
-    assert mixture_set('pos-neg', lonely)[4].sum(1).tolist() == [0, 0, 2, 2]
-    assert mixture_set('anc-neg', lonely)[4].sum(1).tolist() == [3, 3, 2, 2]
-
-
-def run_mixed(monkeypatch, z, y, pairs, k=None, kind='ms', **more):
-    """mixed_loss, with what it handed to mix_embeddings, and to drop_invalid on the way to labelled_loss"""
-    seen = {}
-    real_mix, real_drop = train_metrix.mix_embeddings, train_metrix.drop_invalid
-
-    def spy_mix(ends, i, j, lam):
-        seen.update(ends=ends, i=i, j=j, lam=lam)
-        return real_mix(ends, i, j, lam)
-
-    def spy_drop(s, weights, valid):
-        seen.update(s=s, weights=weights, valid=valid)
-        return real_drop(s, weights, valid)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_metrix, 'mix_embeddings', spy_mix)
-        patch.setattr(train_metrix, 'drop_invalid', spy_drop)
-        seen['loss'] = mixed_loss(kind, {}, 'embed', pairs, k, 2.0, None, None, None, z, y, **more)
-    return seen
-
-
-@pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
-def test_hard_negatives_are_the_anchors_own_nearest(monkeypatch, pairs):
-    z = on_circle(0, 5, 180, 20, 40, 60, 170, dtype=torch.float32)
-    y = torch.tensor([0, 0, 0, 1, 2, 3, 1])
-    seen = run_mixed(monkeypatch, z, y, pairs, k=2)
-    for a in range(len(y)):
-        order = sorted((n for n in range(len(y)) if y[n] != y[a]), key=lambda n: -(z[a] @ z[n]).item())
-        ends = {frozenset((seen['i'][m].item(), seen['j'][m].item())) for m in seen['valid'][a].nonzero()[:, 0]}
-        first = [p for p in range(len(y)) if y[p] == y[a] and p != a] if pairs == 'pos-neg' else [a]
-        assert ends == {frozenset((p, n)) for p in first for n in order[:2]}
-
-
-def test_a_mixture_that_no_anchor_has_is_not_embedded(monkeypatch):
-    seen = run_mixed(monkeypatch, unit(8, dtype=torch.float32), Y, 'anc-neg', k=1)
-    assert seen['valid'].any(0).all() and len(seen['i']) <= 8
-
-
-def test_one_mixture_and_one_lambda_per_unordered_pair(monkeypatch):
-    seen = run_mixed(monkeypatch, unit(8, dtype=torch.float32), Y, 'pos-neg')
-    pairs = {frozenset(pair) for pair in zip(seen['i'].tolist(), seen['j'].tolist())}
-    assert len(pairs) == len(seen['i']) == len(seen['lam'].unique()) and all(len(pair) == 2 for pair in pairs)
+        expected = sorted({(min(p, n), max(p, n)) for p in first for n in second if p != n})
+        found = valid[a].nonzero()[:, 0].tolist()
+        got = sorted((i[m].item(), j[m].item()) for m in found)
+        what = f'Metrix Eq. (8), {pairs}, anchor {a} of classes {Y.tolist()}'
+        assert got == expected, f'{what}: expected mixtures {expected}, got {got}'
+        share = [1 if pairs == 'pos-pos' else lam[m] if Y[i[m]] == Y[a] else 1 - lam[m] for m in found]
+        expect(weights[a, found], share, f'{what}: labels of the mixtures in the order of the batch', 1e-6)
 
 
 # ---- mixed losses
 
 
-@pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
-@pytest.mark.parametrize('number', [9, 14, 15])
-def test_mixed_losses_against_loops_over_v(number, pairs):
-    check_against_loops(number, pairs)
+both_kinds = pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
 
 
-def test_metrix_eq9_by_binomial_deviance():
-    check_against_loops(9, 'pos-neg')
+def test_metrix_eq13_by_hand():
+    """Mixtures of the positive 1 and the negative 2 of anchor 0: lambda among positives, the rest among negatives."""
+    y, i, j, lam = torch.tensor([0, 0, 1]), torch.tensor([1, 1]), torch.tensor([2, 2]), shares(2)
+    labels, valid = mixtures('pos-neg', y, i, j, lam, torch.tensor([0]), y[:1], (y != 0)[None])
+    s = torch.tensor([[0.6, 0.9]], dtype=torch.float64)
+    pull = sum(share * exp(-BETA * (v - M)) for share, v in zip(lam.tolist(), (0.6, 0.9)))
+    push = sum((1 - share) * exp(GAMMA * (v - M)) for share, v in zip(lam.tolist(), (0.6, 0.9)))
+    loss = labelled_loss(s, labels, valid, 'binomial', beta=BETA, gamma=GAMMA, m=M)
+    assert loss.item() == pytest.approx(log(1 + pull) + log(1 + push), rel=1e-12)
 
 
-def test_metrix_eq14_contrastive():
-    check_against_loops(14, 'pos-neg')
+@both_kinds
+def test_metrix_eq9_by_binomial_deviance(pairs):
+    check_against_loops(pairs, 'binomial', dict(beta=3.0, gamma=4.0, m=0.2))
 
 
-def test_metrix_eq15_multi_similarity():
-    check_against_loops(15, 'anc-neg')
+@both_kinds
+def test_metrix_eq14_contrastive(pairs):
+    check_against_loops(pairs, 'contrastive', dict(m=0.5, reduction='sum'))
 
 
-def check_against_loops(number, pairs):
+@both_kinds
+def test_metrix_eq15_multi_similarity(pairs):
+    """Printed for pos-neg pairs; for anc-neg it is the same sum over another V(a)."""
+    check_against_loops(pairs, 'ms', dict(beta=BETA, gamma=GAMMA, m=M))
+
+
+def check_against_loops(pairs, kind, hyper):
     z = F.normalize(unit(8) + 1, dim=1)                     # similar enough for the margins to matter
     i, j, lam, weights, valid = mixture_set(pairs, Y)
-    s, V = z @ mix_embeddings(z, i, j, lam).T, []
-    for a in range(len(Y)):                                 # [(s(a, v), y)] of each anchor, from Eq. (8)
-        V.append([])
+    ours = labelled_loss(z @ mix_embeddings(z, i, j, lam).T, weights, valid, kind, **hyper)
+    for a in range(len(Y)):
+        V = []                                              # [(s(a, v), y)] from Eq. (8)
         for p, n, share in zip(i.tolist(), j.tolist(), lam):
             if Y[n] == Y[a]:
                 p, n, share = n, p, 1 - share               # mix_lambda(p, n) = mix_(1 - lambda)(n, p)
             if Y[p] == Y[a] and Y[n] != Y[a] and (p == a) == (pairs == 'anc-neg'):
-                v = share * z[p] + (1 - share) * z[n]
-                V[-1].append((float(z[a] @ v / v.norm()), float(share)))
-    if number == 14:
-        ours = labelled_loss(s, weights, valid, 'contrastive', m=0.5, reduction='sum')
-        expected = [sum(-y * x for x, y in v) + sum((1 - y) * max(x - 0.5, 0) for x, y in v) for v in V]
-    elif number == 15:
-        ours = labelled_loss(s, weights, valid, 'ms')
-        expected = [log(1 + sum(y * exp(-BETA * (x - M)) for x, y in v)) / BETA
-                    + log(1 + sum((1 - y) * exp(GAMMA * (x - M)) for x, y in v)) / GAMMA for v in V]
-    else:
-        ours = labelled_loss(s, weights, valid, 'binomial', beta=3.0, gamma=4.0, m=0.2)
-        expected = [log(1 + sum(y * exp(-3 * (x - 0.2)) for x, y in v))
-                    + log(1 + sum((1 - y) * exp(4 * (x - 0.2)) for x, y in v)) for v in V]
-    assert ours.tolist() == pytest.approx(expected, abs=1e-12)
+                V.append((z[a] @ F.normalize(share * z[p] + (1 - share) * z[n], dim=0), share))
+        expect(ours[a], loss_of(V, kind, SimpleNamespace(**hyper)), f'{kind}, {pairs}, anchor {a} of {Y.tolist()}')
 
 
 def test_mean_reduction_divides_by_the_terms_that_are_not_zero():
@@ -403,8 +374,11 @@ def test_pos_pos_has_no_negative_term(monkeypatch):
     s = (z @ mix_embeddings(z, i, j, lam).T).masked_fill(~valid, float('inf'))
     expected = (-BETA * (s - M)).exp().sum(1).log1p() / BETA
     assert torch.allclose(labelled_loss(s.masked_fill(~valid, 0), weights, valid, 'ms'), expected, atol=1e-12)
-    drawn = run_mixed(monkeypatch, z, Y, 'pos-pos')
-    assert len(drawn['i']) and (Y[drawn['i']] == Y[drawn['j']]).all(), 'the step draws these pairs within classes'
+    drawn, real = [], train_metrix.mix_embeddings
+    monkeypatch.setattr(train_metrix, 'mix_embeddings', lambda z, *ends: drawn.append(ends) or real(z, *ends))
+    mixed_loss('ms', {}, 'embed', 'pos-pos', None, 2.0, None, None, None, z, Y)
+    (i, j, _), = drawn
+    assert len(i) and (Y[i] == Y[j]).all(), 'the step draws these pairs within classes'
 
 
 @pytest.mark.parametrize('kind', ['ms', 'contrastive'])
@@ -413,29 +387,11 @@ def test_lambda_1_is_a_clean_loss(kind):
     z, y = unit(4), torch.tensor([0, 0, 1, 1])
     i, j = torch.tensor([0, 1, 2, 3]), torch.tensor([2, 2, 0, 0])
     lam = torch.ones(4, dtype=torch.float64)
-    weights, valid = mixtures('pos-neg', y, i, j, lam, torch.arange(4), y, every_negative(y))
+    weights, valid = mixtures('pos-neg', y, i, j, lam, torch.arange(4), y, y[:, None] != y)
     s = z @ mix_embeddings(z, i, j, lam).T
     clean = labelled_loss(z @ z.T, y[:, None] == y, valid, kind)    # v_m is z_m here
     assert torch.allclose(labelled_loss(s, weights, valid, kind), clean, atol=1e-12)
     assert valid.any(1).all()
-
-
-def test_proxy_anchor_anc_neg_mixes_the_proxy_with_its_negatives(monkeypatch):
-    z, y, proxies = unit(5), torch.tensor([0, 0, 2, 2, 2]), unit(4, seed=1)
-    seen = run_mixed(monkeypatch, z, y, 'anc-neg', kind='proxy_anchor', proxies=proxies)
-    assert sorted(zip(seen['i'].tolist(), seen['j'].tolist())) == [(0, 6), (1, 6), (2, 5), (3, 5), (4, 5)]
-    assert torch.allclose(seen['ends'][5:], proxies[[0, 2]])
-    for m, j in enumerate(seen['j'].tolist()):
-        assert seen['valid'][:, m].tolist() == [j == 5, j == 6]
-        assert seen['weights'][j - 5, m] == 1 - seen['lam'][m]              # the proxy is the second end
-
-
-def test_proxynca_pp_interpolates_the_target():
-    v, proxies, lam = unit(2), unit(3, seed=1), torch.tensor([0.3, 0.6], dtype=torch.float64)
-    first, second = torch.tensor([0, 1]), torch.tensor([2, 0])
-    ours = train_metrix.proxynca_pp(v, first, second, lam, proxies)
-    target = torch.tensor([[0.3, 0, 0.7], [0.4, 0.6, 0]], dtype=torch.float64)
-    assert ours.item() == pytest.approx(F.cross_entropy(18 * v @ proxies.T, target).item(), abs=1e-12)
 
 
 # ---- the whole step, against loops over anchors, pairs and terms that follow the paper's text
@@ -450,10 +406,10 @@ def loss_of(terms, loss, args):
         if args.reduction == 'mean':
             pull, push = pull / max(len(positives), 1), push / max(len(above), 1)
         return pull + push
-    if loss == 'ms':                                        # Eq. (2), (15)
+    if loss in ('ms', 'binomial'):                          # Eq. (2), (15)
         pull = sum(w * torch.exp(-args.beta * (s - args.m)) for s, w in positives)
         push = sum(w * torch.exp(args.gamma * (s - args.m)) for s, w in negatives)
-        scales = args.beta, args.gamma
+        scales = (args.beta, args.gamma) if loss == 'ms' else (1, 1)
     else:                                                   # Proxy-Anchor Eq. (4)
         alpha, delta, scales = args.proxy_alpha, args.delta, (1, 1)
         pull = sum(w * torch.exp(-alpha * (s - delta)) for s, w in positives)
@@ -614,7 +570,8 @@ def test_the_choice_of_plan():
         return train_metrix.plan(train_metrix.get_args(flags.split()))
     assert plan('') == [('feature', ['pos-neg', 'anc-neg'], None)]
     assert plan('--mixup none') == []
-    assert plan('--loss contrastive --mixup input feature embed --hard-negatives 1 all all') == [
+    assert plan('--mixup input')[0][2] == 3
+    assert plan('--loss contrastive --mixup input feature embed') == [
         ('input', ['pos-neg', 'anc-neg'], 1), ('feature', ['pos-neg', 'anc-neg'], None),
         ('embed', ['pos-neg', 'anc-neg'], None)], 'the last row of Table 6'
     assert plan('--mixup input embed --hard-negatives 7') == [
@@ -711,22 +668,30 @@ def test_metrix_eq19_to_eq23_are_the_same_condition(beta, gamma, m):
         assert torch.equal(step[apart], (s <= threshold)[apart]), f'Eq. ({number})'
 
 
+@pytest.mark.parametrize('lam, expected', [(0.5, 0.77), (0.9, log(9) / 93 + 0.77), (0.1, -log(9) / 93 + 0.77)])
+def test_metrix_eq24_by_hand(lam, expected):
+    lam = torch.tensor(lam, dtype=torch.float64)
+    got = float(train_metrix.positivity_threshold(lam, 18, 75, 0.77))
+    expect(got, expected, f'Metrix Eq. (24), lambda {lam:g}, beta 18, gamma 75, m 0.77', 1e-6)
+
+
 @pytest.mark.parametrize('beta, gamma, m', SETTINGS)
 def test_metrix_eq24_threshold_is_where_the_derivative_changes_sign(beta, gamma, m):
-    lam, s = grid()
-    s.requires_grad_()
-    mixed_ms(s, lam, beta, gamma, m).sum().backward()
-    threshold = train_metrix.positivity_threshold(lam, beta, gamma, m)
-    clear = (s - threshold).abs() > 1e-9
-    assert torch.equal((s.grad <= 0)[clear], (s <= threshold)[clear]) and clear.sum() > 1500
+    """Eq. (18), the derivative of ms over a single mixture: below 0 a little before it, above 0 a little after."""
+    for lam in (0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999):
+        threshold = float(train_metrix.positivity_threshold(torch.tensor(lam, dtype=torch.float64), beta, gamma, m))
+        signs = []
+        for t in (threshold - m - 1e-4, threshold - m + 1e-4):
+            pull, push = lam * exp(-beta * t), (1 - lam) * exp(gamma * t)
+            signs.append(push / (1 + push) > pull / (1 + pull))
+        assert signs == [False, True], (f'Metrix Eq. (24), lambda {lam}, beta {beta}, gamma {gamma}, m {m}: got '
+                                        f'{threshold:.6f}, but the derivative does not change its sign there')
 
 
-def test_metrix_eq24_by_hand():
-    assert train_metrix.positivity_threshold(0.5, 18, 75, 0.77).item() == pytest.approx(0.77)
-    at_09 = train_metrix.positivity_threshold(0.9, 18, 75, 0.77).item()
-    assert at_09 == pytest.approx(log(9) / 93 + 0.77, abs=1e-14), 'a Python float keeps its precision'
-    lam = torch.linspace(0, 1, 101)
-    threshold = train_metrix.positivity_threshold(lam, 18, 75, 0.77)
+def test_the_threshold_of_numbers_and_of_tensors():
+    got = train_metrix.positivity_threshold(0.9, 18, 75, 0.77).item()
+    assert got == pytest.approx(log(9) / 93 + 0.77, abs=1e-14), 'a Python float keeps its precision'
+    threshold = train_metrix.positivity_threshold(torch.linspace(0, 1, 101), 18, 75, 0.77)
     assert (threshold.diff() > 0).all(), 'monotone in lambda'
     assert threshold[0] == -float('inf') and threshold[-1] == float('inf'), 'never positive at 0, always at 1'
 
@@ -790,27 +755,19 @@ def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run,
 def test_the_analysis_takes_the_runs_parameters_unless_others_are_typed(run, small, monkeypatch):
     run(train_metrix, '--name', 'start', '--epochs', '0', '--beta', '7', '--alpha', '1.5')
     run(train_metrix, '--name', 'pairs', '--epochs', '0', '--loss', 'contrastive')
-    taken, positivity = [], train_metrix.positivity
-
-    def watched(z, y, batches, *hyper):
-        taken.append(hyper)
-        return positivity(z, y, batches, *hyper)
-    monkeypatch.setattr(train_metrix, 'positivity', watched)
-    for flags in ('runs/start', 'runs/start/last.pt --gamma 50 --m 0.5', 'runs/pairs --m 0.77'):
+    taken, drawn, positivity, real = [], [], train_metrix.positivity, train_metrix.Beta
+    monkeypatch.setattr(train_metrix, 'positivity', lambda z, y, batches, *hyper: taken.append(hyper) or positivity(
+        z, y, batches, *hyper))
+    monkeypatch.setattr(train_metrix, 'Beta', lambda a, b: drawn.append((float(a), float(b))) or real(a, b))
+    for flags in ('runs/start', 'runs/start/last.pt --gamma 50 --m 0.5', 'runs/pairs --m 0.77 --alpha 0.7'):
         train_metrix.main(['--analyse', *flags.split(), '--device', 'cpu'])
-    assert taken == [(1.5, 7, 75, 0.77), (1.5, 7, 50, 0.5), (2, 18, 75, 0.77)], 'alpha, beta, gamma, m'
+    assert taken == [(1.5, 7, 75, 0.77), (1.5, 7, 50, 0.5), (0.7, 18, 75, 0.77)], 'alpha, beta, gamma, m'
+    assert set(drawn) == {(1.5, 1.5), (0.7, 0.7)}, 'for the figure, and for the utilization'
     with pytest.raises(common.UsageError, match='no margin of ms'):
         train_metrix.main(['--analyse', 'runs/pairs'])
-    with pytest.raises(common.UsageError, match='--lr has no effect with --analyse'):
-        train_metrix.main(['--analyse', 'runs/start', '--lr', '3'])
-
-
-def test_alpha_of_the_analysis_reaches_figure_and_utilization(run, small, monkeypatch):
-    run(train_metrix, '--epochs', '0', '--name', 'x')
-    real, asked = train_metrix.Beta, []
-    monkeypatch.setattr(train_metrix, 'Beta', lambda a, b: asked.append((float(a), float(b))) or real(a, b))
-    train_metrix.main(['--analyse', 'runs/x', '--alpha', '0.7', '--device', 'cpu'])
-    assert len(asked) > 1 and all(pair == pytest.approx((0.7, 0.7)) for pair in asked)
+    for flags in ('--strength 1', '--hard-negatives 3', '--lr 1'):
+        with pytest.raises(common.UsageError, match='has no effect with --analyse'):
+            train_metrix.main(['--analyse', 'runs/start', *flags.split()])
 
 
 def test_the_table_of_the_analysis_is_what_was_measured(run, small, monkeypatch, capsys):
@@ -821,9 +778,6 @@ def test_the_table_of_the_analysis_is_what_was_measured(run, small, monkeypatch,
     table = [line.split() for line in capsys.readouterr().out.split('\n') if line.startswith('    0.')]
     assert table == [['0.25', '0.100', '0.200', '0.300', f'{log(1 / 3) / 93 + 0.77:.3f}', '7'],
                      ['0.75', '0.400', '0.500', '0.600', f'{log(3) / 93 + 0.77:.3f}', '8']]
-    for flags in ('--strength 1', '--hard-negatives 3', '--lr 1'):
-        with pytest.raises(common.UsageError, match='has no effect with --analyse'):
-            train_metrix.main(['--analyse', 'runs/x', *flags.split()])
 
 
 def test_the_figure_lies_in_the_run_folder(run, small, monkeypatch, capsys):

@@ -149,7 +149,7 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
         for key, expected in REALITY_CHECK.items():
             assert getattr(args, key) == expected, f'{script} {dataset}: {key}'
         assert args.arch == 'resnet50' and args.per_class == (1 if script in ONE_PER_CLASS else 4)
-        assert getattr(args, 'proxy_lr_mult', 1) == 1 and getattr(args, 'dropout', 0) == 0
+        assert getattr(args, 'proxy_lr_mult', 6000) == 6000 and getattr(args, 'dropout', 0) == 0
     args = get_args('--dataset sop --protocol reality-check --fold 2/4 --lr 1e-5 --batch-size 64 --image-size 114'
                     .split())
     assert (args.fold, args.lr, args.batch_size, args.image_size, args.resize) == ('2/4', 1e-5, 64, 114, 129)
@@ -159,10 +159,13 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
 def test_a_choice_has_its_row_under_the_protocol_as_well():
     common_flags = '--dataset cub --protocol reality-check'.split()
     for script, flags, expected in (
-            ('train_hse', '', dict(alpha=0.05)), ('train_hse', '--loss proxy_anchor', dict(alpha=2, proxy_lr_mult=1)),
-            ('train_hse', '--loss epshn', dict(alpha=0.1)), ('train_metrix', '--loss contrastive', dict(m=0.5)),
-            ('train_metrix', '--loss proxy_anchor', dict(proxy_lr_mult=1, m=0.77)),
-            ('train_ccl', '--variant center_loss', dict(lam=0.03, per_class=1))):
+            ('train_hse', '', dict(alpha=0.05)), ('train_hse', '--loss epshn', dict(alpha=0.1)),
+            ('train_hse', '--loss proxy_anchor', dict(alpha=2, proxy_lr_mult=6000)),
+            ('train_metrix', '--loss contrastive', dict(m=0.5)),
+            ('train_metrix', '--loss proxy_anchor', dict(proxy_lr_mult=6000, m=0.77)),
+            ('train_ccl', '--variant center_loss', dict(lam=0.03, per_class=1)),
+            ('train_ccl', '', dict(lam=2, center_lr_mult=4500)),
+            ('train_proxynca_pp', '--loss proxynca', dict(temperature=1 / 13.98))):
         args = __import__(script).get_args([*common_flags, *flags.split()])
         assert {key: getattr(args, key) for key in expected} == expected, f'{script} {flags}'
 

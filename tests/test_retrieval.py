@@ -8,9 +8,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import on_circle
+from worked import expect
 
 import common
 from common import UsageError, retrieval_metrics
+
+
+def expect_row(found, expected, what):
+    """The same keys, and the same percentages up to rounding"""
+    assert found.keys() == expected.keys(), f'{what}: expected the keys {list(expected)}, got {list(found)}'
+    for key in expected:
+        expect(found[key], expected[key], f'{key}, {what}', 1e-5)
+
+
+def points(*degrees):
+    return on_circle(*degrees, dtype=torch.float32)
+
+
+# ---- the metrics
 
 
 def ranked(hits, r):
@@ -18,22 +33,52 @@ def ranked(hits, r):
     wrong = [rank for rank in range(1, 11) if rank not in hits]
     order = [(rank, 0) for rank in hits] + [(rank, 1) for rank in wrong]
     order += [(50 + i, 0) for i in range(r - len(hits))]
-    gallery = on_circle(*[rank for rank, _ in order], dtype=torch.float32)
-    return retrieval_metrics(on_circle(0, dtype=torch.float32), torch.tensor([0]), gallery,
-                             torch.tensor([label for _, label in order]))
+    return retrieval_metrics(points(0), torch.tensor([0]), points(*[rank for rank, _ in order]),
+                             torch.tensor([label for _, label in order]), ks=(1,))
 
 
 @pytest.mark.parametrize('hits, rp, map_at_r', [([1], 10, 10), ([1, 10], 20, 12), ([1, 2], 20, 20),
                                                 (list(range(1, 11)), 100, 100)])
 def test_rc_eq3_map_at_r_as_in_table_3(hits, rp, map_at_r):
-    found = ranked(hits, r=10)
-    assert found['R@1'] == 100
-    assert found['RP'] == pytest.approx(rp) and found['MAP@R'] == pytest.approx(map_at_r)
+    expect_row(ranked(hits, r=10), {'R@1': 100, 'RP': rp, 'MAP@R': map_at_r},
+               f'Reality Check Eq. (3): one query, R = 10, matches at the ranks {hits}')
 
 
 def test_rc_eq4_precision_counts_only_at_matches():
-    """Matches at ranks 2 and 3 of R = 3: (0 + 1/2 + 2/3) / 3."""
-    assert ranked([2, 3], r=3)['MAP@R'] == pytest.approx(100 * (1 / 2 + 2 / 3) / 3)
+    expect_row(ranked([2, 3], r=3), {'R@1': 0, 'RP': 200 / 3, 'MAP@R': 100 * (0 + 1 / 2 + 2 / 3) / 3},
+               'Reality Check Eq. (4): one query, R = 3, matches at the ranks 2 and 3')
+
+
+@pytest.mark.parametrize('ks', [(1, 2, 4), (2,), (3, 1)])
+def test_rc_eq3_of_five_queries(ks):
+    """Each is searched in the other four: class 0 at 0, 7 and 30 degrees has R = 2, class 1 at 10 and 34 has R = 1.
+
+    at 0   finds 7, 10, 30, 34: a match at rank 1 (and 3, beyond R)      RP 1/2   MAP@R (1/1 + 0) / 2
+    at 7   finds 10, 0, 30, 34: at rank 2 (and 3)                        RP 1/2   MAP@R (0 + 1/2) / 2
+    at 30  finds 34, 10, 7, 0:  at rank 3 (and 4)                        RP 0     MAP@R 0
+    at 10  finds 7, 0, 30, 34:  at rank 4                                RP 0     MAP@R 0
+    at 34  finds 30, 10, 7, 0:  at rank 2                                RP 0     MAP@R 0
+    """
+    found = retrieval_metrics(points(0, 7, 30, 10, 34), torch.tensor([0, 0, 0, 1, 1]), ks=ks)
+    recall = {1: 20, 2: 60, 3: 80, 4: 100}
+    expect_row(found, {f'R@{k}': recall[k] for k in ks} | {'RP': 100 * (1 / 2 + 1 / 2) / 5,
+                                                           'MAP@R': 100 * (1 / 2 + 1 / 4) / 5},
+               f'Reality Check Eq. (3): 0, 7, 30 (class 0), 10, 34 degrees (class 1), ks {ks}')
+
+
+def test_rc_eq4_of_three_queries_in_a_gallery():
+    """A query may have the place of an image in the gallery, and is no part of it.
+
+    at 0   (class 0, R = 3) finds classes 0, 1, 0, 2, 0   MAP@R (1/1 + 0 + 2/3) / 3   RP 2/3
+    at 50  (class 1, R = 1) finds classes 2, 0, 1, 0, 0   MAP@R 0                     RP 0
+    at 31  (class 2, R = 1) finds classes 2, 0, 1, 0, 0   MAP@R 1                     RP 1
+    """
+    found = retrieval_metrics(points(0, 50, 31), torch.tensor([0, 1, 2]), points(0, 14, 16, 31, 99),
+                              torch.tensor([0, 1, 0, 2, 0]), ks=(1, 2))
+    expect_row(found, {'R@1': 200 / 3, 'R@2': 200 / 3, 'RP': 100 * (2 / 3 + 0 + 1) / 3,
+                       'MAP@R': 100 * (5 / 9 + 0 + 1) / 3},
+               'Reality Check Eq. (3) and (4): queries at 0, 50, 31 degrees of classes 0, 1, 2, a gallery at 0, 14, '
+               '16, 31, 99 of classes 0, 1, 0, 2, 0')
 
 
 @pytest.mark.parametrize('with_gallery', [False, True])
@@ -55,35 +100,111 @@ def test_retrieval_against_a_loop(with_gallery):
         average.append(sum(sum(hit[:n]) / n for n in range(1, r + 1) if hit[n - 1]) / r)
     found = retrieval_metrics(query, qy, *((rest, gy) if with_gallery else ()), ks=(1, 4))
     expected = {f'R@{k}': 100 * v / len(query) for k, v in recall.items()}
-    expected |= {'RP': 100 * np.mean(rp), 'MAP@R': 100 * np.mean(average)}
-    assert found == pytest.approx(expected, abs=1e-3)
+    expect_row(found, expected | {'RP': 100 * np.mean(rp), 'MAP@R': 100 * np.mean(average)}, '60 random embeddings')
+
+
+def test_retrieval_of_a_collapsed_network_scores_about_chance_or_less():
+    """Equal embeddings are no hits."""
+    found = retrieval_metrics(torch.ones(200, 3), torch.arange(50).repeat_interleave(4))
+    assert max(found['R@1'], found['MAP@R']) < 5, f'200 equal embeddings of 50 classes: expected below 5 %, got {found}'
 
 
 def test_a_collapsed_network_scores_about_chance():
-    """Not 100, since equal embeddings are no hits; and not 0, since the gallery is searched in a shuffled order."""
-    y = torch.arange(50).repeat_interleave(4)
-    found = retrieval_metrics(torch.ones(200, 3), y)
-    assert found['R@1'] < 5 and found['MAP@R'] < 5
-    chance = 100 * (1 - math.comb(196, 8) / math.comb(199, 8))           # 8 of 199, of which 3 match
-    assert abs(found['R@8'] - chance) < 5
+    """And not 0, since the gallery is searched in a shuffled order: 8 of 199, of which 3 match."""
+    found = retrieval_metrics(torch.ones(200, 3), torch.arange(50).repeat_interleave(4))
+    assert abs(found['R@8'] - 100 * (1 - math.comb(196, 8) / math.comb(199, 8))) < 5
 
 
-def test_a_perfect_network_scores_100():
+def test_retrieval_of_a_perfect_network_scores_100():
     y = torch.arange(5).repeat_interleave(3)
-    found = retrieval_metrics(F.one_hot(y).float(), y)
-    assert found == {'R@1': 100, 'R@2': 100, 'R@4': 100, 'R@8': 100, 'RP': 100, 'MAP@R': 100}
+    perfect = dict.fromkeys(['R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R'], 100)
+    expect_row(retrieval_metrics(F.one_hot(y).float(), y), perfect, 'five classes of three equal images')
 
 
-def test_every_image_duplicated_under_another_class_scores_zero():
+def test_retrieval_excludes_a_query_by_its_index():
+    """Each image has a duplicate of another class, which is as similar as itself."""
     z = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
     found = retrieval_metrics(torch.cat([z, z]), torch.cat([torch.arange(30) // 2, 100 + torch.arange(30) // 2]))
-    assert found['R@1'] == 0
+    expect(found['R@1'], 0, 'rule 1: R@1 where every image has a duplicate of another class')
 
 
-def test_a_query_without_a_match_is_a_miss_and_is_counted():
-    z, y = on_circle(0, 5, 90, dtype=torch.float32), torch.tensor([0, 0, 1])
-    found = retrieval_metrics(z, y)
-    assert found['R@1'] == pytest.approx(200 / 3) and found['MAP@R'] == 100 and found['unmatched'] == 1
+def test_retrieval_of_a_query_without_a_match_is_a_miss_and_is_counted():
+    found = retrieval_metrics(points(0, 5, 90), torch.tensor([0, 0, 7]), ks=(1, 2))
+    expect_row(found, {'R@1': 200 / 3, 'R@2': 200 / 3, 'RP': 100, 'MAP@R': 100, 'unmatched': 1},
+               'rule 3: 0, 5 (class 0), 90 degrees (class 7)')
+
+
+def test_retrieval_where_no_query_has_a_match():
+    """Their classes have higher numbers than those of the gallery."""
+    row = retrieval_metrics(points(0, 9), torch.tensor([7, 8]), points(0, 30, 60, 90), torch.tensor([0, 1, 0, 1]))
+    expect_row(row, {'R@1': 0, 'R@2': 0, 'R@4': 0, 'R@8': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 2},
+               'rule 3: queries of classes 7, 8, a gallery of classes 0, 1, 0, 1')
+
+
+@pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
+@pytest.mark.parametrize('query', [0, 20])
+def test_retrieval_of_two_that_tie_puts_the_other_class_first(query, labels):
+    """Whichever the search returns first. A cosine that is larger by 1e-4 is no tie."""
+    labels = torch.tensor(labels)
+    found = retrieval_metrics(points(query), torch.tensor([0]), points(20, 20), labels, ks=(1, 2))
+    expect_row(found, {'R@1': 0, 'R@2': 100, 'RP': 0, 'MAP@R': 0},
+               f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels.tolist()}')
+    found = retrieval_metrics(points(0), torch.tensor([0]), points(*(20 + 0.02 * labels)), labels, ks=(1,))
+    expect(found['R@1'], 100, 'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.02 (class 1)')
+
+
+def test_retrieval_of_many_queries():
+    """4,400 queries take two blocks. Classes of 4 come first and of 2 last, so R differs between the blocks."""
+    labels = torch.cat([torch.arange(500).repeat_interleave(4), 500 + torch.arange(1200).repeat_interleave(2)])
+    generator = torch.Generator().manual_seed(0)
+    centres = F.normalize(torch.randn(1700, 32, generator=generator), dim=1)
+    z = centres[labels] + 0.01 * torch.randn(4400, 32, generator=generator)
+    expect_row(retrieval_metrics(z, labels, ks=(1,)), {'R@1': 100, 'RP': 100, 'MAP@R': 100}, '4,400 images in classes')
+    found = retrieval_metrics(z, labels, z, labels.flip(0), ks=(1,))
+    assert max(found.values()) < 1, f'4,400 images with the labels of others: expected less than 1 %, got {found}'
+    expect(retrieval_metrics(z, torch.arange(4400), ks=(1,))['R@1'], 0, 'R@1 of 4,400 classes: nobody finds oneself')
+
+
+def test_retrieval_does_not_depend_on_lengths():
+    z, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) // 4
+    longer = z * torch.linspace(0.1, 9, 40)[:, None]
+    expect_row(retrieval_metrics(longer, y), retrieval_metrics(z, y), 'embeddings of lengths 0.1 to 9')
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def test_retrieval_of_embeddings_that_are_no_numbers_is_an_error(value):
+    good, bad = torch.randn(6, 3), torch.randn(6, 3)
+    bad[2, 1] = value
+    y = torch.arange(6) // 2
+    for arguments in ((bad, y), (bad, y, good, y), (good, y, bad, y)):
+        refusal(arguments, f'one of six embeddings is {value}')
+
+
+@pytest.mark.parametrize('queries, gallery', [(0, 5), (1, None), (3, 0)])
+def test_retrieval_of_nothing_is_an_error(queries, gallery):
+    parts = [torch.randn(queries, 3), torch.zeros(queries).long()]
+    if gallery is not None:
+        parts += [torch.randn(gallery, 3), torch.zeros(gallery).long()]
+    refusal(parts, f'{queries} queries, a gallery of {gallery}')
+
+
+def refusal(arguments, what):
+    """The text of the error"""
+    try:
+        got = retrieval_metrics(*arguments)
+    except UsageError as error:
+        return str(error)
+    except Exception as error:
+        got = repr(error)
+    raise AssertionError(f'{what}: expected a common.UsageError, got {got}')
+
+
+def test_errors_say_what_is_wrong():
+    z, y = torch.full((2, 3), math.nan), torch.tensor([0, 0])
+    assert 'NaN or infinite' in refusal((z, y), 'NaN') and 'nothing to retrieve' in refusal((z[:1], y[:1]), 'one image')
+
+
+# ---- search and mean similarities
 
 
 @pytest.mark.parametrize('within', [True, False])
@@ -104,32 +225,10 @@ def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, withi
     assert torch.allclose(cosines.gather(1, index), expected, atol=1e-6), 'positions are those in the gallery'
 
 
-def test_queries_beyond_the_first_block_have_their_own_labels_and_ranks():
-    """4,400 queries take two blocks. Classes of 4 come first and of 2 last, so R differs between the blocks."""
-    labels = torch.cat([torch.arange(500).repeat_interleave(4), 500 + torch.arange(1200).repeat_interleave(2)])
-    generator = torch.Generator().manual_seed(0)
-    centres = F.normalize(torch.randn(1700, 32, generator=generator), dim=1)
-    z = centres[labels] + 0.01 * torch.randn(4400, 32, generator=generator)
-    assert retrieval_metrics(z, labels, ks=(1,)) == {'R@1': 100, 'RP': 100, 'MAP@R': 100}
-    assert max(retrieval_metrics(z, labels, z, labels.flip(0), ks=(1,)).values()) < 1, 'labels of other images'
-    assert retrieval_metrics(z, torch.arange(4400), ks=(1,))['R@1'] == 0, 'nobody finds oneself'
-
-
-def test_no_query_has_a_match():
-    z = torch.randn(4, 3)
-    row = retrieval_metrics(z[:2], torch.tensor([7, 8]), z, torch.tensor([0, 1, 0, 1]))
-    assert row == {'R@1': 0, 'R@2': 0, 'R@4': 0, 'R@8': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 2}
-
-
-def test_lengths_of_embeddings_do_not_matter():
-    z, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) // 4
-    longer = z * torch.linspace(0.1, 9, 40)[:, None]
-    assert retrieval_metrics(longer, y) == retrieval_metrics(z, y)
-    assert common.mean_similarities(longer, y) == pytest.approx(common.mean_similarities(z, y))
-
-
 def test_mean_similarities_against_the_matrix():
     z, y = on_circle(0, 20, 70, 110, 200), torch.tensor([0, 0, 1, 1, 1])
+    longer = z * torch.linspace(0.1, 9, 5)[:, None]
+    assert common.mean_similarities(longer, y) == pytest.approx(common.mean_similarities(z, y)), 'of any length'
     s, same, other = z @ z.T, y[:, None] == y, ~torch.eye(5, dtype=torch.bool)
     positive, negative = common.mean_similarities(z, y)
     assert positive == pytest.approx(s[same & other].mean().item())
@@ -142,23 +241,7 @@ def test_mean_similarities_of_no_pairs_are_none():
     assert common.mean_similarities(z, torch.zeros(3, dtype=torch.long)) == (pytest.approx(-1 / 3), None)
 
 
-@pytest.mark.parametrize('value', [math.nan, math.inf])
-def test_embeddings_that_are_no_numbers_are_an_error(value):
-    good, bad = torch.randn(6, 3), torch.randn(6, 3)
-    bad[2, 1] = value
-    y = torch.arange(6) // 2
-    for arguments in ((bad, y), (bad, y, good, y), (good, y, bad, y)):
-        with pytest.raises(UsageError, match='NaN or infinite'):
-            retrieval_metrics(*arguments)
-
-
-@pytest.mark.parametrize('queries, gallery', [(0, 5), (1, None), (3, 0)])
-def test_nothing_to_retrieve_is_an_error(queries, gallery):
-    parts = [torch.randn(queries, 3), torch.zeros(queries).long()]
-    if gallery is not None:
-        parts += [torch.randn(gallery, 3), torch.zeros(gallery).long()]
-    with pytest.raises(UsageError, match='nothing to retrieve'):
-        retrieval_metrics(*parts)
+# ---- evaluation of a network
 
 
 def coloured(colours, labels):
@@ -194,14 +277,3 @@ def test_evaluate_takes_the_k_of_the_dataset():
         row = common.evaluate(MeanColour(), SimpleNamespace(name=name, query=data, gallery=data))
         assert [key for key in row if key.startswith('R@')] == [f'R@{k}' for k in ks]
     assert row['s+'] > row['s-'], 'neighbours in colour are of one class'
-
-
-@pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
-@pytest.mark.parametrize('query', [0, 20])
-def test_of_two_that_tie_the_other_class_comes_first(query, labels):
-    """Whichever the search returns first. A cosine that is larger by 1e-4 is no tie."""
-    gallery, labels = on_circle(20, 20).float(), torch.tensor(labels)
-    found = retrieval_metrics(on_circle(query).float(), torch.tensor([0]), gallery, labels, ks=(1, 2))
-    assert (found['R@1'], found['R@2'], found['RP']) == (0, 100, 0)
-    gallery = on_circle(*(20 + 0.02 * labels)).float()
-    assert retrieval_metrics(on_circle(0).float(), torch.tensor([0]), gallery, labels, ks=(1,))['R@1'] == 100

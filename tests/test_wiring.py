@@ -127,7 +127,8 @@ def groups(held):
 @pytest.mark.parametrize('script, flags, rates', [
     (train_contrastive, '', [0.01]), (train_ms, '', [0.01]), (train_proxy_anchor, '', [0.01, 0.1]),
     (train_proxy_anchor, '--proxy-lr-mult 7', [0.01, 0.07]), (train_proxynca_pp, '--proxy-lr-mult 7', [0.01, 0.07]),
-    (train_ccl, '', [0.01]), (train_ccl, '--variant center_loss', [0.01]), (train_metrix, '', [0.01]),
+    (train_ccl, '', [0.01, 0.01]), (train_ccl, '--variant center_loss --center-lr-mult 3', [0.01, 0.03]),
+    (train_metrix, '', [0.01]),
     (train_metrix, '--loss proxy_anchor', [0.01, 0.1]),
     (train_metrix, '--loss proxynca_pp --proxy-lr-mult 7', [0.01, 0.07]),
     (train_hse, '', [0.01]), (train_hse, '--loss proxy_anchor --proxy-lr-mult 7', [0.01, 0.07])])
@@ -135,7 +136,7 @@ def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training,
     held = before_training(script, '--lr', '0.01', *flags.split())
     found, once = groups(held)
     assert [lr for lr, _ in found] == pytest.approx(rates) and once
-    assert len(rates) == 1 or found[1][1] == 1, 'the proxies have a group of their own'
+    assert len(rates) == 1 or found[1][1] == 1, 'proxies and centres have a group of their own'
 
 
 @pytest.mark.parametrize('loss', [train_contrastive.contrastive_loss, train_hse.contrastive_loss])

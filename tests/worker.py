@@ -12,8 +12,6 @@ from threading import Thread
 
 import torch
 
-SCRIPTS = ['train_contrastive', 'train_ms', 'train_proxy_anchor', 'train_proxynca_pp', 'train_ccl', 'train_metrix',
-           'train_hse']
 # Batches of 9 images are not shared evenly by two processes.
 SHARED = ('--dataset folder --device cpu --precision fp32 --image-size 32 --dim 16 --freeze-bn --batch-size 9 '
           '--per-class 3 --eval-every 2 --data').split()
@@ -60,7 +58,7 @@ def finish(processes, where):
 def train_all(data):
     """Seven scripts on a small network: four updates in float64, as runs/<script>; a step of plain gradient descent in
     float32, as runs/<script>-step; and runs/patience, in which each process measures something else."""
-    from conftest import SmallNet
+    from conftest import SCRIPTS, SmallNet
 
     import common
     import train_ms

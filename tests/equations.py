@@ -1,0 +1,142 @@
+"""From an equation of a paper to the lines that compute it, and to its tests.
+
+    python tests/equations.py               # every numbered equation of the five papers
+    python tests/equations.py metrix        # of one of them: rc, pa, metrix, ccl, hse
+    python tests/equations.py metrix 24     # one equation: its lines, and its tests
+    python -m pytest -k metrix_eq24_        # runs its tests; the "_" at the end keeps out other numbers
+
+rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines and tests are looked up anew each time: lines by
+`Eq. (n)` in comments and in docstrings of functions, tests by their names.
+"""
+import argparse
+import ast
+import re
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# What each equation says. Where no line computes it, why, after a bar.
+SAYS = {
+    'rc': ['contrastive loss of distances', 'triplet loss | left out: it has no script',
+           'MAP@R of one query', 'precision at a match, else 0'],
+    'pa': ['Proxy-NCA', 'Proxy-NCA by log-sum-exp', 'gradient of Proxy-NCA', 'Proxy-Anchor',
+           'Proxy-Anchor by softplus', 'gradient of Proxy-Anchor'],
+    'metrix': ['contrastive loss of cosines', 'Multi-Similarity', 'generic loss', 'input, feature, embedding mixup',
+               'positives have label 1', 'negatives have label 0', 'generic loss with labels',
+               'the mixed examples of an anchor', 'mixed loss', 'clean plus w times mixed loss',
+               'probability of acting as positive', 'utilization', 'mixed loss of positive-negative pairs',
+               'mixed contrastive loss', 'mixed Multi-Similarity',
+               'chain rule through the similarity | a step of reasoning; tested as a property',
+               'Eq. (15) for one mixture | a step towards (24); tested as a property',
+               'derivative of Eq. (17) | a step towards (24); tested as a property',
+               'Eq. (18) rearranged | a step towards (24); tested as a property',
+               'Eq. (19) without fractions | a step towards (24); tested as a property',
+               'Eq. (20) multiplied out | a step towards (24); tested as a property',
+               'Eq. (21) solved for the exponential | a step towards (24); tested as a property',
+               'logarithm of Eq. (22) | a step towards (24); tested as a property',
+               'threshold of positivity', 'probability of acting as positive'],
+    'ccl': ['contrast by a memory bank | earlier work; Eq. (2) is tested to have its form',
+            'contrast by centres; squared distance', 'squared distance to the own centre',
+            'squared distance by the cosine', 'CCL', 'cross-entropy', 'centre loss', 'NSoftmax', 'Proxy-NCA',
+            'contrast by similarities', 'large margin',
+            'bounds of a sum of exponentials | a step of reasoning; tested as a property',
+            'bounds of the contrast | a step of reasoning; tested as a property', 'centres as running means'],
+    'hse': ['Euclidean distance', 'contrastive loss, squared', 'Mixup of two images',
+            'mixed label | left out: a hybrid has no label',
+            'Eq. (2) for a hybrid | left out: the paper argues that it has no label',
+            'Eq. (2) with mixed labels | left out: the way of Metrix, see train_metrix.py',
+            'hard negative of a hybrid', 'easy weak positive of a hybrid', 'hybrid loss', 'sum of both losses',
+            'the same with contrastive loss'],
+}
+# The paper that `Eq. (n)` means in a file where none is named right before it, and how papers are named there.
+PAPER = {'train_contrastive': 'rc', 'train_ms': 'metrix', 'train_proxy_anchor': 'pa', 'train_proxynca_pp': 'pa',
+         'train_ccl': 'ccl', 'train_metrix': 'metrix', 'train_hse': 'hse', 'common': 'rc', 'eval': 'metrix'}
+NAMED = {'Reality Check': 'rc', 'Metrix': 'metrix', 'Proxy-Anchor': 'pa', 'Proxy-NCA': 'pa', 'CCL': 'ccl',
+         'HSE': 'hse'}
+
+
+def cited(text, file):
+    """{(paper, number)} in a text of a file: `Eq. (2), (4)` and `Eq. (2) and (4)` are two, `Eq. (2) to (4)` three."""
+    found = set()
+    pattern = rf"(?:({'|'.join(NAMED)})(?:'s)? )?Eqs?\. (\(\d+\)(?:(?:, | and |/| to |-)\(\d+\))*)"
+    for paper, numbers in re.findall(pattern, text):
+        for low, high in re.findall(r'\((\d+)\)(?:(?: to |-)\((\d+)\))?', numbers):
+            found |= {(NAMED.get(paper, PAPER[file]), n) for n in range(int(low), int(high or low) + 1)}
+    return found
+
+
+def lines():
+    """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
+    found = {}
+    for path in sorted(ROOT.glob('*.py')):
+        source = path.read_text()
+        places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
+                  ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        places += [(number, source.splitlines()[number - 1].strip(), text) for number, text in comments(path)]
+        for number, shown, text in sorted(places):
+            for equation in cited(text, path.stem):
+                found.setdefault(equation, []).append((path.name, number, shown))
+    return found
+
+
+def comments(path):
+    """(first line, text) of each comment; the lines of one comment are joined, since a name and `Eq.` may part there"""
+    with tokenize.open(path) as file:
+        tokens = [t for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT]
+    joined = []
+    for t in tokens:
+        text, alone = t.string.lstrip('# '), t.line.lstrip().startswith('#')
+        if alone and joined and joined[-1][2] == t.start[0] - 1:
+            joined[-1] = (joined[-1][0], f'{joined[-1][1]} {text}', t.start[0])
+        else:
+            joined.append((t.start[0], text, t.start[0] if alone else None))
+    return [(number, text) for number, text, _ in joined]
+
+
+def tests():
+    """{(paper, number): [(file, line, name)]}: test_ccl_eq12_and_eq13_... is a test of two equations"""
+    found = {}
+    for path in sorted((ROOT / 'tests').glob('test_*.py')):
+        for node in ast.parse(path.read_text()).body:
+            match = re.match(r'test_([a-z]+)_eq(\d+)_(?:(and|to)_eq(\d+)_)?', getattr(node, 'name', ''))
+            if match:
+                paper, low, word, high = match.groups()
+                numbers = range(int(low), int(high) + 1) if word == 'to' else {int(low), int(high or low)}
+                for number in numbers:
+                    found.setdefault((paper, number), []).append((f'tests/{path.name}', node.lineno, node.name))
+    return found
+
+
+def where(places):
+    """file:line,line of each file"""
+    files = {}
+    for file, line, _ in places:
+        files.setdefault(file, []).append(str(line))
+    return ' '.join(f'{file}:{",".join(numbers)}' for file, numbers in files.items())
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('paper', nargs='?', choices=list(SAYS))
+    parser.add_argument('number', nargs='?', type=int)
+    args = parser.parse_args(argv)
+    papers = [args.paper] if args.paper else list(SAYS)
+    if args.number and not 1 <= args.number <= len(SAYS[args.paper]):
+        parser.error(f'the equations of {args.paper} have numbers from 1 to {len(SAYS[args.paper])}')
+    code, checks = lines(), tests()
+    for paper in papers:
+        for number, text in enumerate(SAYS[paper], 1):
+            says, _, why = text.partition(' | ')
+            computed, tested = code.get((paper, number), []), checks.get((paper, number), [])
+            if args.number is None:
+                print(f'{paper:6} ({number:2})  {says:38}  {where(computed) or why}')
+                if tested:
+                    print(' ' * 54 + where(tested))
+            elif args.number == number:
+                print(f'{paper} ({number}): {says}' + (f'; no line computes it: {why}' if why else ''))
+                print(*(f'{file}:{line}: {shown}' for file, line, shown in computed + tested), sep='\n')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,420 @@
+"""What students write: solutions of the exercises of tests/handout.py, which `python tests/handout.py check` grades.
+
+A solution is the source of its functions, or (old, new, old, new, ...) for lines that differ from the project's.
+"""
+
+WRONG, RIGHT = {}, {}           # {exercise: {what is wrong, or how it is done: solution}}
+
+# ---- the losses on pairs
+
+WRONG['multi_similarity_loss'] = {
+    'mean of the exponentials of positives': (
+        'log1p_sum_exp(-alpha * (s - lam), positive) / alpha',
+        '(log1p_sum_exp(-alpha * (s - lam) - positive.sum(1, keepdim=True).clamp_min(1).log(), positive)) / alpha'),
+    'miner by columns': ('.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)',
+                         '.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
+    'miner of positives by columns': ('.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
+    'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
+    'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
+    'mean over anchors that cost': ('(pull + push).mean()',
+                                    '(pull + push).sum() / ((pull + push) > 0).sum().clamp_min(1)'),
+    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'oneself by value': ('mine(s, y, epsilon)\n', 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
+    'exp overflows': ('log1p_sum_exp(beta * (s - lam), negative)',
+                      '((beta * (s - lam)).exp() * negative).sum(dim=1).log1p()'),
+    'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'without the 1 +': ('log1p_sum_exp(beta * (s - lam), negative)',
+                        '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
+    'epsilon 0 is no miner': ('if epsilon is None else', 'if not epsilon else'),
+}
+RIGHT['multi_similarity_loss'] = {
+    'anchor by anchor': '''
+def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
+    z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+    s, zero, total = z @ z.T, z.new_zeros(1), 0
+    positive, negative = pairs(y) if epsilon is None else mine(s, y, epsilon)
+    for a in range(len(y)):
+        p, n = s[a][positive[a]], s[a][negative[a]]
+        total = total + torch.cat([zero, -alpha * (p - lam)]).logsumexp(0) / alpha
+        total = total + torch.cat([zero, beta * (n - lam)]).logsumexp(0) / beta
+    return total / len(y)
+
+
+def mine(s, y, epsilon):
+    positive, negative = pairs(y)
+    for a in range(len(y)):
+        p, n = s[a][positive[a]], s[a][negative[a]]
+        if len(p) and len(n):
+            positive[a] &= s[a] - epsilon < n.max()
+            negative[a] &= s[a] + epsilon > p.min()
+        else:
+            positive[a] = negative[a] = False
+    return positive, negative
+''',
+    'softplus of logsumexp': (
+        'log1p_sum_exp(-alpha * (s - lam), positive) / alpha',
+        'torch.nn.functional.softplus((-alpha * (s - lam)).masked_fill(~positive, -1e9).logsumexp(1)) / alpha'),
+    'with < in the miner': ('~(s - epsilon >= hardest_negative)', '(s - epsilon < hardest_negative)',
+                            '~(s + epsilon <= hardest_positive)', '(s + epsilon > hardest_positive)'),
+}
+
+WRONG['contrastive_loss'] = {
+    'mean over all pairs': ('t.sum() / (t > 0).sum().clamp_min(1)', 't.mean()'),
+    'mean over pairs that reach their goal too': (
+        'return mean_nonzero(pull) + mean_nonzero(push)',
+        'return pull.sum() / positive.sum().clamp_min(1) + push.sum() / negative.sum().clamp_min(1)'),
+    'one mean for both kinds': ('return mean_nonzero(pull) + mean_nonzero(push)', 'return mean_nonzero(pull + push)'),
+    'an image is its own positive': ('.masked_fill(~positive, 0)', '.masked_fill(negative, 0)'),
+    'NaN without positives': ('.clamp_min(1)', ''),
+    'half precision stays': ('common.at_least_float32(z)', 'z'),
+    'images detached': ('common.at_least_float32(z)', 'common.at_least_float32(z).detach()'),
+}
+RIGHT['contrastive_loss'] = {
+    'pairs of the upper triangle': '''
+def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
+    z = common.at_least_float32(z)
+    i, j = torch.triu_indices(len(y), len(y), 1)
+    d, same = (z[i] - z[j]).norm(dim=1), y[i] == y[j]
+    pull, push = torch.relu(d[same] - pos_margin) ** power, torch.relu(neg_margin - d[~same]) ** power
+    return sum(t.sum() / max(int((t > 0).sum()), 1) for t in (pull, push))
+''',
+    'mean of the chosen entries': (
+        't.sum() / (t > 0).sum().clamp_min(1)', 't[t > 0].mean() if (t > 0).any() else 0 * t.sum()'),
+}
+WRONG['contrastive_similarity_loss'] = {
+    'margin on positives': ('pull = -s.masked_fill(~positive, 0)',
+                            'pull = (margin - s).clamp_min(0).masked_fill(~positive, 0)'),
+    'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
+    'mean over all negatives': ('(excess > 0).sum(dim=1)', 'negative.sum(dim=1)'),
+    'always mean': ("if reduction == 'mean':", 'if True:'),
+    'oneself by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
+    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
+}
+RIGHT['contrastive_similarity_loss'] = {
+    'anchor by anchor': '''
+def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
+    z, losses = common.at_least_float32(z), []
+    for a in range(len(y)):
+        others = torch.arange(len(y)) != a
+        p, n = z[others & (y == y[a])] @ z[a], torch.relu(z[y != y[a]] @ z[a] - margin)
+        if reduction == 'mean':
+            losses.append(-p.sum() / max(len(p), 1) + n.sum() / max(int((n > 0).sum()), 1))
+        else:
+            losses.append(-p.sum() + n.sum())
+    return torch.stack(losses).mean()
+''',
+}
+
+# ---- the losses with a vector for each class
+
+WRONG['proxy_anchor_loss'] = {
+    'proxies not normalised': ('F.normalize(proxies, dim=1)', 'proxies'),
+    'proxies detached': ('F.normalize(proxies, dim=1)', 'F.normalize(proxies, dim=1).detach()'),
+    'images detached': ('@ z.T', '@ z.detach().T'),
+    'pull divided by all classes': ('.sum() / present', '.mean()'),
+    'push divided by the classes present': ('~positive).mean()', '~positive).sum() / present'),
+    'push by present proxies only': ('~positive).mean()', '~positive)[positive.any(dim=1)].mean()'),
+    'margin of negatives with minus': ('(s + delta)', '(s - delta)'),
+    'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
+                      '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
+    'half precision stays': ('z, proxies = common.at_least_float32(z, proxies)', 'pass'),
+}
+RIGHT['proxy_anchor_loss'] = {
+    'proxy by proxy': '''
+def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
+    z, proxies = common.at_least_float32(z, proxies)
+    pull, push, zero = [], [], z.new_zeros(1)
+    for k in range(len(proxies)):
+        s = F.cosine_similarity(z, proxies[k:k + 1], dim=1)
+        if (y == k).any():
+            pull.append(torch.cat([zero, -alpha * (s[y == k] - delta)]).logsumexp(0))
+        push.append(torch.cat([zero, alpha * (s[y != k] + delta)]).logsumexp(0))
+    return sum(pull) / len(pull) + sum(push) / len(push)
+''',
+    'images normalised again': ('@ z.T', '@ F.normalize(z, dim=1).T'),
+}
+WRONG['proxynca_loss'] = {
+    'own proxy in the denominator': ("others = logits.masked_fill(own, float('-inf'))", 'others = logits'),
+    'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
+    'temperature ignored': ('2 / temperature * cosines', 'cosines'),
+    'scale 1/T': ('2 / temperature', '1 / temperature'),
+    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.at_least_float32(z, proxies.T))'),
+    'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
+    'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
+    'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
+    'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
+}
+RIGHT['proxynca_loss'] = {
+    'exp and log of cosines': '''
+def proxynca_loss(z, y, proxies, temperature=2.0):
+    s, loss = cosines(z, proxies) * 2 / temperature, 0
+    for i in range(len(y)):
+        others = torch.cat([s[i, :y[i]], s[i, y[i] + 1:]])
+        loss = loss - s[i, y[i]] + (others.exp().sum().log() if len(others) else 0)
+    return loss
+''',
+}
+WRONG['proxynca_pp_loss'] = {
+    'scale 1/T': ('2 / temperature', '1 / temperature'),
+    'distances not squared': ('2 / temperature * cosines(z, proxies)',
+                              '-torch.cdist(*common.at_least_float32(z, F.normalize(proxies))) / temperature'),
+    'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
+    'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
+    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.at_least_float32(z, proxies.T))'),
+    'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
+    'log of a softmax of exp': '''
+def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
+    p = (-(2 - 2 * cosines(z, proxies)) / temperature).exp()
+    return -(p[torch.arange(len(y)), y] / p.sum(dim=1)).log().mean()
+''',
+    'own proxy not in the denominator': '''
+def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
+    s = 2 / temperature * cosines(z, proxies)
+    own = F.one_hot(y, len(proxies)).bool()
+    return (s.masked_fill(own, float('-inf')).logsumexp(dim=1) - s[own]).mean()
+''',
+}
+RIGHT['proxynca_pp_loss'] = {
+    'squared distances': '''
+def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
+    z, p = common.at_least_float32(z, proxies)
+    d2 = (z[:, None] - F.normalize(p, dim=1)).square().sum(dim=2)
+    return -torch.log_softmax(-d2 / temperature, dim=1).gather(1, y[:, None]).mean()
+''',
+}
+WRONG['center_contrastive_loss'] = {
+    'stop_grad ignored': ('(c.detach() if stop_grad else c)', 'c'),
+    'stop_grad cuts the centre term': ('(c.detach() if stop_grad else c)', 'c', '(z * c[y])',
+                                       '(z * (c.detach() if stop_grad else c)[y])'),
+    'smoothing ignored': ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y'),
+    "torch's smoothing": ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y, label_smoothing=smoothing'),
+    'centre term smoothed': ('lam * center', '(1 - smoothing) * lam * center'),
+    'centre term in the softmax': ('(cosine - margin * own)', '(cosine - margin * own) + 2 * lam * cosine * own',
+                                   'contrast + lam * center', 'contrast + 2 * lam'),
+    'margin not scaled': ('s * (cosine - margin * own)', 's * cosine - margin * own'),
+    'centres not normalised': ('c = F.normalize(centers, dim=1)', 'c = centers'),
+    'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
+    'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1) + 0 * centers'),
+    'images detached': ('z @ (c', 'z.detach() @ (c'),
+    'half precision stays': ('z, centers = common.at_least_float32(z, centers)', 'pass'),
+    'exp overflows': ("F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
+                      '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
+}
+RIGHT['center_contrastive_loss'] = {
+    'as in the header': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - c[y]).square().sum(dim=1)'),
+    'margin in float32': ('margin * own', 'margin * F.one_hot(y, len(c))'),
+    "torch's smoothing, scaled": ('smooth_labels(y, len(c), smoothing, logits.dtype)',
+                                  'y, label_smoothing=smoothing * len(c) / (len(c) - 1)'),
+    'image by image': '''
+def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
+    z, centers = common.at_least_float32(z, centers)
+    c, total = centers / centers.norm(dim=1, keepdim=True), 0
+    for x, label in zip(z, y):
+        logits = s * torch.mv(c.detach() if stop_grad else c, x)
+        logits = torch.where(torch.arange(len(c)) == label, logits - s * margin, logits)
+        others = logits.logsumexp(0) - torch.cat([logits[:label], logits[label + 1:]])
+        contrast = (1 - smoothing) * (logits.logsumexp(0) - logits[label]) + smoothing * others.mean()
+        total = total + contrast + lam * (x - c[label]).square().sum()
+    return total / len(z)
+''',
+}
+
+# ---- HSE
+
+WRONG['hybrid_loss'] = {
+    'maximum of s times mask': ('most_similar(s, negative)', '(s * negative).max(dim=1)[0], negative.any(dim=1)',
+                                'most_similar(s, weak_positive)',
+                                '(s * weak_positive).max(dim=1)[0], weak_positive.any(dim=1)'),
+    'no guard for negatives': ('(has_hn & has_ewp)', 'has_ewp'),
+    'no guard for weak positives': ('(has_hn & has_ewp)', 'has_hn'),
+    'no guard for no hybrids': ('max(len(h), 1)', 'h.new_tensor(len(h))'),
+    'mean over hybrids that have both': ('max(len(h), 1)', '(has_hn & has_ewp).sum().clamp_min(1)'),
+    'hybrids detached': ('s = h @', 's = h.detach() @'),
+    'images detached': ('z.T', 'z.T.detach()'),
+    'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
+    'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
+    'half precision stays': ('h, z = common.at_least_float32(h, z)', 'pass'),
+    'two columns averaged': ('F.logsigmoid(s_ewp - s_hn)',
+                             'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
+}
+RIGHT['hybrid_loss'] = {
+    'hybrid by hybrid': '''
+def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
+    h, z = common.at_least_float32(h, z)
+    terms = [0 * h.sum()]
+    for x, weak, other in zip(h, weak_positive, negative):
+        if weak.any() and other.any():
+            terms.append(F.softplus(((z[other] @ x).max() - (z[weak] @ x).max()) / temperature))
+    return alpha * sum(terms) / max(len(h), 1)
+''',
+    'cross-entropy of two columns': (
+        '-alpha * F.logsigmoid(s_ewp - s_hn)',
+        "alpha * F.cross_entropy(torch.stack([s_ewp, s_hn], dim=1), negative.new_zeros(len(h)).long(), "
+        "reduction='none')"),
+}
+WRONG['epshn_loss'] = {
+    'hardest negative': ('negative & (s < s_p[:, None])', 'negative'),
+    'a tie is semi-hard': ('s < s_p', 's <= s_p'),
+    'mean over all anchors': ('keep.sum().clamp_min(1)', 'len(z)'),
+    'NaN without anchors': ('.clamp_min(1)', ''),
+    'oneself by value': ('positive, negative = pairs(y)', 'positive, negative = (y[:, None] == y) & (s < 1 - 1e-5), '
+                         'y[:, None] != y'),
+    'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'exp overflows': ('F.logsigmoid((s_p - s_n) / temperature)',
+                      '((s_p / temperature).exp() / ((s_p / temperature).exp() + (s_n / temperature).exp())).log()'),
+}
+RIGHT['epshn_loss'] = {
+    'anchor by anchor': '''
+def epshn_loss(z, y, temperature=0.1):
+    z, terms = common.at_least_float32(z), []
+    for a in range(len(y)):
+        s, others = z @ z[a], torch.arange(len(y)) != a
+        p, n = s[others & (y == y[a])], s[y != y[a]]
+        if len(p) and (n < p.max()).any():
+            terms.append(F.softplus((n[n < p.max()].max() - p.max()) / temperature))
+    return sum(terms) / len(terms) if terms else 0 * z.sum()
+''',
+}
+
+# ---- Metrix
+
+WRONG['positivity_threshold'] = {
+    'm with minus': ('+ m', '- m'),
+    'inverse odds': ('torch.as_tensor(lam, dtype=torch.float64).logit()', '-torch.as_tensor(lam).logit()'),
+    'log2': ('.logit()', '.logit() / torch.tensor(2.0).log()'),
+    'log of lambda only': ('torch.as_tensor(lam, dtype=torch.float64).logit()', 'torch.log(lam)'),
+}
+RIGHT['positivity_threshold'] = {
+    'torch.log': '''
+def positivity_threshold(lam, beta, gamma, m):
+    return torch.log(lam / (1 - lam)) / (beta + gamma) + m
+''',
+    'math.log': '''
+def positivity_threshold(lam, beta, gamma, m):
+    import math
+    return math.log(lam / (1 - lam)) / (beta + gamma) + m
+''',
+    'as_tensor in float32': ('torch.as_tensor(lam, dtype=torch.float64)', 'torch.as_tensor(lam)'),
+}
+WRONG['pair_labels'] = {
+    'shares swapped': ('lam, 1 - lam', '1 - lam, lam'),
+    'one end at least': ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive'),
+    'all of different classes': ('i_is_positive ^ j_is_positive', '(y[i] != y[j]).expand(len(anchor_y), len(i))'),
+    'indices for classes': ('anchor_y[:, None] == y[i]', 'anchor_y[:, None] == i'),
+    'anchors are the batch': ('anchor_y[:, None] == y[j]', 'y[:, None] == y[j]', 'anchor_y[:, None] == y[i]',
+                              'y[:, None] == y[i]'),
+}
+RIGHT['pair_labels'] = {
+    'two weighted masks': '''
+def pair_labels(y, anchor_y, i, j, lam):
+    first, second = ((y[end] == anchor_y.unsqueeze(1)) for end in (i, j))
+    return lam * first + (1 - lam) * second, first != second
+''',
+}
+WRONG['mix_features'] = {
+    'all mixed maps': '''
+def mix_features(f, i, j, lam, pool='avg+max'):
+    f, lam = common.at_least_float32(f), lam[:, None, None, None]
+    mixed, pooling = lam * f[i] + (1 - lam) * f[j], dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
+    return sum(pooling[name](mixed, 1) for name in pool.split('+')).flatten(1)
+''',
+    'all mixed maps in forward': ('max(1, pairs)', 'len(i)'),
+    'all maps of the ends': ('maps.gather(0, end[:, None] * (h * w) + position)',
+                             'f.flatten(2)[end].gather(2, position.long()[..., None])[..., 0]',
+                             'in_chunks(max(size // c, len(i) // 4))', '[(i, j, lam, position)]'),
+    'maps kept for the backward pass': '''
+def max_of_mixed(f, i, j, lam):
+    mixed = ((l * f[a] + (1 - l) * f[b])[None] for a, b, l in zip(i, j, lam))
+    return torch.cat([F.adaptive_max_pool2d(m, 1).flatten(1) for m in mixed])
+''',
+    'pooled before it is mixed': ('max_of_mixed(f, i, j, lam.to(f.dtype))', 'mix(f.amax(dim=(2, 3)), i, j, lam)'),
+    'shares swapped': ('f[j_].lerp_(f[i_]', 'f[i_].lerp_(f[j_]', 'f_j.lerp(f_i, lam)', 'f_i.lerp(f_j, lam)'),
+    'one end detached': ('f_j.lerp(f_i, lam)', 'f_j.detach().lerp(f_i, lam)'),
+    'half precision stays': ('f = common.at_least_float32(f)', 'pass'),
+    'positions in a byte': ('torch.uint8 if h * w <= 256 else torch.int32', 'torch.uint8'),
+    'equal maxima share the gradient': '''
+def max_of_mixed(f, i, j, lam):
+    def peak(a, b, l):
+        return (l * f[a] + (1 - l) * f[b]).amax(dim=(1, 2))
+    return torch.stack([checkpoint(peak, *t, use_reentrant=False) for t in zip(i, j, lam)])
+''',
+}
+RIGHT['mix_features'] = {
+    'checkpoint': '''
+def max_of_mixed(f, i, j, lam):
+    def part(i, j, lam):
+        lam = lam[:, None, None, None]
+        return F.adaptive_max_pool2d(lam * f[i] + (1 - lam) * f[j], 1).flatten(1)
+    return torch.cat([checkpoint(part, *t, use_reentrant=False) for t in zip(i.split(9), j.split(9), lam.split(9))])
+''',
+    'positions of eight bytes': ('torch.uint8 if h * w <= 256 else torch.int32', 'torch.int64'),
+    'argmax and gather': '''
+def max_of_mixed(f, i, j, lam):
+    flat, channel, where = f.flatten(2), torch.arange(f.shape[1]), []
+    with torch.no_grad():
+        for a, b, l in zip(i, j, lam):
+            where.append((l * flat[a] + (1 - l) * flat[b]).argmax(dim=1))
+    where = torch.stack(where)
+    f_i, f_j = (flat[end[:, None], channel, where] for end in (i, j))
+    return lam[:, None] * f_i + (1 - lam[:, None]) * f_j
+''',
+    'pair by pair': '''
+def max_of_mixed(f, i, j, lam):
+    return torch.stack([(l * f[a] + (1 - l) * f[b]).flatten(1).max(dim=1)[0] for a, b, l in zip(i, j, lam)])
+''',
+}
+
+# ---- retrieval
+
+WRONG['retrieval_metrics'] = {
+    'sum past R': ('hit = hit & (rank <= r)', 'pass', ':int(r.max())]', ':]'),
+    'the query finds itself': ('k_nearest(query, gallery, depth)', 'k_nearest(query, searched, depth)'),
+    'a query is its own match': (' - int(within)', ''),
+    'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
+    'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
+    'ks ignored': ('within = gallery is None', 'ks, within = (1, 2, 4, 8), gallery is None'),
+    'no match: left out of R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
+    'no match: counts in RP and MAP@R': ('100 * sum(p) / max(1, len(p))', '100 * sum(p) / len(query)'),
+    'no match: not counted': ('len(average) == len(query)', 'True'),
+    'first hit dropped, not oneself': (
+        'for rows, s, index in k_nearest(query, gallery, depth):',
+        'for rows, s, index in k_nearest(query, searched, depth + within):\n'
+        '        s, index = s[:, int(within):], index[:, int(within):]'),
+    'R of the first query': ('r = matches[rows]', 'r = matches[:1].expand(len(rows))'),
+    'ties as they come': ('1e-6 * hit', '0 * hit'),
+    'nothing to retrieve is no error': ('not len(query) or len(searched) < 1 + within', 'False'),
+    'NaN is no error': ('not (query.isfinite().all() and searched.isfinite().all())', 'False'),
+    'NaN in the gallery is no error': (' and searched.isfinite().all()', ''),
+    'precision where there is no match': ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank'),
+    'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
+    'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
+    'class numbers of the gallery': (', minlength=int(query_labels.max()) + 1)', ')'),
+    'inner products': '''
+def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8)):
+    within, rows = gallery is None, []
+    if within:
+        gallery, gallery_labels = query, query_labels
+    if not len(query) or len(gallery) < 1 + within or not (query.isfinite().all() and gallery.isfinite().all()):
+        raise UsageError('no numbers')
+    for i in range(len(query)):
+        s = gallery @ query[i]
+        hit = gallery_labels == query_labels[i]
+        s, hit = (torch.cat([t[:i], t[i + 1:]]) if within else t for t in (s, hit))
+        hit = hit[(s - 1e-6 * hit).argsort(descending=True)]
+        r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
+        p = (hit.cumsum(0) / rank * hit)[:r]
+        rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])
+    rows = torch.tensor(rows, dtype=torch.float64)
+    some = max(1, int(rows[:, -1].sum()))
+    metrics = {f'R@{k}': 100 * float(rows[:, n].mean()) for n, k in enumerate(ks)}
+    metrics |= {'RP': 100 * float(rows[:, -3].sum()) / some, 'MAP@R': 100 * float(rows[:, -2].sum()) / some}
+    unmatched = len(rows) - int(rows[:, -1].sum())
+    return metrics | ({'unmatched': unmatched} if unmatched else {})
+''',
+}
+RIGHT['retrieval_metrics'] = {
+    'query by query': WRONG['retrieval_metrics']['inner products'].replace(
+        'gallery @ query[i]', 'F.cosine_similarity(gallery, query[i:i + 1], dim=1)'),
+}

@@ -1,0 +1,78 @@
+"""tests/handout.py: what a hand-out holds, points, and the check, of one quick exercise. `check` does all of them."""
+import ast
+
+import handout
+import pytest
+import solutions
+from conftest import ROOT
+from handout import EXERCISES
+
+
+def test_a_hand_out_has_docstrings_and_graded_tests_but_no_solution(tmp_path):
+    assert handout.main(['make', str(tmp_path / 'out'), 'multi_similarity_loss', 'hybrid_loss']) is None
+    files = {str(path.relative_to(tmp_path / 'out')): path.read_text() for path in (tmp_path / 'out').rglob('*.*')}
+    assert set(files) == {'README.md', 'requirements.txt', 'common.py', 'train_ms.py', 'train_hse.py',
+                          'tests/conftest.py', 'tests/worked.py', 'tests/test_ms.py', 'tests/test_hse.py'}
+    for script, function in (('train_ms.py', 'mine'), ('train_hse.py', 'hybrid_loss'),
+                             ('train_hse.py', 'multi_similarity_loss')):
+        node, = handout.functions_of(files[script], [function])
+        docstring, body = node.body
+        assert ast.get_docstring(node) and ast.unparse(body) == 'raise NotImplementedError'
+    assert 'def most_similar' in files['train_hse.py'] and 'found, precision, average' in files['common.py']
+    assert 'test_hse_eq9_by_hand' in files['tests/test_hse.py'] and 'epshn' not in files['tests/test_hse.py']
+    assert '`mine`' in files['README.md'] and '-k "metrix_eq2_"' in files['README.md']
+    with pytest.raises(SystemExit, match='exists'):
+        handout.make(tmp_path / 'out', ['hybrid_loss'])
+
+
+def test_classes_are_cut_method_by_method():
+    text = handout.cut((ROOT / 'common.py').read_text(), ['BalancedSampler'])
+    methods = handout.functions_of(text, ['BalancedSampler'])
+    assert [f.name for f in methods] == ['__init__', '__len__', '__iter__']
+    assert all(ast.unparse(f.body) == 'raise NotImplementedError' for f in methods) and 'deal(' not in text
+
+
+def test_each_exercise_names_what_there_is():
+    """Each function has a docstring, and each graded word a test."""
+    files = handout.handout(list(EXERCISES))
+    for exercise in EXERCISES.values():
+        for script, functions in [(exercise.script, exercise.cut), *exercise.copies.items()]:
+            found = handout.functions_of((ROOT / script).read_text(), functions.split())
+            assert len(found) == len(functions.split()) and all(ast.get_docstring(f) for f in found), script
+        tests = files[f'tests/{exercise.tests}']
+        assert all(f'def test_{word.removeprefix("test_")}' in tests for word in exercise.graded.split())
+    assert 'found, precision, average' not in files['common.py']
+
+
+@pytest.mark.parametrize('command', [['make', 'out'], ['grade'], ['check']])
+def test_unknown_names_are_refused(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        handout.main([*command, 'hybrid_los', *['x.py'] * (command == ['grade'])])
+    assert error.value.code == 2 and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == f'error: hybrid_los is no exercise; these are: {", ".join(EXERCISES)}\n'
+
+
+def test_a_check_and_grades_of_a_quick_exercise(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    (what, mistake), *_ = solutions.WRONG['positivity_threshold'].items()
+    right, *_ = solutions.RIGHT['positivity_threshold'].values()
+    monkeypatch.setitem(solutions.WRONG, 'positivity_threshold', {what: mistake})
+    monkeypatch.setitem(solutions.RIGHT, 'positivity_threshold', {'one': right, 'another': mistake})
+    assert handout.main(['check', 'positivity_threshold']) == 1
+    out = capsys.readouterr().out
+    assert out.startswith('BAD positivity_threshold, right: another: ') and out.count('BAD') == 1
+    assert 'Metrix Eq. (24), lambda 0.5, beta 18, gamma 75, m 0.77\nE           expected  0.77' in out, 'why it fails'
+    assert out.endswith('1 exercises, 1 wrong solutions, 2 right ones: 1 not as they should be\n')
+
+    text = (ROOT / 'train_metrix.py').read_text()
+    for file, content in (('a.py', text), ('b.py', text.replace('.logit()', '.log()')), ('c.py', 'exit()')):
+        (tmp_path / file).write_text(content)
+    handout.main(['grade', 'positivity_threshold', *map(str, sorted(tmp_path.iterdir()))])
+    lines = [line.split(': ', 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ['metrix_eq24 7/7, in all 7/7', 'metrix_eq24 0/7, in all 0/7',
+                     'metrix_eq24 0/7, in all 0/7 (no test was run, exit code 3)']
+    monkeypatch.setattr(handout, 'LIMIT', 1)
+    exercise = EXERCISES['positivity_threshold']
+    found = handout.results(exercise, handout.handout(['positivity_threshold']), 'while True: pass')
+    assert found == ({}, 'no end after 1 seconds')
