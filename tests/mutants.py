@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 1200                                              # a mistake may lead into a loop without an end
+SECONDS = 600                                               # a mistake may lead into a loop without an end
 
 
 def read():

@@ -134,15 +134,17 @@ BENCHMARKS = dict(                  # where images lie; files, and their text wi
             '7\nimage_name item_id evaluation_status\nimg/1.jpg id_1 train\nimg/2.jpg id_1 train\nimg/3.jpg id_2 '
             'train\nimg/4.jpg id_3 query\nimg/5.jpg id_3 gallery\nimg/6.jpg id_4 query\nimg/7.jpg id_4 gallery\n',
             dict(train=(3, 2), query=(2, 2), gallery=(2, 2))))
-HARMLESS = {'nothing': ('', ''), 'crlf': ('\n', '\r\n'), 'blank lines at the end': (r'\Z', '\n\n')}
-HARMFUL = {                         # what is replaced in the text, a regular expression, and by what
-    'empty': ('(?s).', ''), 'html': (r'(?s)\A.*\Z', '<html><body>404</body></html>'), 'zeros': ('(?s).', '\0'),
-    'start': (r'(?s)(?<=\A.{40}).*', ''), '5 bytes less': (r'(?s).{5}\Z', ''), '12 bytes less': (r'(?s).{12}\Z', ''),
-    'latin-1': (r'2\.', 'é.'), 'missing image': (r'3\.', '9.'), 'spaces': (r'3\.', '3 .'),
-    'listed twice': (r'2\.', '1.'), 'listed on both sides': (r'5\.', '1.'), 'absolute': (r'\S+/3\.', '/tmp/3.'),
-    'outside': (r'3\.', '../../s/3.'), 'no number': (r'101(?=\.)|(?<= )3(?= 1)|query', 'x'),
-    'columns gone': (r' \S+\n', '\n'), 'more columns': ('\n', ' 7 7\n'), 'header gone': (r'\A.*\n', ''),
-    'class on both sides': ('(?<=6 )4(?= 1)|(?<=id_)4', '2')}
+HARMLESS = {'nothing': ('', '', ''), 'crlf': ('\n', '\r\n', ''), 'blank lines': (r'(?<=\d\n)|\Z', ' \n\n', '')}
+HARMFUL = {                         # what is replaced in the text, a regular expression, by what, and what must be said
+    'empty': ('(?s).', '', ''), 'html': (r'(?s)\A.*\Z', '<html><body>404</body></html>', ''),
+    'zeros': ('(?s).', '\0', ''), 'start': (r'(?s)(?<=\A.{40}).*', '', ''),
+    '5 bytes less': (r'(?s).{5}\Z', '', ''), '12 bytes less': (r'(?s).{12}\Z', '', ''), 'latin-1': (r'2\.', 'é.', ''),
+    'missing image': (r'3\.', '9.', '9. images are missing'), 'spaces': (r'3\.', '3 .', ''),
+    'listed twice': (r'2\.', '1.', '1. images are listed twice'), 'listed on both sides': (r'5\.', '1.', ''),
+    'absolute': (r'\S+/3\.', '/tmp/3.', ''), 'outside': (r'3\.', '../../s/3.', 'images lie elsewhere'),
+    'no number': (r'101(?=\.)|(?<= )3(?= 1)|query', 'x', ''), 'columns gone': (r' \S+\n', '\n', ''),
+    'more columns': ('\n', ' 7 7\n', ''), 'header gone': (r'\A.*\n', '', ''),
+    'class on both sides': ('(?<=6 )4(?= 1)|(?<=id_)4', '2', '1 classes are in the training set and in the test set')}
 
 
 def annotations():
@@ -157,10 +159,10 @@ def annotations():
     def listed(name):
         with mock.patch.dict(common.DATASETS[name], counts=BENCHMARKS[name][-1]):
             return len(common.list_images(name, 'd')['train'])
-    for name, (damage, change) in product(BENCHMARKS, (HARMLESS | HARMFUL).items()):
+    for name, (damage, (*change, said)) in product(BENCHMARKS, (HARMLESS | HARMFUL).items()):
         # In CUB the number decides the side, and the id, which a space would cut off, is no class.
         if name != 'cub' or damage not in ('class on both sides', 'spaces'):
-            expected = 3 if damage in HARMLESS else [name]
+            expected = 3 if damage in HARMLESS else [f'{name} cannot be loaded', *said.split('. ')]
             yield f'{name}, {damage}', partial(prepare, name, *change), partial(listed, name), expected
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_DATA, ROOT, draw_folder
+import worker
+from conftest import REAL_DATA, draw_folder
 from PIL import Image
 from torchvision import transforms
 
@@ -30,31 +31,15 @@ def write_stand_ins(paths):
             os.link(source, path)
 
 
-@pytest.mark.skipif(not (REAL_DATA / 'cub').exists(), reason=f'{REAL_DATA}/cub is not there')
-def test_cub_counts_on_the_real_annotation(tmp_path, capsys):
-    shutil.copytree(REAL_DATA / 'cub', tmp_path, dirs_exist_ok=True)
-    base = tmp_path / 'CUB_200_2011'
-    names = [line.split()[1] for line in open(base / 'images.txt')]
-    write_stand_ins([base / 'images' / name for name in names])
-    (base / 'images/001.Black_footed_Albatross/._Black_Footed_Albatross_0046_18.jpg').write_bytes(b'resource fork')
-    data = common.load_dataset('cub', tmp_path, resize=8, image_size=8, cache=tmp_path / 'cache')
-    assert (len(data.train), data.train.num_classes) == (5864, 100)
-    assert (len(data.query), data.query.num_classes) == (5924, 100)
-    assert data.gallery is data.query and data.train.labels[0] == 0 and data.train[0].shape == (8, 10, 3)
-    (base / 'images' / names[7]).unlink()
-    with pytest.raises(UsageError, match='1 of 11,788 images are missing'):
-        common.load_dataset('cub', tmp_path, resize=8, image_size=8, cache=tmp_path / 'cache')
-    (base / 'images.txt').write_text(''.join(f'{i} {name}\n' for i, name in enumerate(names[:-5])))
-    with pytest.raises(UsageError, match=r'query has \(images, classes\) \(5919, 100\), expected are \(5924, 100\)'):
-        common.load_dataset('cub', tmp_path)
-
-
-@pytest.mark.skipif(not (REAL_DATA / 'cars').exists(), reason=f'{REAL_DATA}/cars is not there')
-def test_cars_counts_on_the_real_annotation(tmp_path):
-    shutil.copy(REAL_DATA / 'cars/cars_annos.mat', tmp_path)
-    write_stand_ins([tmp_path / f'car_ims/{i:06d}.jpg' for i in range(1, 16186)])
-    splits = common.list_images('cars', tmp_path)           # the pictures themselves: see CUB
-    assert [(len(rows), len({row[1] for row in rows})) for rows in splits.values()] == [(8054, 98), (8131, 98)]
+@pytest.mark.parametrize('name, file, counts', [
+    ('cub', 'CUB_200_2011/images.txt', [(5864, 100), (5924, 100)]),
+    ('cars', 'cars_annos.mat', [(8054, 98), (8131, 98)])])
+def test_counts_on_the_real_annotations(tmp_path, monkeypatch, name, file, counts):
+    if not (REAL_DATA / name / file).exists():
+        pytest.skip(f'{REAL_DATA / name / file} is not there')
+    monkeypatch.setattr(common.Path, 'is_file', lambda path: True)              # as if the images were there
+    splits = common.list_images(name, REAL_DATA / name)
+    assert [(len(rows), len({row[1] for row in rows})) for rows in splits.values()] == counts
 
 
 def test_cub_official_format(tmp_path, monkeypatch):
@@ -68,6 +53,29 @@ def test_cub_official_format(tmp_path, monkeypatch):
     data = common.load_dataset('cub', tmp_path, resize=8, image_size=8, cache=tmp_path / 'cache')
     assert data.train.classes == ['001.A', '100.B'] and data.query.classes == ['101.C', '200.D']
     assert data.train.labels.tolist() == [0, 1] and data.query.labels.tolist() == [0, 0, 1]
+    assert data.gallery is data.query and data.train[0].shape == (8, 10, 3)
+    (base / 'images.txt').write_text('1 001.A/x.jpg\n2 101.C/x.jpg\n')
+    with pytest.raises(UsageError, match=r'train has \(images, classes\) \(1, 1\), expected are \(2, 2\)'):
+        common.load_dataset('cub', tmp_path)
+
+
+def test_cars_official_format(tmp_path, monkeypatch):
+    """The class decides the side. Neither the box does, nor `test`, which is about another task."""
+    scipy_io = pytest.importorskip('scipy.io')
+    monkeypatch.setitem(common.DATASETS['cars'], 'counts', dict(train=(3, 2), query=(3, 2)))
+    fields = 'relative_im_path bbox_x1 bbox_y1 bbox_x2 bbox_y2 class test'.split()
+    rows = np.empty(6, dtype=[(field, object) for field in fields])
+    for i, (class_, test) in enumerate([(196, 0), (98, 1), (1, 0), (99, 1), (98, 0), (99, 1)]):
+        box = [150, 150, 1, 1] if i % 2 else [1, 150, 150, 1]
+        rows[i] = (f'car_ims/{i}.jpg', *box, class_, test)
+    scipy_io.savemat(tmp_path / 'cars_annos.mat', dict(annotations=rows))
+    write_stand_ins([tmp_path / f'car_ims/{i}.jpg' for i in range(6)])
+    data = common.load_dataset('cars', tmp_path, resize=8, cache=tmp_path / 'cache')
+    assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
+    assert data.train.labels.tolist() == [1, 0, 1] and data.query.labels.tolist() == [1, 0, 0]
+    monkeypatch.setitem(sys.modules, 'scipy.io', None)
+    with pytest.raises(UsageError, match='cars cannot be loaded: .*scipy'):
+        common.list_images('cars', tmp_path)
 
 
 def test_sop_official_format(tmp_path, monkeypatch):
@@ -100,9 +108,17 @@ def test_inshop_official_format(tmp_path, monkeypatch):
     assert data.query.classes == data.gallery.classes == ['id_00000001', 'id_00000007']
 
 
-def test_published_counts_of_the_large_sets():
-    assert common.DATASETS['sop']['counts'] == dict(train=(59551, 11318), query=(60502, 11316))
-    assert common.DATASETS['inshop']['counts'] == dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))
+def test_published_counts():
+    """Images and classes as in the papers, and in README"""
+    assert {name: row['counts'] for name, row in common.DATASETS.items() if 'counts' in row} == dict(
+        cub=dict(train=(5864, 100), query=(5924, 100)), cars=dict(train=(8054, 98), query=(8131, 98)),
+        sop=dict(train=(59551, 11318), query=(60502, 11316)),
+        inshop=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985)))
+
+
+def test_a_name_that_no_dataset_has():
+    with pytest.raises(UsageError, match="there is no dataset 'flowers', but shapes, folder, cub"):
+        common.load_dataset('flowers')
 
 
 @pytest.mark.parametrize('name', ['cub', 'cars', 'sop', 'inshop', 'folder'])
@@ -111,16 +127,6 @@ def test_a_missing_dataset_says_where_what_and_how(name, tmp_path):
         with pytest.raises(UsageError, match=f'{name} cannot be loaded: .*which --data names, should hold') as error:
             common.load_dataset(name, where)
         assert str(where) in str(error.value) and '\n' not in str(error.value)
-
-
-@pytest.mark.parametrize('damage', ['', 'one', '<html>404</html>'])
-def test_a_damaged_annotation_is_named(tmp_path, damage):
-    (tmp_path / 'CUB_200_2011').mkdir()
-    (tmp_path / 'CUB_200_2011/images.txt').write_text(damage)
-    (tmp_path / 'cars_annos.mat').write_text(damage)
-    for name, file in (('cub', 'CUB_200_2011/'), ('cars', 'cars_annos.mat')):
-        with pytest.raises(UsageError, match=f'{name} cannot be loaded: .* should hold {file}'):
-            common.load_dataset(name, tmp_path)
 
 
 def small_benchmark(root, monkeypatch, lines, images=8):
@@ -133,42 +139,6 @@ def small_benchmark(root, monkeypatch, lines, images=8):
     (root / 'Eval/list_eval_partition.txt').write_text('\n'.join(['8', 'names', *rows, *lines]))
 
 
-@pytest.mark.parametrize('line, message', [
-    (None, None), ('img/0.jpg id_0 train', '1 of 9 images are listed twice, the first is .*img/0.jpg'),
-    ('../secret.jpg id_0 train', '1 of 9 images lie elsewhere, the first is .*secret.jpg'),
-    ('/etc/hostname id_0 train', '1 of 9 images lie elsewhere, the first is /etc/hostname'),
-    ('img/9.jpg id_0 train', '1 of 9 images are missing, the first is .*img/9.jpg'),
-    ('img/../img/7.jpg id_0 train', '1 of 9 images lie elsewhere'),
-    ('img/a b.jpg id_0 train', 'inshop cannot be loaded'), ('img id_0 train', 'are missing')])
-def test_an_annotation_names_each_image_once_and_none_elsewhere(tmp_path, monkeypatch, line, message):
-    (tmp_path / 'secret.jpg').write_bytes(b'')
-    small_benchmark(tmp_path / 'shop', monkeypatch, [line] if line else [])
-    if message is None:
-        assert len(common.list_images('inshop', tmp_path / 'shop')['train']) == 4
-    else:
-        with pytest.raises(UsageError, match=message):
-            common.list_images('inshop', tmp_path / 'shop')
-
-
-def test_empty_lines_and_the_order_of_an_annotation_do_not_matter(tmp_path, monkeypatch):
-    small_benchmark(tmp_path, monkeypatch, ['', ' ', ''])
-    annotation = tmp_path / 'Eval/list_eval_partition.txt'
-    for _ in range(2):
-        data = common.load_dataset('inshop', tmp_path, 24, 24, tmp_path / 'cache')
-        assert len(data.train) == 4 and len(data.query) == len(data.gallery) == 2
-        assert sorted(data.query.labels.tolist()) == sorted(data.gallery.labels.tolist()) == [0, 1]
-        lines = annotation.read_text().split('\n')
-        annotation.write_text('\n'.join(lines[:2] + lines[:1:-1]))
-
-
-def test_a_benchmark_with_a_class_on_both_sides_is_refused(tmp_path, monkeypatch):
-    small_benchmark(tmp_path, monkeypatch, [])
-    annotation = tmp_path / 'Eval/list_eval_partition.txt'
-    annotation.write_text(annotation.read_text().replace('id_2 query', 'id_1 query'))
-    with pytest.raises(UsageError, match='1 classes are in the training set and in the test set, the first is id_1'):
-        common.list_images('inshop', tmp_path)
-
-
 # ---- folders
 
 
@@ -176,24 +146,33 @@ def names(rows):
     return [row[1] for row in rows]
 
 
-def test_folder_halves_the_sorted_classes_at_any_depth(tmp_path):
-    draw_folder(tmp_path / 'photos', ['Greek/alpha', 'Greek/beta', 'Latin/a', 'Latin/deep/b'], per_class=2)
-    (tmp_path / 'photos/Latin/a/._0.jpg').write_bytes(b'resource fork')
-    (tmp_path / 'photos/Latin/a/notes.txt').write_text('no image')
-    splits = common.list_images('folder', tmp_path / 'photos')
-    assert names(splits['train']) == ['Greek/alpha'] * 2 + ['Greek/beta'] * 2
-    assert names(splits['query']) == ['Latin/a'] * 2 + ['Latin/deep/b'] * 2
+@pytest.mark.parametrize('folders, train, test', [
+    ('Latin/a Greek/beta Greek/alpha Latin/deep/b', 'Greek/alpha Greek/beta', 'Latin/a Latin/deep/b'),
+    ('a b c d e', 'a b', 'c d e'), ('train/x train/y test/a test/b', 'x y', 'a b'),
+    ('Train/x Train/y Test/a Test/b', 'x y', 'a b'), ('TRAIN/x TRAIN/y VAL/a VAL/b', 'x y', 'a b'),
+    ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'), ('train/x test/a test/b', '', 'train has fewer than'),
+    ('train/x train/y test/a', '', 'query has fewer than'), ('a b c', '', 'train has fewer than')])
+def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
+    """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
+    draw_folder(tmp_path, folders.split(), per_class=2)
+    (tmp_path / folders.split()[0] / 'notes.txt').write_text('no image')
+    (tmp_path / folders.split()[0] / '._0.jpg').write_bytes(b'resource fork')
+    shutil.copy(tmp_path / folders.split()[0] / '0.jpg', tmp_path / 'sheet.jpg')        # as eval.py may draw one
+    if train:
+        splits = common.list_images('folder', tmp_path)
+        assert names(splits['train'])[::2] == train.split() and names(splits['query'])[::2] == test.split()
+    else:
+        with pytest.raises(UsageError, match=f'folder cannot be loaded: {test} two classes'):
+            common.list_images('folder', tmp_path)
 
 
-def test_of_test_and_val_it_is_test_that_is_evaluated_and_suffixes_have_any_case(tmp_path):
-    for split, classes in (('train', 'ab'), ('val', 'cd'), ('test', 'ef')):
-        for c in classes:
-            (tmp_path / split / c).mkdir(parents=True)
-            Image.new('RGB', (9, 9)).save(tmp_path / split / c / '1.JPG')
-            Image.new('RGB', (9, 9)).save(tmp_path / split / c / '2.webp')
-    splits = common.list_images('folder', tmp_path)
-    assert names(splits['query']) == ['e', 'e', 'f', 'f'] and names(splits['train']) == ['a', 'a', 'b', 'b']
-    assert decoded(tmp_path / 'test/e/2.webp').shape[2] == 3
+def test_suffixes_have_any_case(tmp_path):
+    for c in 'abcd':
+        (tmp_path / c).mkdir()
+        Image.new('RGB', (9, 9)).save(tmp_path / c / '1.JPG')
+        Image.new('RGB', (9, 9)).save(tmp_path / c / '2.webp')
+    assert names(common.list_images('folder', tmp_path)['query']) == ['c', 'c', 'd', 'd']
+    assert decoded(tmp_path / 'c/2.webp').shape == (20, 20, 3)
 
 
 def test_folder_with_query_and_gallery(tmp_path):
@@ -258,14 +237,6 @@ def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
     assert f'{tmp_path}/test/d/again.jpg, a copy of {tmp_path}/test/d/2.jpg' in err
 
 
-@pytest.mark.parametrize('train, test', [('Train', 'Test'), ('train', 'val'), ('TRAIN', 'VAL')])
-def test_folders_of_the_splits_are_recognised_as_they_are_commonly_called(tmp_path, train, test):
-    draw_folder(tmp_path / train, ['x', 'y'], per_class=1)
-    draw_folder(tmp_path / test, ['a', 'b'], per_class=1)
-    splits = common.list_images('folder', tmp_path)
-    assert names(splits['train']) == ['x', 'y'] and names(splits['query']) == ['a', 'b']
-
-
 def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     draw_folder(tmp_path / 'x', ['a', 'b', 'c', '.ipynb_checkpoints', '.Trash/d'], per_class=1)
     (tmp_path / 'x/b/up').symlink_to(tmp_path / 'x')
@@ -279,14 +250,6 @@ def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     (tmp_path / 'x/phone/1.heic').write_bytes(b'a kind that PIL does not read')
     common.list_images('folder', tmp_path / 'x')
     assert 'warning: 1 folders hold files, but no images' in capsys.readouterr().err
-
-
-def test_images_beside_the_classes_are_none(tmp_path):
-    """A sheet that eval.py drew there, for example"""
-    draw_folder(tmp_path, 'abcd', per_class=1)
-    shutil.copy(tmp_path / 'a/0.jpg', tmp_path / 'sheet.jpg')
-    splits = common.list_images('folder', tmp_path)
-    assert names(splits['train']) == ['a', 'b'] and names(splits['query']) == ['c', 'd']
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
@@ -303,13 +266,6 @@ def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, mon
     splits = common.list_images('folder', tmp_path)
     assert names(splits['train']) == ['a'] * 12 + ['a/link'] * 12 and names(splits['query']) == ['b'] * 12 + ['c'] * 12
     assert [row[0].name for row in splits['train']] == sorted(f'{i}.jpg' for i in range(12)) * 2
-
-
-def test_fewer_than_two_classes_are_refused(tmp_path):
-    draw_folder(tmp_path / 'train', ['a'], per_class=2)
-    draw_folder(tmp_path / 'test', ['b', 'c'], per_class=2)
-    with pytest.raises(UsageError, match='train has fewer than two classes'):
-        common.load_dataset('folder', tmp_path)
 
 
 # ---- decoding
@@ -381,6 +337,22 @@ def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
         decoded(tmp_path / 'x.jpg')
 
 
+def test_all_images_are_decoded_once_and_in_their_order(tmp_path, monkeypatch):
+    """More than the 512 that are decoded at a time, each of a colour of its own"""
+    read, seen = common.read_image, set()
+
+    def once(path, side):
+        assert path not in seen and not seen.add(path)
+        return read(path, side)
+    monkeypatch.setattr(common, 'read_image', once)
+    paths = [tmp_path / f'{i}.ppm' for i in range(1030)]
+    for i, path in enumerate(paths):
+        path.write_bytes(b'P6 1 1 255\n' + bytes([i % 256, i // 256, 7]))
+    pixels, sizes = common.decode(paths, 1, 'many', tmp_path)
+    assert sizes.tolist() == [[1, 1]] * 1030
+    assert pixels[:3 * 1030].reshape(-1, 3).tolist() == [[i % 256, i // 256, 7] for i in range(1030)]
+
+
 def test_a_damaged_cache_is_decoded_anew(tmp_path, capsys):
     draw_folder(tmp_path / 'x', ['a', 'b', 'c', 'd'], per_class=2)
     load = lambda: common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / 'cache')  # noqa: E731
@@ -419,14 +391,15 @@ def test_the_cache_of_a_folder_belongs_to_its_place(tmp_path):
         assert len(list((tmp_path / 'cache').glob('*.bin'))) == 2 * min(number, 2)
 
 
+@pytest.mark.slow
 def test_two_processes_that_decode_at_once_both_succeed(tmp_path):
     draw_folder(tmp_path / 'x', ['a', 'b', 'c', 'd'], per_class=2)
-    code = (f'import sys; sys.path.insert(0, {str(ROOT)!r}); import common; '
-            f'print(len(common.load_dataset("folder", "x", cache="cache").train))')
-    processes = [subprocess.Popen([sys.executable, '-c', code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-                 for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [output.split()[-1] for output in outputs] == ['4', '4']
+    folders = tmp_path / 'one', tmp_path / 'two'
+    for folder in folders:
+        folder.mkdir()
+    started = [worker.start(worker.load, 'folder', tmp_path / 'x', None, 16, tmp_path / 'cache', where=folder)
+               for folder in folders]
+    assert [worker.finish(*each)[0].split()[-1] for each in zip(started, folders)] == ['4', '4']
     files = sorted((tmp_path / 'cache').iterdir())
     assert len(files) == 2 and {file.suffix for file in files} == {'.bin'}, 'one of each split, and nothing else'
 
@@ -480,15 +453,16 @@ def test_sizes_follow_each_other_as_in_the_recipes(tmp_path, monkeypatch, resize
 def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():
     data = common.load_dataset('shapes')
     assert len(data.train) == len(data.query) == 2000 and data.train[0].shape == (64, 64, 3)
-    assert torch.equal(torch.from_numpy(data.query.pixels[:999].copy()),
-                       torch.from_numpy(common.load_dataset('shapes').query.pixels[:999].copy()))
     assert not set(data.train.classes) & set(data.query.classes) and len(data.train.classes) == 100
     # Another seed, or another drawing, would make all results of the README wrong.
     means = [np.asarray(part.pixels).mean() for part in (data.train, data.query)]
     assert means == pytest.approx([115.36, 115.44], abs=0.03)
-    pixels = torch.from_numpy(data.query.pixels.reshape(2000, -1)).float()
-    assert retrieval_metrics(pixels, data.query.labels)['R@1'] < 10
-    assert retrieval_metrics(pixels - pixels.mean(1, keepdim=True), data.query.labels)['R@1'] < 10
+    pixels = torch.from_numpy(data.query.pixels.reshape(2000, 64, 64, 3)).float()
+    # And so would other noise, which makes neighbouring pixels differ.
+    assert pixels.diff(dim=1).abs().mean().item() == pytest.approx(8.860, abs=0.01)
+    pixels = torch.nn.functional.avg_pool2d(pixels.permute(0, 3, 1, 2), 4).flatten(1)
+    for z in (pixels, pixels - pixels.mean(1, keepdim=True)):
+        assert retrieval_metrics(z, data.query.labels)['R@1'] < 12
 
 
 # ---- crops and colours

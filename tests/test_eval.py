@@ -2,6 +2,7 @@
 import json
 import math
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +20,6 @@ def test_metrix_eq12_by_hand():
     assert evaluation.utilization(on_circle(0, 90), on_circle(60, 200)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_metrix_eq12_more_examples_never_hurt():
-    z = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
-    assert evaluation.utilization(z[:10], z[10:]) <= evaluation.utilization(z[:10], z[10:25])
-    assert evaluation.utilization(z, z) == pytest.approx(0, abs=1e-6)
-
-
 def test_alignment_and_uniformity_against_loops():
     z, y = on_circle(0, 20, 70, 110, 200), torch.tensor([0, 0, 1, 1, 1])
     squared = torch.cdist(z, z).square()
@@ -39,10 +34,6 @@ def test_uniformity_is_over_all_images_however_many():
     """The second thousand lies elsewhere."""
     z = torch.cat([on_circle(0).expand(1024, 2), on_circle(180).expand(1024, 2)])
     assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
-
-
-def test_a_collapsed_space_is_the_least_uniform():
-    assert evaluation.uniformity(torch.ones(9, 4)) == pytest.approx(0, abs=1e-6)
 
 
 def result_of(capsys):
@@ -98,6 +89,19 @@ def test_the_standard_error_is_that_of_a_share():
     assert measures['standard error'] == pytest.approx(14.434, abs=1e-3)
 
 
+def test_nmi_has_as_many_clusters_as_there_are_classes(monkeypatch, capsys):
+    pytest.importorskip('faiss')
+    images = SimpleNamespace(labels=torch.arange(30) % 3)
+    z = on_circle(*[120 * i + i // 3 for i in range(30)]).float()       # three directions, and a class in each
+    measures = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
+    assert measures['NMI'] == pytest.approx(100)
+    for owner, name, value in ((sys.modules, 'faiss', None), (vars(sys), 'platform', 'darwin')):
+        with monkeypatch.context() as patch:
+            patch.setitem(owner, name, value)
+            without = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
+        assert without.keys() == measures.keys() - {'NMI'} and 'NMI is left out' in capsys.readouterr().out
+
+
 def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, folder, tmp_path, capsys):
     run(train_ms, '--name', 'mine', '--precision', 'fp32')
     flags = ['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32', '--analyse']
@@ -139,14 +143,11 @@ def test_the_analysis_wants_the_images_of_the_training(tmp_path, monkeypatch, sm
         evaluation.main('--checkpoint runs/mine --data cars --analyse --device cpu'.split())
 
 
-def test_a_folder_beside_drawn_images_has_no_effect(tmp_path, monkeypatch, small):
-    """In training as in evaluation: the likeliest mistake with images of one's own"""
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_beside_drawn_images_has_no_effect():
+    """The likeliest mistake with images of one's own"""
+    args = evaluation.get_args('--checkpoint x --data photos'.split())
     with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes.*add --dataset folder'):
-        train_ms.get_args(['--data', 'photos'])
-    train_ms.main('--epochs 0 --image-size 17 --device cpu --name mine'.split())
-    with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes'):
-        evaluation.main('--checkpoint runs/mine --data photos --device cpu'.split())
+        evaluation.place_of_test_set(args, [dict(dataset='shapes')])
 
 
 def test_a_checkpoint_without_its_data_is_refused(tmp_path, small):

@@ -12,50 +12,75 @@ import eval as evaluation
 import train_ms
 from common import UsageError
 
-# The values next to the allowed ones. Everything else about a flag's values is argparse's business.
+# What lies between the signs is allowed, up to its ends; what lies outside of them, on either side, is refused.
 SHARED = {
-    '--image-size': '16', '--resize': '16', '--min-crop': '0 1.1', '--jitter': '-0.1 1.1', '--dim': '0',
-    '--epochs': '-1', '--steps': '-1', '--batch-size': '1', '--per-class': '-1', '--lr': '-1', '--weight-decay': '-1',
-    '--momentum': '-0.1 1.1', '--decay-epochs': '0', '--decay-rate': '-0.1 1.1', '--warmup': '-1', '--clip': '-1',
-    '--seed': f'-1 {2 ** 63}', '--eval-every': '0', '--patience': '0'}
+    '--image-size': '16 < 17', '--resize': '16 < 17', '--min-crop': '0 < 0.001 1 < 1.1', '--jitter': '-0.1 < 0 1 < 1.1',
+    '--dim': '0 < 1', '--epochs': '-1 < 0', '--steps': '-1 < 0', '--batch-size': '1 < 2', '--per-class': '-1 < 0',
+    '--lr': '-1 x < 0', '--weight-decay': '-1 < 0', '--momentum': '-0.1 < 0 1 < 1.1', '--decay-epochs': '0 < 1',
+    '--decay-rate': '-0.1 < 0 1 < 1.1', '--warmup': '-1 < 0', '--clip': '-1 < 0', '--chunk': '-1 < 0',
+    '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}', '--eval-every': '0 < 1', '--patience': '0 < 1',
+    '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4', '--show-batch': 'runs/x/last.pt x.jpg png < a/b.PNG',
+    '--dataset': 'flowers < shapes', '--arch': 'resnet19 < resnet18'}
 OWN = {
-    'train_contrastive': {'--margin': '-1.1 1.1', '--pos-margin': '-2.1 2.1', '--neg-margin': '-2.1 2.1',
-                          '--power': '0 3'},
-    'train_ms': {'--alpha': '0', '--beta': '0', '--lam': '-1.1 1.1', '--epsilon': '-2.1 2.1'},
-    'train_proxy_anchor': {'--alpha': '0', '--delta': '-1.1 1.1', '--proxy-lr-mult': '-1'},
-    'train_proxynca_pp': {'--temperature': '0', '--proxy-lr-mult': '-1', '--eps': '-1'},
-    'train_ccl': {'--s': '0', '--margin': '-0.1 2.1', '--lam': '-1', '--smoothing': '-0.1 1', '--mu': '-0.1 1.1',
-                  '--dropout': '-0.1 1'},
-    'train_metrix': {'--alpha': '0', '--strength': '-1', '--beta': '0', '--gamma': '0', '--m': '-1.1 1.1',
-                     '--epsilon': '-2.1 2.1', '--proxy-alpha': '0', '--delta': '-1.1 1.1', '--temperature': '0',
-                     '--proxy-lr-mult': '-1', '--hard-negatives': '0'},
-    'train_hse': {'--alpha': '-1', '--temperature': '0', '--num': '1 5', '--combinations': '0', '--mask-size': '0',
-                  '--proxy-lr-mult': '-1'}}
+    'train_contrastive': {'--margin': '-1.1 < -1 1 < 1.1', '--pos-margin': '-2.1 < -2 2 < 2.1',
+                          '--neg-margin': '-2.1 < -2 2 < 2.1', '--power': '0 < 1 2 < 3'},
+    'train_ms': {'--alpha': '0 < 0.001', '--beta': '0 < 0.001', '--lam': '-1.1 < -1 1 < 1.1',
+                 '--epsilon': '-2.1 none < -2 2 off < 2.1'},
+    'train_proxy_anchor': {'--alpha': '0 < 0.001', '--delta': '-1.1 < -1 1 < 1.1', '--proxy-lr-mult': '-1 < 0'},
+    'train_proxynca_pp': {'--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0', '--eps': '-1 < 0'},
+    'train_ccl': {'--s': '0 < 0.001', '--margin': '-0.1 < 0 2 < 2.1', '--lam': '-1 < 0',
+                  '--smoothing': '-0.1 < 0 0.999 < 1', '--mu': '-0.1 < 0 1 < 1.1', '--center-lr-mult': '-1 < 0',
+                  '--dropout': '-0.1 < 0 0.999 < 1',
+                  '--label-noise': 'other:0.1 longtail:1 symmetric < none symmetric:0 longtail:0.999'},
+    'train_metrix': {'--alpha': '0 < 0.001', '--strength': '-1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
+                     '--m': '-1.1 < -1 1 < 1.1', '--epsilon': '-2.1 none < -2 2 off < 2.1',
+                     '--proxy-alpha': '0 < 0.001', '--delta': '-1.1 < -1 1 < 1.1', '--temperature': '0 < 0.0001',
+                     '--proxy-lr-mult': '-1 < 0', '--hard-negatives': '0 1.5 some < 1 all auto'},
+    'train_hse': {'--alpha': '-1 < 0', '--temperature': '0 < 0.001', '--num': '1 < 2 4 < 5',
+                  '--combinations': '0 < 1', '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0',
+                  '--show-hybrids': 'x.jpg < x.png'},
+    'eval': {'--sheet': 'x.jpg < x.png', '--embed': 'x.npy < x.npz', '--top': '0 < 1', '--dataset': 'flowers < cub'}}
 
 
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_values_next_to_the_allowed_ones_are_refused(script):
-    for flag, values in (SHARED | OWN[script]).items():
-        for value in values.split():
-            with pytest.raises(UsageError, match=f'argument {flag}'):
-                __import__(script).get_args([f'{flag}={value}'])
+@pytest.mark.parametrize('script', OWN)
+def test_what_a_flag_accepts_and_refuses(script):
+    """And no flag takes what is no number, or infinity."""
+    get_args, needed = __import__(script).get_args, ['--checkpoint', 'x'] if script == 'eval' else []
+    for flag, line in (OWN[script] | (SHARED if script == 'train_ms' else {})).items():
+        below, allowed, above = [*line.split('<'), ''][:3]
+        for value in [*f'{below} {above}'.split(), 'nan', 'inf', '-inf']:
+            with pytest.raises(UsageError, match=f'argument {flag}') as raised:
+                get_args([*needed, f'{flag}={value}'])
+            assert '\n' not in str(raised.value)
+        for value in allowed.split():
+            try:
+                get_args([*needed, f'{flag}={value}'])
+            except UsageError as error:                     # as it is, it may have no effect
+                assert f'argument {flag}' not in str(error)
 
 
 @pytest.mark.parametrize('script, flags', [
     ('train_contrastive', '--reduction sum'), ('train_contrastive', '--margin 0.1'),
     ('train_contrastive', '--form similarity --pos-margin 0.1'),
     ('train_contrastive', '--form similarity --neg-margin 0.1'), ('train_contrastive', '--form similarity --power 2'),
+    ('train_ms', '--momentum 0.5'), ('train_ms', '--decay-rate 0.3'), ('train_ms', '--decay-epochs 3'),
+    ('train_ms', '--patience 3'), ('train_ms', '--data photos'),
     ('train_proxynca_pp', '--optimizer sgd --eps 1'), ('train_ccl', '--variant cluster --center-lr-mult 2'),
     ('train_ccl', '--variant center_loss --s 2'), ('train_ccl', '--variant center_loss --margin 0.1'),
     ('train_ccl', '--variant proxynca --smoothing 0.2'), ('train_ccl', '--mu 0.5'),
     ('train_ccl', '--variant stop_grad --mu 0.5'),
     ('train_metrix', '--loss proxynca_pp --epsilon 0.1'), ('train_metrix', '--reduction sum'),
     ('train_metrix', '--temperature 1'), ('train_metrix', '--loss contrastive --beta 3'),
-    ('train_hse', '--alpha 0 --axis left-right'), ('train_hse', '--alpha 0 --kind gridmask --mask-size 8'),
-    ('train_hse', '--loss contrastive --proxy-lr-mult 3'), ('train_hse', '--loss epshn --proxy-lr-mult 3')])
+    ('train_hse', '--alpha 0 --axis left-right'), ('train_hse', '--alpha 0 --kind gridmask'),
+    ('train_hse', '--loss contrastive --proxy-lr-mult 3'), ('train_hse', '--loss epshn --proxy-lr-mult 3'),
+    ('eval', 'b --analyse'), ('eval', 'b --sheet x.png'), ('eval', 'b --embed x.npz'), ('eval', 'b --query x.jpg'),
+    ('eval', '--against b --analyse'), ('eval', '--hardest'), ('eval', '--top 3'),
+    ('eval', '--query x.jpg --analyse'), ('eval', '--query x.jpg --embed y.npz')])
 def test_a_flag_without_effect_is_refused(script, flags):
-    with pytest.raises(UsageError, match='has no effect with'):
-        __import__(script).get_args(flags.split())
+    """The last one that is typed"""
+    flag = re.findall('--[a-z-]+', flags)[-1]
+    with pytest.raises(UsageError, match=f'{flag} has no effect with'):
+        __import__(script).get_args(['--checkpoint', 'a'] * (script == 'eval') + flags.split())
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
@@ -81,9 +106,24 @@ def test_data_may_have_moved_and_eval_every_may_change(run, small, folder, tmp_p
     (tmp_path / 'moved').symlink_to(folder)
     row = train_ms.main('--resume runs/x --data moved --cache other --eval-every 2 --epochs 4'.split())
     assert row['epoch'] == 4
-    for flag, value in (('--lr', '1'), ('--alpha', '3'), ('--seed', '5'), ('--min-crop', '1')):
-        with pytest.raises(UsageError, match=f'made with another {flag}'):
-            train_ms.main(['--resume', 'runs/x', flag, value])
+
+
+def test_what_may_be_typed_with_resume_and_what_may_not(run, small):
+    """Where and how it computes, and for how long; but nothing that makes it another run"""
+    run(train_ms, '--name', 'x', '--fold', '0/3', '--freeze-bn', '--schedule', 'constant')
+    for flags in ('--data y', '--cache y', '--epochs 9', '--steps 9', '--eval-every 2', '--patience 2', '--compile',
+                  '--device cpu', '--precision fp32', '--precision bf16', '--chunk 2'):
+        args = train_ms.get_args(['--resume', 'runs/x', *flags.split()])
+        assert args.changed <= {'resume', flags.split()[0][2:].replace('-', '_')}
+    for flags in ('--lr 1', '--alpha 3', '--seed 5', '--min-crop 1', '--dim 24', '--fold 1/3', '--no-flip'):
+        flag = flags.split()[0].replace('no-', '')
+        with pytest.raises(UsageError, match=f'made with another {flag}; start a new run'):
+            train_ms.main(['--resume', 'runs/x', *flags.split()])
+    for flags in ('--name other', '--show-batch x.png'):
+        with pytest.raises(UsageError, match=f'{flags.split()[0]} has no effect with --resume'):
+            train_ms.main(['--resume', 'runs/x', *flags.split()])
+    with pytest.raises(UsageError, match='there is no file'):
+        train_ms.main(['--resume', 'nowhere'])
 
 
 def test_steps_beyond_the_epochs_do_not_train_on(run, small):

@@ -57,12 +57,6 @@ def test_a_subset_of_images_whose_classes_have_no_names():
     assert len(part) == 1 and part[0].shape == (2, 2, 3), 'one image is a set, too'
 
 
-@pytest.mark.parametrize('fold', ['4/4', '-1/4', '0/1', '0', '1/2/3', 'a/b', '', '0.5/2'])
-def test_what_is_no_fold_is_refused(fold):
-    with pytest.raises(UsageError, match='argument --fold'):
-        train_ms.get_args([f'--fold={fold}'])
-
-
 def test_a_block_needs_two_classes():
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         held_out(7, '0/4')
@@ -181,14 +175,6 @@ def test_a_fold_is_evaluated_after_each_epoch_unless_typed_otherwise():
     assert train_ms.get_args(['--dataset', 'inshop']).eval_every == 5
     assert train_ms.get_args(['--dataset', 'inshop', '--fold', '0/4']).eval_every == 1
     assert train_ms.get_args(['--fold', '0/4', '--eval-every', '3']).eval_every == 3
-    with pytest.raises(UsageError, match='--patience has no effect .* take --fold'):
-        train_ms.get_args(['--patience', '3'])
-
-
-def test_another_fold_is_another_run(run, small):
-    run(train_ms, '--fold', '0/3', '--name', 'x')
-    with pytest.raises(UsageError, match='made with another --fold'):
-        train_ms.main(['--resume', 'runs/x', '--fold', '1/3'])
 
 
 def test_eval_takes_the_best_checkpoint_and_leaves_out_validation_classes(tmp_path, monkeypatch, small, capsys):

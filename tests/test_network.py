@@ -1,5 +1,6 @@
 """common.Embedder and the samplers."""
 import math
+import platform
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import REAL_DATA, SmallNet
+from conftest import REAL_DATA
 from PIL import Image
 
 import common
@@ -113,12 +114,14 @@ def test_proxynca_pp_has_layer_norm_and_torchs_head(before_training):
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
-def test_precision_is_that_of_the_trunk_alone(precision):
+@pytest.mark.parametrize('side', [17, 64])
+def test_precision_is_that_of_the_trunk_alone(precision, side):
     """Pooling and head are float32: pooled in bfloat16, means of 49 values would have two decimal digits."""
     model = small_embedder(precision=precision).eval()
-    x = torch.randn(2, 3, 64, 64)
+    x = torch.randn(2, 3, side, side)
     f = model.features(x)
-    assert f.dtype == (torch.bfloat16 if precision == 'bf16' else torch.float32) and f.shape == (2, 512, 2, 2)
+    assert f.dtype == (torch.bfloat16 if precision == 'bf16' else torch.float32)
+    assert f.shape == (2, 512, *[math.ceil(side / 32)] * 2)
     assert model.pool_features(f).dtype == model(x).dtype == torch.float32
     assert torch.equal(model.pool_features(f), model.pool_features(f.float()))
     exact = small_embedder().eval()(x)
@@ -201,12 +204,16 @@ def checkpoint(path, **options):
 
 @pytest.mark.parametrize('options', [
     dict(layer_norm=True), dict(normalize=False), dict(arch='resnet34'), dict(pool='max', head_init='default')])
-def test_a_checkpoint_builds_the_network_that_it_is_of(tmp_path, options):
+def test_a_checkpoint_builds_the_network_that_it_is_of(tmp_path, request, options):
+    if 'arch' not in options:
+        request.getfixturevalue('small')
     model = checkpoint(tmp_path / 'x.pt', **options)
     again = common.load_checkpoint(tmp_path / 'x.pt', precision='fp32')
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x), again(x)) and again.config == model.config and again.classes == ['a', 'b']
-    assert common.read_checkpoint(tmp_path / 'x.pt')['seed'] == 7
+    saved = common.read_checkpoint(tmp_path / 'x.pt')
+    assert saved['seed'] == 7 and saved['versions'] == dict(
+        python=platform.python_version(), torch=torch.__version__, torchvision=torchvision.__version__)
     for precision in ('fp32', 'bf16'):
         assert common.load_checkpoint(tmp_path / 'x.pt', precision=precision).precision == precision
 
@@ -227,7 +234,7 @@ def test_imagenet_weights_are_the_first_version(monkeypatch):
     assert asked == ['IMAGENET1K_V1']
 
 
-def test_a_checkpoint_cuts_the_crop_of_its_evaluation_from_any_picture(tmp_path):
+def test_a_checkpoint_cuts_the_crop_of_its_evaluation_from_any_picture(small, tmp_path):
     checkpoint(tmp_path / 'x.pt')
     transform = common.load_checkpoint(tmp_path / 'x.pt').transform
     half = np.zeros((40, 80), dtype=np.uint8)
@@ -248,18 +255,20 @@ def test_at_least_float32():
     assert [t.dtype for t in common.at_least_float32(half, single)] == [torch.float32] * 2
 
 
-def test_the_small_network_of_these_tests_behaves_like_a_resnet(monkeypatch):
-    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: SmallNet())
-    model = Embedder(dim=8)
-    assert model.features(torch.randn(2, 3, 32, 32)).shape == (2, 64, 4, 4) and len(model.frozen) == 2
-    assert torch.allclose(F.normalize(model(torch.randn(2, 3, 32, 32)), dim=1).norm(dim=1), torch.ones(2))
+@pytest.mark.parametrize('training', [True, False])
+def test_embedding_leaves_a_network_in_the_mode_that_it_had(small, training):
+    images = common.Images(np.zeros(768, np.uint8), [(16, 16)], torch.zeros(1), 16)
+    model = Embedder(dim=4, freeze_bn=False)
+    before = model.trunk.bn1.running_mean.clone()
+    common.embed(model.train(training), images)
+    assert model.training == training and torch.equal(model.trunk.bn1.running_mean, before)
 
 
 # ---- chunks
 
 
 @pytest.mark.parametrize('pool', ['avg', 'avg+max'])
-def test_chunks_have_the_gradient_of_the_whole_batch(pool):
+def test_chunks_have_the_gradient_of_the_whole_batch(small, pool):
     """Also where the last chunk is smaller, and where feature maps are used directly."""
     x = torch.randn(7, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     found = []
@@ -275,7 +284,7 @@ def test_chunks_have_the_gradient_of_the_whole_batch(pool):
         torch.testing.assert_close(chunks, whole, rtol=1e-9, atol=1e-12)
 
 
-def test_chunks_are_for_training_only():
+def test_chunks_are_for_training_only(small):
     model, seen = small_embedder(chunk=2), []
     model.trunk.conv1.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
     with torch.no_grad():

@@ -1,45 +1,26 @@
 """Several processes, as torchrun starts them, train the network that one process trains."""
-import os
-import socket
-import subprocess
-import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS
+import worker
+from conftest import SCRIPTS
 
 import common
 import train_ms
 
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
-
-
-def start(command, where, rank, size, port=0):
-    """A Python process as torchrun starts it"""
-    env = os.environ | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1',
-                            MASTER_PORT=str(port), OMP_NUM_THREADS='1',
-                            PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / 'tests')]))
-    return subprocess.Popen([sys.executable, *command], cwd=where, env=env, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)
-
-
-def finished(started):
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert not any(process.returncode for process in started), '\n'.join(outputs)
-    return outputs
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
 def trained(folder, tmp_path_factory):
-    """Folders of the runs by one process, and by two at once"""
+    """Folders of the runs by one process, and by two at once; and what these two print"""
     one, two = tmp_path_factory.mktemp('one'), tmp_path_factory.mktemp('two')
-    port = free_port()
-    command = [ROOT / 'tests' / 'worker.py', folder]
-    return one, two, finished([start(command, *place) for place in ((one, 0, 1), (two, 0, 2, port), (two, 1, 2, port))])
+    alone = worker.start(worker.train_all, str(folder), where=one)
+    together = worker.finish(worker.start(worker.train_all, str(folder), where=two, size=2), two)
+    worker.finish(alone, one)
+    return one, two, together
 
 
 def weights(run):
@@ -49,7 +30,7 @@ def weights(run):
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
-def test_ten_updates_by_two_processes_are_those_of_one(trained, script):
+def test_four_updates_by_two_processes_are_those_of_one(trained, script):
     """In float64; the rows of the evaluations as well, whose features are shared, too."""
     one, two, _ = trained
     (expected, rows), (found, other_rows) = weights(one / 'runs' / script), weights(two / 'runs' / script)
@@ -75,7 +56,7 @@ def test_the_gradient_of_a_step_in_float32(trained, script):
 
 def test_the_main_process_prints_and_writes(trained):
     _, two, outputs = trained
-    assert outputs[1].count('R@1 = ') == 15 and 'R@1' not in outputs[2]
+    assert outputs[0].count('R@1 = ') == 15 and 'R@1' not in outputs[1]
     assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(
         ['patience', *(name + end for name in SCRIPTS for end in ('', '-step'))])
     assert not list(two.glob('runs/*/*.tmp'))
@@ -87,23 +68,42 @@ def test_the_row_of_the_main_process_is_the_row_of_all(trained):
     assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
 
 
-SHARE = '''
-import torch, common
-common.join_processes(torch.device('cpu'))
-x, weight = torch.arange(6.).view(2, 3), torch.ones(3, 4, requires_grad=True)
-f = common.gather(x.tensor_split(3)[common.rank()] @ weight, 2)
-f.pow(2).sum().backward()
-common.average_gradients([weight])
-assert torch.equal(f, x @ weight), f
-assert torch.equal(weight.grad, 2 * x.T @ x @ weight), weight.grad
-torch.distributed.destroy_process_group()           # as cli does; gloo's threads may end in an error without it
-'''
-
-
 def test_three_processes_share_two_images(tmp_path):
-    """The last one has none of them, and the same loss and gradients."""
-    port = free_port()
-    finished([start(['-c', SHARE], tmp_path, rank, 3, port) for rank in range(3)])
+    worker.finish(worker.start(worker.share_two_images, where=tmp_path, size=3), tmp_path)
+
+
+def test_how_long_processes_wait_for_each_other(small, folder, tmp_path, monkeypatch):
+    """Half an hour, as long as an evaluation may take; but a day for the main process, which decodes the images"""
+    waits = []
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend, timeout: waits.append(timeout))
+    common.join_processes(torch.device('cpu'))
+    monkeypatch.setattr(common, 'world', lambda: 2)
+    monkeypatch.setattr(common, 'rank', lambda: 0)
+    monkeypatch.setattr(torch.distributed, 'new_group', lambda backend, timeout: waits.append(timeout))
+    monkeypatch.setattr(torch.distributed, 'barrier', lambda group: None)
+    monkeypatch.delenv('WORLD_SIZE')
+    common.dataset_from(train_ms.get_args(['--dataset', 'folder', '--data', str(folder), '--cache', str(tmp_path)]))
+    assert waits == [timedelta(minutes=30), timedelta(days=1)]
+
+
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
+    """Before it makes a tensor; here there are not as many as 100."""
+    taken = []
+    monkeypatch.setenv('LOCAL_RANK', '99')
+    monkeypatch.setattr(torch.cuda, 'set_device', taken.append)
+    with pytest.raises(common.UsageError, match='--device cuda:99 cannot be used here'):
+        common.pick_device('cuda')
+    assert taken == ['cuda:99']
+
+
+def test_on_gpus_processes_share_the_statistics_of_batchnorm(small, monkeypatch):
+    args = train_ms.get_args(['--device', 'cpu', '--precision', 'fp32'])
+    args.device = SimpleNamespace(type='cuda')
+    monkeypatch.setattr(common, 'world', lambda: 2)
+    monkeypatch.setattr(common.Embedder, 'place', lambda model, device: model)
+    kinds = {type(layer) for layer in common.build(args).trunk if hasattr(layer, 'running_mean')}
+    assert kinds == {torch.nn.SyncBatchNorm}
 
 
 def test_processes_on_a_cpu_need_frozen_batchnorm(small, monkeypatch):

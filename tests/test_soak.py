@@ -11,7 +11,7 @@ import common
 @pytest.mark.parametrize('group', [name for name in soak.GROUPS if name != 'faults'])
 def test_a_sample_of_the_group(group, monkeypatch, small):
     monkeypatch.setattr(soak, 'common', common)
-    cases = list(soak.GROUPS[group]())[::3 if group in ('checkpoints', 'folders') else 7]
+    cases = list(soak.GROUPS[group]())[::dict(annotations=1, checkpoints=3, folders=3).get(group, 7)]
     wrong = {what: reason for what, *case in cases if (reason := soak.attempt(*case))}
     assert len(cases) > 5 and not wrong
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 import common
 import eval as evaluation
+import train_ccl
 import train_contrastive
 import train_ms
 
@@ -75,12 +76,18 @@ def test_the_threshold_with_a_gallery_is_about_pairs_of_a_query_and_an_image_of_
     assert swapped < 70, 'labels of the gallery count'
 
 
-def test_a_threshold_between_two_angles():
-    """Positive pairs are 10 degrees apart, negative ones at least 80; images are compared with themselves by none."""
-    z, y = on_circle(0, 10, 90, 100), torch.tensor([0, 0, 1, 1])
+def test_a_pair_at_the_threshold_is_the_same():
+    """So the threshold is above all negative pairs, however near the two kinds are: 0 and 3 degrees apart."""
+    z, y = on_circle(0, 0, 3, 3), torch.tensor([0, 0, 1, 1])
     threshold, accuracy = evaluation.best_threshold(z, y)
-    assert accuracy == 100 and math.cos(math.radians(80)) < threshold <= math.cos(math.radians(10))
-    assert evaluation.best_threshold(on_circle(0, 90, 180, 270), y)[1] == 75, 'all positives are at 90 degrees'
+    assert math.cos(math.radians(3)) < threshold <= 1 and accuracy == 100
+
+
+def test_the_threshold_of_thousands_of_images_is_by_all_their_pairs():
+    """More than are compared at a time. The first 4,096 have two classes, the others a third one."""
+    y = torch.cat([torch.arange(4096) % 2, torch.full((400,), 2)])
+    threshold, accuracy = evaluation.best_threshold(on_circle(0, 70, 200)[y], y)
+    assert accuracy == 100 and math.cos(math.radians(70)) < threshold
 
 
 # ---- means and intervals
@@ -176,6 +183,18 @@ def test_single_networks_and_single_seeds(runs, capsys):
     assert ' beta=50.0' in runs[0].recipe and ' beta=20.0' in runs[1].recipe and 'dim' not in runs[0].recipe
 
 
+def test_where_and_how_a_network_computes_is_no_recipe(run, small, folder):
+    """Nor are seed and fold. Whatever else differs is one."""
+    run(train_ms, '--name', 'x', '--freeze-bn')
+    saved = common.read_checkpoint('runs/x')
+    changes = [{}, dict(seed=1), dict(precision='bf16'), dict(chunk=4), dict(compile=True), dict(data='y'),
+               dict(eval_every=3), dict(dim=8), dict(freeze_bn=False)]
+    for i, change in enumerate(changes):
+        torch.save(saved | dict(args=saved['args'] | change), f'{i}.pt')
+    names = [run.recipe for run in evaluation.read_runs([common.Path(f'{i}.pt') for i in range(9)])]
+    assert len(set(names[:7])) == 1 and len(set(names[6:])) == 3
+
+
 NOT_TOGETHER = [
     ('--checkpoint runs/ms-0-0 runs/ms-0-0', 'have the same recipe, seed and fold'),
     ('--checkpoint runs/ms-0-0 runs/ms-0-1 runs/ms-1-0', 'different folds: seed 0 has fold 0/2, 1/2; seed 1 has fold'),
@@ -204,18 +223,6 @@ def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path):
         evaluation.main(['--checkpoint', 'runs/whole', 'runs/drawn', *EVAL])
     result = evaluation.main(['--checkpoint', 'runs/ms-0-0', 'runs/whole', 'runs/third', *EVAL])
     assert [row['recipe'] for row in result['rows']] == ['ms folds=2', 'ms folds=none', 'ms folds=3']
-
-
-@pytest.mark.parametrize('flags, message', [
-    ('a b --analyse', '--analyse has no effect with several checkpoints'),
-    ('a b --sheet x.png', '--sheet has no effect with several'), ('a b --embed x.npz', '--embed'),
-    ('a b --query x.jpg', '--query'), ('a --against b --analyse', '--analyse'),
-    ('a --hardest', '--hardest has no effect with no sheet'), ('a --top 3', '--top has no effect with nothing'),
-    ('a --query x.jpg --analyse', '--analyse has no effect with --query'), ('a --query x.jpg --embed y.npz', '--embed'),
-    ('a --sheet x.jpg', 'png file'), ('a --embed x.npy', 'npz file')])
-def test_flags_without_effect_are_refused(flags, message):
-    with pytest.raises(common.UsageError, match=message):
-        evaluation.main(['--checkpoint', *flags.split()])
 
 
 def test_all_networks_of_a_table_see_the_same_classes(tmp_path, monkeypatch, small):
@@ -283,17 +290,20 @@ def test_sheets_of_a_data_set(tmp_path):
     assert shown('hard.png') == [[3, 2, 4], [2, 3, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
 
 
+def test_a_sheet_goes_through_all_classes(tmp_path):
+    """Of 24 queries in the order of their classes, eight at equal distances"""
+    images = plain_images([(10 * i,) * 3 for i in range(24)], [i // 2 for i in range(24)])
+    data = SimpleNamespace(query=images, gallery=images)
+    evaluation.draw_queries(tmp_path / 'x.png', data, on_circle(*range(0, 240, 10)), None, 1, hardest=False)
+    side = 6 + 2 * evaluation.BORDER + 2
+    shown = picture(tmp_path / 'x.png')[2 + evaluation.BORDER::side, 2 + evaluation.BORDER, 0] // 10
+    assert shown[:8].tolist() == [0, 3, 6, 9, 13, 16, 19, 23]
+
+
 def test_the_order_of_failures():
     s = torch.tensor([[.9, .8], [.9, .8], [.7, .6], [.95, .9], [.5, .4]])
     hit = torch.tensor([[1, 0], [0, 0], [0, 0], [1, 1], [0, 1]]).bool()
     assert evaluation.hardest_first(s, hit).tolist() == [1, 2, 0, 4, 3]
-
-
-def test_eval_draws_a_sheet_of_at_most_eight_queries(run, small, capsys):
-    run(train_ms, '--name', 'mine')
-    evaluation.main(['--checkpoint', 'runs/mine', '--sheet', 'sheet.png', '--top', '3', *EVAL])
-    assert picture('sheet.png').shape == (8 * (32 + 10) + 2, 4 * (32 + 10) + 2, 3)
-    json.loads(capsys.readouterr().out.strip().split('\n')[-1])
 
 
 def test_queries_that_nothing_can_match_are_no_failures(tmp_path):
@@ -351,15 +361,40 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
         evaluation.main(flags)
 
 
-def test_saved_embeddings(run, small, folder):
-    run(train_ms, '--name', 'mine')
+@pytest.mark.parametrize('module, flags', [(train_ms, ''), (train_ccl, '--variant center_loss')])
+def test_saved_embeddings_have_unit_length(run, small, folder, module, flags):
+    """Also where those of the training have not"""
+    run(module, '--name', 'mine', *flags.split())
     evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
     saved = np.load('out.npz')
     model = common.load_checkpoint('runs/mine', precision='fp32')
     data = common.load_dataset('folder', folder, 32, 32)
-    np.testing.assert_allclose(saved['embeddings'], common.embed(model, data.query).numpy(), atol=1e-6)
+    z = torch.nn.functional.normalize(common.embed(model, data.query), dim=1)
+    np.testing.assert_allclose(saved['embeddings'], z.numpy(), atol=1e-6)
     assert [common.Path(path).parent.name for path in saved['paths']] == saved['classes'][saved['labels']].tolist()
     assert set(saved) == {'embeddings', 'labels', 'paths', 'classes'} and common.Path(saved['paths'][5]).is_file()
+
+
+def test_queries_and_a_gallery_by_two_folds(run, small, tmp_path):
+    """Networks of two folds, joined: the queries are searched in the gallery, which is joined in the same way."""
+    for part, classes, per_class in (('train', 'abcdefgh', 3), ('query', 'mno', 2), ('gallery', 'mnop', 3)):
+        draw_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
+    for fold in '01':
+        run(train_ms, '--data', 'shop', '--fold', f'{fold}/2', '--name', fold, '--precision', 'fp32')
+    rows = evaluation.main(['--checkpoint', 'runs/0', 'runs/1', *EVAL])['rows']
+    data = common.load_dataset('folder', 'shop', 32, 32, known=())
+    models = [common.load_checkpoint(f'runs/{fold}', precision='fp32') for fold in '01']
+    z, gallery = (torch.cat([common.embed(model, part) for model in models], dim=1)
+                  for part in (data.query, data.gallery))
+    expected = common.retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels)
+    assert {key: rows[1][key]['mean'] for key in expected} == pytest.approx(expected)
+    result = evaluation.main(['--checkpoint', 'runs/0', '--analyse', *EVAL])
+    z, gallery = (common.embed(models[0], part) for part in (data.query, data.gallery))
+    pairs = evaluation.best_threshold(z, data.query.labels, gallery, data.gallery.labels)
+    assert (result['threshold'], result['balanced accuracy']) == pytest.approx(pairs)
+    block = common.load_dataset('folder', 'shop', 32, 32, fold='0/2').train
+    expected = evaluation.utilization(z, common.embed(models[0], block))
+    assert result['utilization'] == pytest.approx(expected), 'by images that trained, and not by those that validated'
 
 
 def test_one_query_of_each_class(run, small, tmp_path, capsys):
@@ -382,17 +417,13 @@ def test_one_query_of_each_class(run, small, tmp_path, capsys):
     assert result['unmatched'] == 2 and not {'threshold', 'balanced accuracy'} & result.keys()
 
 
-def test_an_evaluation_does_not_wait_for_training_images(run, small, folder):
-    run(train_ms, '--name', 'mine')
-    evaluation.main(['--checkpoint', 'runs/mine', '--cache', 'fresh', *EVAL])
-    assert [path.name.split('-')[1] for path in common.Path('fresh').glob('*.bin')] == ['query']
-
-
 def test_saved_embeddings_of_a_gallery(run, small, tmp_path):
     run(train_ms, '--name', 'mine')
     for part, seed in (('train', 0), ('query', 1), ('gallery', 2)):
         draw_folder(tmp_path / 'three' / part, ['x', 'y'] if part != 'train' else ['t', 'u'], 2 + seed, seed=seed)
-    evaluation.main(['--checkpoint', 'runs/mine', '--data', 'three', '--embed', 'out.npz', '--sheet', 's.png', *EVAL])
+    evaluation.main(['--checkpoint', 'runs/mine', '--data', 'three', '--embed', 'out.npz', *EVAL, '--sheet', 's.png',
+                     '--top', '3'])
+    assert picture('s.png').shape == (6 * (32 + 10) + 2, 4 * (32 + 10) + 2, 3)
     saved = np.load('out.npz')
     assert saved['embeddings'].shape == (6, 16) and saved['gallery_embeddings'].shape == (8, 16)
     assert all('/gallery/' in path for path in saved['gallery_paths']) and '/query/' in saved['paths'][0]

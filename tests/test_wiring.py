@@ -1,7 +1,9 @@
 """From flag to loss: what `step` computes is the public loss function, called by hand with the values of the flags.
 
-Metrix's step, which has many parts, is compared with loops in test_metrix.py.
+Metrix's step with mixtures, which has many parts, is compared with loops in test_metrix.py.
 """
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,10 @@ CASES = [
     (train_ccl, '--variant center_loss --lam 0.7 --smoothing 0.3', lambda x, y, t: train_ccl.center_loss(
         embed(x), y, t['classifier'].weight, t['classifier'].bias, t['centers'], 0.7, 0.3)),
     (train_ccl, '--dropout 0.5', lambda x, y, t: ccl(F.dropout(embed(x), 0.5), y, t, s=16, lam=2, smoothing=0.1)),
+    (train_metrix, '--mixup none --epsilon off', lambda x, y, _: train_ms.multi_similarity_loss(
+        embed(x), y, 18, 75, 0.77, None)),
+    (train_metrix, '--mixup none --epsilon 0.02', lambda x, y, _: train_ms.multi_similarity_loss(
+        embed(x), y, 18, 75, 0.77, 0.02)),
     (train_hse, '', hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=6, num=2, per_class=2)),
     (train_hse, '--loss contrastive --alpha 3 --temperature 0.5 --kind mixup',
      hybrids_by_hand(train_hse.contrastive_loss, 3, 0.5, stay=6, kind='mixup', num=2, per_class=2)),
@@ -91,7 +97,8 @@ CASES = [
 def test_step_is_the_loss_with_the_values_of_the_flags(before_training, monkeypatch, script, flags, by_hand):
     """In value, in the gradient by the images, and in that by what is learned beside the network."""
     held = before_training(script, *flags.split())
-    held.model.forward = embed
+    held.model.forward = held.model.head = embed
+    held.model.features = lambda x: x
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
     learned = [p for value in held.learned.values() for p in
                (value.parameters() if isinstance(value, torch.nn.Module) else [value]) if p.requires_grad]
@@ -130,6 +137,60 @@ def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training,
     found, once = groups(held)
     assert [lr for lr, _ in found] == pytest.approx(rates) and once
     assert len(rates) == 1 or found[1][1] == 1, 'proxies and centres have a group of their own'
+
+
+@pytest.mark.parametrize('loss', [train_contrastive.contrastive_loss, train_hse.contrastive_loss])
+@pytest.mark.parametrize('distance', [0.0015, 0.002, 0.005])
+def test_positives_are_pulled_until_their_distance_is_that_of_rounding(loss, distance):
+    """In float32 that is 0.0014."""
+    z = F.normalize(torch.tensor([[1.0, 0.0], [1.0, distance]]), dim=1).requires_grad_()
+    loss(z, torch.tensor([0, 0])).backward()
+    assert z.grad.abs().max() > 0.4 * min(1, distance) and z.grad.isfinite().all()
+
+
+@pytest.mark.parametrize('total, rate, wrong', [(10, 0.19, 2), (10, 0.11, 1), (40, 0.24, 10), (3, 0.999, 3)])
+def test_the_share_of_label_noise_is_rounded(total, rate, wrong):
+    labels = torch.arange(total) % 3
+    noisy = train_ccl.corrupt_labels(labels, f'symmetric:{rate}', torch.Generator().manual_seed(0))
+    assert (noisy != labels).sum() == wrong and noisy.min() >= 0 and noisy.max() <= 2
+
+
+def test_a_small_dataset_with_super_classes_has_a_batch():
+    """Fewer images than a batch, of two super-classes with two classes each"""
+    labels = torch.arange(4).repeat_interleave(2)
+    batches = list(train_hse.SuperClassSampler(labels, labels // 2, 12, 3))
+    assert len(batches) == 1 and sorted(labels[batches[0]].tolist()) == sorted([0, 1, 2, 3] * 3)
+
+
+def test_a_mixture_of_two_images_of_one_class_has_no_label():
+    """It is no partial positive: neither for an anchor of this class, nor for one of another."""
+    y, lam = torch.tensor([0, 0, 1]), torch.tensor([0.3, 0.3])
+    i, j = torch.tensor([0, 0]), torch.tensor([1, 2])
+    weights, valid = train_metrix.pair_labels(y, torch.tensor([0, 0, 1]), i, j, lam)
+    assert valid.tolist() == [[False, True]] * 3
+    assert weights[:, 1].tolist() == pytest.approx([0.3, 0.3, 0.7])
+
+
+def test_fig_2_is_of_twenty_batches(run, small, monkeypatch, capsys):
+    monkeypatch.setattr(common, 'draw_shapes', partial(common.draw_shapes, classes=10))
+    train_metrix.main('--epochs 0 --image-size 17 --dim 4 --device cpu --name x'.split())
+    train_metrix.main('--analyse runs/x --batch-size 4 --per-class 2 --device cpu'.split())
+    assert 'by these and the mixed ones of 20 batches' in capsys.readouterr().out
+
+
+def test_fig_2_at_large_scales(monkeypatch):
+    """There most derivatives are so small that they would be 0 in float32. Their signs by logarithms, for lambda 1/2"""
+    monkeypatch.setattr(train_metrix.Beta, 'sample', lambda self, shape: torch.full(shape, 0.5))
+    z, y = F.normalize(torch.randn(24, 8, generator=torch.Generator().manual_seed(0)), dim=1), torch.arange(24) // 3
+    i, j = train_metrix.cross_class_pairs(y)
+    s = z.double() @ F.normalize(z[i].double() + z[j].double(), dim=1).T
+    half, zero, signs = torch.tensor(0.5).double().log(), torch.zeros(1).double(), []
+    for a in range(24):
+        mixed = s[a, ((y[i] == y[a]) != (y[j] == y[a])) & (i != a) & (j != a)] - 0.3
+        pull, push = half - 300 * mixed, half + 400 * mixed
+        signs.append(pull - torch.cat([zero, pull]).logsumexp(0) >= push - torch.cat([zero, push]).logsumexp(0))
+    ((_, measured, *_),) = train_metrix.positivity(z, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3)
+    assert measured == pytest.approx(torch.cat(signs).double().mean().item()) and 0.1 < measured < 0.9
 
 
 @pytest.mark.parametrize('optimizer', ['adam', 'adamw', 'rmsprop'])
