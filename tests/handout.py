@@ -17,6 +17,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,9 +80,14 @@ EXERCISES = {
 # ---- what a hand-out holds
 
 
+@cache
+def parsed(text):
+    return ast.parse(text).body
+
+
 def functions_of(text, names):
     """The functions with these names, and the methods of the classes with these names, as nodes from top to bottom"""
-    found = [node for node in ast.parse(text).body if getattr(node, 'name', '') in names]
+    found = [node for node in parsed(text) if getattr(node, 'name', '') in names]
     return [f for node in found for f in (node.body if isinstance(node, ast.ClassDef) else [node])
             if isinstance(f, ast.FunctionDef)]
 
@@ -139,7 +145,7 @@ def prune(text, words):
 
 def imported(text):
     """The modules that a file imports"""
-    for node in ast.walk(ast.parse(text)):
+    for node in (part for top in parsed(text) for part in ast.walk(top)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -86,7 +86,6 @@ WRONG['contrastive_similarity_loss'] = {
                             'pull = (margin - s).clamp_min(0).masked_fill(~positive, 0)'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over all negatives': ('(excess > 0).sum(dim=1)', 'negative.sum(dim=1)'),
-    'always mean': ("if reduction == 'mean':", 'if True:'),
     'oneself by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
     'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
     'one end detached': ('z @ z.T', 'z @ z.T.detach()'),

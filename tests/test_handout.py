@@ -33,9 +33,11 @@ def test_classes_are_cut_method_by_method():
 
 
 def test_each_exercise_names_what_there_is():
-    """Each function has a docstring, and each graded word a test."""
+    """Each function has a docstring, each graded word a test, and each solution fits the project's lines."""
     files = handout.handout(list(EXERCISES))
-    for exercise in EXERCISES.values():
+    for name, exercise in EXERCISES.items():
+        for solution in (solutions.WRONG[name] | solutions.RIGHT[name]).values():
+            assert handout.hand_in((ROOT / exercise.script).read_text(), exercise.cut.split(), solution)
         for script, functions in [(exercise.script, exercise.cut), *exercise.copies.items()]:
             found = handout.functions_of((ROOT / script).read_text(), functions.split())
             assert len(found) == len(functions.split()) and all(ast.get_docstring(f) for f in found), script

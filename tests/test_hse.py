@@ -47,14 +47,6 @@ def batch(classes=5, per_class=3, height=8, width=8, shuffle=False):
 
 # ---- the equations
 
-def test_hse_eq2_by_hand():
-    """0 and 40 degrees are one class, 20 another: a chord of 40 degrees has length 2 sin 20."""
-    z, y, m = on_circle(0, 40, 20), torch.tensor([0, 0, 1]), 0.5
-    pull = (2 * cos(pi / 2 - pi / 9)) ** 2                       # both ordered pairs alike: their mean
-    push = (m - 2 * cos(pi / 2 - pi / 18)) ** 2                  # all four negative pairs alike
-    expect(contrastive_loss(z, y, m), pull + push, 'HSE Eq. (2) at 0, 40 (class 0), 20 degrees (class 1), margin 0.5')
-
-
 def test_hse_eq3_is_mixup_in_equal_parts():
     x_a, x_b = torch.rand(2, 3, 5, 7, generator=seeded(), dtype=torch.float64)
     lam = 1 / 2
