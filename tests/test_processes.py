@@ -58,13 +58,13 @@ def test_the_main_process_prints_and_writes(trained):
     _, two, outputs = trained
     assert outputs[0].count('R@1 = ') == 15 and 'R@1' not in outputs[1]
     assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(
-        ['patience', *(name + end for name in SCRIPTS for end in ('', '-step'))])
+        ['ms-folder-1', *(name + end for name in SCRIPTS for end in ('', '-step'))])
     assert not list(two.glob('runs/*/*.tmp'))
 
 
 def test_the_row_of_the_main_process_is_the_row_of_all(trained):
     """Else the one with more patience would wait for the other without an end, and the fixture for both."""
-    rows = weights(trained[1] / 'runs' / 'patience')[1]
+    rows = weights(trained[1] / 'runs' / 'ms-folder-1')[1]
     assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
 
 

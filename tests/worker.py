@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -46,10 +47,12 @@ def run(where, variables, work, *args):
 
 
 def finish(processes, where):
-    """Waits for them -> what each has printed"""
+    """Waits for them, two minutes at most -> what each has printed"""
+    end = time.time() + 120
     for process in processes:
-        process.join(300)
+        process.join(max(0, end - time.time()))
         process.kill()
+        process.join()
     outputs = [Path(where, f'output-{rank}').read_text() for rank in range(len(processes))]
     assert not any(process.exitcode for process in processes), '\n'.join(outputs)
     return outputs
@@ -57,7 +60,8 @@ def finish(processes, where):
 
 def train_all(data):
     """Seven scripts on a small network: four updates in float64, as runs/<script>; a step of plain gradient descent in
-    float32, as runs/<script>-step; and runs/patience, in which each process measures something else."""
+    float32, as runs/<script>-step; and without a name runs/ms-folder-1, for which each process measures something else.
+    """
     from conftest import SCRIPTS, SmallNet
 
     import common
@@ -73,7 +77,7 @@ def train_all(data):
     others_gain = 10.0 * int(os.environ['RANK'])            # from epoch to epoch, so their patience would not end
     common.evaluate = lambda model, data: measure(model, data) | {'MAP@R': 1.0 + others_gain * next(epochs)}
     epochs = iter(range(100))
-    train_ms.main([*SHARED, data, *'--epochs 9 --fold 0/3 --patience 1 --batch-size 6 --name patience'.split()])
+    train_ms.main([*SHARED, data, *'--epochs 9 --fold 0/3 --patience 1 --batch-size 6'.split()])
 
 
 def share_two_images():
