@@ -325,6 +325,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     query    (N, D), query_labels (N,);  without a gallery the queries are searched in themselves
     gallery  (G, D), gallery_labels (G,)
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; and the number 'unmatched' if it is not 0: see rule 3
+    raises   UsageError if there is nothing to retrieve, or if an embedding is NaN or infinite
     A match of a query is another image of its class; R is the number of its matches among all images searched.
     R@K    share of the queries that have a match among their K nearest
     RP     share of matches among the R nearest, averaged over the queries

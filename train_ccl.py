@@ -65,7 +65,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     s          > 0, inverse temperature
     margin     >= 0, on the cosine
     lam        >= 0, weight of the centre term
-    smoothing  in [0, 1)
+    smoothing  in [0, 1), of the labels of L_contrast, see smooth_labels
     stop_grad  L_contrast takes the centres as constants, as in Table 1
     returns    scalar, the mean over the batch, without overflow; >= 0 for z of unit length
     """

@@ -61,7 +61,8 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     negative       (H, B) bool, the images among which Eq. (7) chooses
     alpha          >= 0, weight
     temperature    > 0; 1 is Eq. (9) as printed, 0.1 the released code
-    returns        scalar >= 0, without overflow; a hybrid without weak positives or negatives is 0 in the mean
+    returns        scalar >= 0, without overflow; a hybrid without weak positives or negatives is 0 in the mean, and
+                   without hybrids it is 0, with a gradient of 0
     """
     h, z = common.at_least_float32(h, z)
     s = h @ z.T / temperature                                            # (H, B)
@@ -71,7 +72,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     # literally, that averages the log-probability of s_hn in as well, and is least where both are equal. Eq. (9) is
     # meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
-    return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)            # without hybrids 0, with a gradient of 0
+    return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
 
 def most_similar(s, allowed):
@@ -221,6 +222,9 @@ def epshn_loss(z, y, temperature=0.1):
 
     The positive of an anchor is the most similar image of its class, its negative the most similar image of
     another class that is less similar than this positive.
+
+    z (B, D) of unit length, half precision is raised to float32; y (B,); temperature > 0 -> scalar >= 0, without
+    overflow; 0 if no anchor has both
     """
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)

@@ -190,7 +190,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     are g_m(x), and f_m begins with the pooling: pool(lam f_i + (1 - lam) f_j), exact in value and gradient.
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear.
+    Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear. No tensor holds the
+    mixed maps of all pairs, neither here nor for the gradient, which goes to the first of equal maxima.
     """
     # f comes in the layout of the network; on a CPU that is channels_last, in which max_pool2d is many times faster.
     f = common.at_least_float32(f)

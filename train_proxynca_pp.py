@@ -56,7 +56,7 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     y            (B,)   class labels, 0 to C - 1
     proxies      (C, D) one per class, of any length but 0; half precision is raised to float32
     temperature  > 0; the lower, the sharper the softmax
-    returns      scalar >= 0, the mean over the batch; 0 with one class
+    returns      scalar >= 0, the mean over the batch, without overflow; 0 with one class
     """
     # -|x - p|^2 / T = (2 x.p - |x|^2 - 1) / T for a unit p. The softmax over p cancels what does not depend on
     # p, and 2 x.p / T is left: with T = 1/9, a logit is 18 times a cosine.
