@@ -554,11 +554,11 @@ def decode(paths, resize, what, cache):
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     key = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats])
     file = Path(cache) / f'{what.replace(" ", "-")}-{resize}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin'
-    while True:
+    for _ in range(3):                                      # more than once only if the file is damaged
         if file.exists() and file.stat().st_size > 8 * len(paths):
             content = np.memmap(file, dtype=np.uint8, mode='c')          # torch warns of arrays that are read-only
             sizes = np.array(content[-8 * len(paths):]).view(np.int32).reshape(-1, 2).astype(np.int64)
-            if 3 * sizes.prod(axis=1).sum() + 8 * len(paths) == len(content):
+            if sizes.prod(axis=1).sum() == (len(content) - 8 * len(paths)) / 3:
                 return content, sizes
         print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
         sizes = []
@@ -569,6 +569,7 @@ def decode(paths, resize, what, cache):
                     sizes.append(pixels.shape[:2])
                 show_progress(f'{len(sizes):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(sizes) == len(paths))
             out.write(np.array(sizes, dtype=np.int32).tobytes())
+    raise UsageError(f'{file} does not keep what is written to it: take another folder, with --cache')
 
 
 def read_image(path, side):

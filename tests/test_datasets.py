@@ -322,8 +322,10 @@ def test_deep_grey_is_scaled_and_not_cut_off(tmp_path, kind, scale):
 
 
 def test_a_dark_picture_of_16_bits_stays_dark(tmp_path):
-    Image.fromarray(np.full((20, 20), 6554, np.uint16)).save(tmp_path / 'x.png')
-    assert decoded(tmp_path / 'x.png').mean() == pytest.approx(25.5, abs=1)
+    grey = np.full((20, 20), 6554, np.uint16)
+    for grey[0, 0] in 6554, 65535:                          # the second with a saturated pixel
+        Image.fromarray(grey).save(tmp_path / 'x.png')
+        assert decoded(tmp_path / 'x.png')[10].mean() == pytest.approx(25.5, abs=1)
 
 
 @pytest.mark.parametrize('form', ['eps', 'gif', 'ico', 'tga', None])
@@ -406,11 +408,12 @@ def test_two_processes_that_decode_at_once_both_succeed(tmp_path):
 
 def test_the_second_run_reads_the_cache_and_a_changed_image_is_decoded_anew(tmp_path, monkeypatch):
     draw_folder(tmp_path / 'x', ['a', 'b', 'c', 'd'], per_class=2)
-    load = lambda: common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / 'cache')  # noqa: E731
+    load = lambda **sizes: common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / 'cache', **sizes)  # noqa: E731
     first = load()
     monkeypatch.setattr(common, 'read_image', None)         # a second decoding would fail
     assert np.array_equal(load().train.pixels, first.train.pixels)
     monkeypatch.undo()
+    assert load(resize=17, image_size=16).train[0].shape[0] == 17, 'another size is another file'
     Image.new('RGB', (30, 30), (0, 255, 0)).save(tmp_path / 'x/a/0.jpg')
     assert load().train[0].mean(axis=(0, 1))[1] > 250
 

@@ -58,6 +58,7 @@ def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
     batch = next(iter(sampler))
     assert len(batch) == 12 and sorted(labels[batch].tolist()) == [0] * 4 + [1] * 4 + [2] * 4
     assert sorted(i for i in batch if labels[i] == 2) == [5, 5, 6, 6]
+    assert len(BalancedSampler(torch.arange(24) % 2, 40, 4)) == 3, '24 images in batches of 8'
 
 
 def test_classes_of_one_image_are_no_matter_where_no_class_is_wanted_twice(capsys):

@@ -26,7 +26,7 @@ def noise_set(classes=4, per_class=6, side=16):
                          [f'class {c}' for c in range(classes)])
 
 
-def one_parameter(flags, slope=1.0, start=2.0):
+def one_parameter(flags, slope=1.0, start=2.0, per_class=6):
     """Trains a parameter w with the loss slope * w, through common.train_epoch -> w before each step and at the end
 
     Its gradient is `slope` always, so what optimizer, schedule, decay and clipping do can be worked out. With several
@@ -34,7 +34,7 @@ def one_parameter(flags, slope=1.0, start=2.0):
     """
     args = train_ms.get_args(['--device', 'cpu', '--schedule', 'constant', '--batch-size', '8', '--per-class', '2',
                               '--weight-decay', '0', *flags.split()])
-    data = SimpleNamespace(train=noise_set())
+    data = SimpleNamespace(train=noise_set(per_class=per_class))
     slope = torch.tensor(slope)
     w = torch.nn.Parameter(torch.full_like(slope, start))
     optimizer = common.make_optimizer(args, [dict(params=[w])])
@@ -94,8 +94,8 @@ def test_the_cosine_schedule_rises_and_falls():
 
 
 def test_the_loss_of_a_row_is_the_mean_over_its_steps():
-    path, row = one_parameter('--optimizer sgd --lr 0.5 --epochs 1')
-    assert row['loss'] == pytest.approx(sum(path[:3]) / 3, abs=1e-6) and path[0] != path[2]
+    path, row = one_parameter('--optimizer sgd --lr 0.5 --epochs 1 --batch-size 2 --per-class 1', per_class=30)
+    assert row['loss'] == pytest.approx(sum(path[:60]) / 60, abs=1e-5) and len(set(path)) == 61
 
 
 # ---- the whole of common.train
