@@ -316,12 +316,14 @@ def test_queries_that_nothing_can_match_are_no_failures(tmp_path):
 def test_a_photo_is_searched_in_all_images_but_itself(tmp_path, monkeypatch, small, capsys):
     monkeypatch.chdir(tmp_path)
     draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
-    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 24 --device cpu --name mine'.split())
+    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 24 --resize 32 --device cpu --name mine'
+                  .split())
     capsys.readouterr()
-    result = evaluation.main(['--checkpoint', 'runs/mine', '--query', 'birds/a/1.jpg', '--top', '3', *EVAL])
+    photo = str(tmp_path / 'birds/a/1.jpg')                 # the folder was named by a relative path
+    result = evaluation.main(['--checkpoint', 'runs/mine', '--query', photo, '--top', '3', *EVAL])
     out = capsys.readouterr().out
     model = common.load_checkpoint('runs/mine', precision='fp32')
-    data = common.load_dataset('folder', 'birds', 24, 24, known=())
+    data = common.load_dataset('folder', 'birds', 32, 24, known=())
     assert len(data.query) == 12, 'classes of the training set are searched, too'
     z = common.embed(model, data.query)
     place = data.query.paths.tolist().index('birds/a/1.jpg')
