@@ -92,7 +92,7 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     return F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other) + other      # own: 1 - (C - 1) other
 
 
-def proxynca_loss(z, y, centers, s=16.0):
+def scaled_proxynca_loss(z, y, centers, s=16.0):
     """CCL Eq. (9), Proxy-NCA: a softmax whose denominator leaves out the own class, averaged over the batch; can be
     negative. Its exponents are cosines times s; that of Proxy-Anchor Eq. (1) has s = 1.
 
@@ -260,7 +260,7 @@ def main(argv=None):
         z = model(images)                                                # (B, D)
         dropped = F.dropout(z, args.dropout)           # here and not in the model, so evaluation never drops
         if args.variant == 'proxynca':
-            return proxynca_loss(dropped, labels, centers, args.s)
+            return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.variant == 'center_loss':
             return center_loss(dropped, labels, classifier.weight, classifier.bias, centers, args.lam, args.smoothing)
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,

@@ -133,6 +133,9 @@ TABLE_1 = {
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar
 
+    For ms and contrastive it is the mean over the anchors of Eq. (3), with the labels U+(a) = {(p, 1) : p in P(a)} of
+    Eq. (5), and U-(a) = {(n, 0) : n in N(a)} of Eq. (6).
+
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
     """
@@ -147,8 +150,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         return pull.sum() / positive.any(dim=1).sum() + push.mean()     # by the classes in the batch, and by all C
     s = z @ z.T                                                                                 # (B, B)
     same = y[:, None] == y                                                                      # (B, B)
-    positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)     # Eq. (5): U+(a) = {(p, 1) : p in P(a)}
-    negative = ~same                                                            # Eq. (6): U-(a) = {(n, 0) : n in N(a)}
+    positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
+    negative = ~same                                                                            # N(a) in Eq. (6)
     if epsilon is not None:
         # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
         # negatives that are less similar than every positive by that much. "not >=" and not "<" keeps pairs with NaN.

@@ -53,7 +53,7 @@ EXERCISES = {
         {'train_metrix.py': 'proxy_anchor clean_loss', 'train_hse.py': 'proxy_anchor_loss'}),
     'proxynca_loss': Exercise(
         'train_proxynca_pp.py', 'proxynca_loss', 'pa_eq1_ pa_eq3_', 1, 'Proxy-Anchor Eq. (1) and its gradient (3)',
-        {'train_ccl.py': 'proxynca_loss'}),
+        {'train_ccl.py': 'scaled_proxynca_loss'}),
     'proxynca_pp_loss': Exercise(
         'train_proxynca_pp.py', 'proxynca_pp_loss', 'test_proxynca_pp_', 1, 'ProxyNCA++, as at the top of the script',
         {'train_metrix.py': 'proxynca_pp'}),

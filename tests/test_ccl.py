@@ -9,7 +9,7 @@ from worked import expect, expect_gradients, expect_raised, moving
 
 import common
 import train_ccl
-from train_ccl import center_contrastive_loss, center_loss, momentum_centers, proxynca_loss, smooth_labels
+from train_ccl import center_contrastive_loss, center_loss, momentum_centers, scaled_proxynca_loss, smooth_labels
 
 S = 16.0
 IMAGES, LABELS, CENTERS = (0, 90), [0, 1], (60, 130, 270)
@@ -165,7 +165,8 @@ def test_ccl_eq8_nsoftmax_is_lambda_and_margin_zero(s):
 def test_ccl_eq9_by_hand():
     x, centers = on_circle(0), 2 * on_circle(60, 90, 180)
     expected = -log(exp(S * cos(radians(60))) / (exp(0) + exp(-S)))
-    expect(proxynca_loss(x, torch.tensor([0]), centers), expected, 'CCL Eq. (9) of x at 0, centres at 60, 90, 180')
+    expect(scaled_proxynca_loss(x, torch.tensor([0]), centers), expected,
+           'CCL Eq. (9) of x at 0, centres at 60, 90, 180')
 
 
 def by_similarity(similarities, loss, **options):
@@ -180,7 +181,7 @@ def test_ccl_eq9_gradient_is_minus_one_at_the_own_class():
     """However close x is; at the others it is a softmax over the others."""
     similarities = [5.0, 1.0, -2.0, 0.5]
     total = sum(exp(t) for t in similarities[1:])
-    expect(by_similarity(similarities, proxynca_loss)[1], [-1] + [exp(t) / total for t in similarities[1:]],
+    expect(by_similarity(similarities, scaled_proxynca_loss)[1], [-1] + [exp(t) / total for t in similarities[1:]],
            'the gradient of CCL Eq. (9)')
 
 

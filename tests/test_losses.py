@@ -53,7 +53,7 @@ LOSSES = {
     'proxynca': train_proxynca_pp.proxynca_loss,
     'ccl': train_ccl.center_contrastive_loss,
     'ccl, margin and smoothing': partial(train_ccl.center_contrastive_loss, margin=0.2, smoothing=0.1),
-    'ccl, proxynca': train_ccl.proxynca_loss,
+    'ccl, proxynca': train_ccl.scaled_proxynca_loss,
     'ccl, center_loss': lambda z, y, p: train_ccl.center_loss(z, y, p, p[:, 0], p, lam=0.5, smoothing=0.1),
     'hse, hybrids': hybrids,
     'hse, contrastive': no_proxies(train_hse.contrastive_loss),
@@ -175,6 +175,6 @@ def test_copies_agree_with_their_originals(copy, original):
         z, p = unit(8, 3, seed).requires_grad_(), torch.randn(6, 3, dtype=torch.float64)
         one, other = LOSSES[copy](z, y, p), LOSSES[original](z, y, p)
         if copy == 'ccl, proxynca':                  # that of CCL has a scale, and is a mean
-            one, other = train_ccl.proxynca_loss(z, y, p, s=1.0), other / len(y)
+            one, other = train_ccl.scaled_proxynca_loss(z, y, p, s=1.0), other / len(y)
         assert torch.allclose(one, other, atol=1e-12)
         assert torch.allclose(*(torch.autograd.grad(loss, z)[0] for loss in (one, other)), atol=1e-12)

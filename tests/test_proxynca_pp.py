@@ -69,7 +69,7 @@ def test_proxynca_pp_in_half_precision():
 def test_proxynca_with_a_temperature_is_that_of_ccl_and_of_the_reality_check(before_training):
     """Cosines times s are T = 2 / s; squared distances times a scale are T = 1 / scale."""
     z, p, y = on_circle(0, 50, 140), on_circle(10, 90, 200), torch.tensor([0, 1, 2])
-    assert torch.isclose(proxynca_loss(z, y, p, 2 / 16) / 3, train_ccl.proxynca_loss(z, y, p, s=16.0))
+    assert torch.isclose(proxynca_loss(z, y, p, 2 / 16) / 3, train_ccl.scaled_proxynca_loss(z, y, p, s=16.0))
     weight = (-13.98 * torch.cdist(z, p).square()).exp()
     by_hand = -(weight.diagonal() / (weight.sum(dim=1) - weight.diagonal())).log().sum()
     assert torch.isclose(proxynca_loss(z, y, p, 1 / 13.98), by_hand)

@@ -72,7 +72,8 @@ CASES = [
      lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
     (train_ccl, '--variant cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
      lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
-    (train_ccl, '--variant proxynca --s 5', lambda x, y, t: train_ccl.proxynca_loss(embed(x), y, t['centers'], 5)),
+    (train_ccl, '--variant proxynca --s 5',
+     lambda x, y, t: train_ccl.scaled_proxynca_loss(embed(x), y, t['centers'], 5)),
     (train_ccl, '--variant center_loss --lam 0.7 --smoothing 0.3', lambda x, y, t: train_ccl.center_loss(
         embed(x), y, t['classifier'].weight, t['classifier'].bias, t['centers'], 0.7, 0.3)),
     (train_ccl, '--dropout 0.5', lambda x, y, t: ccl(F.dropout(embed(x), 0.5), y, t, s=16, lam=2, smoothing=0.1)),
