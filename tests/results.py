@@ -159,8 +159,8 @@ of three other alphabets test. The defaults of a folder were chosen on `shapes`;
 On `shapes`, ms: one seed on the four folds of the training classes, measured on the validation classes. At alpha 1e-9
 there are hybrids in the batch and in the statistics of BatchNorm, but their loss weighs nothing. `append` adds hybrids
 to a batch; otherwise they replace one of its eight classes. Hybrids lose for two reasons: a class less in each batch,
-and L_Hy itself. What enters the statistics of BatchNorm is not the reason, neither for hybrids nor for input
-mixing.''',
+and L_Hy itself. What enters the statistics of BatchNorm is not the reason, neither for hybrids nor for input mixing.
+Mixing raises s- and halves the gap s+ - s-; hybrids, at any alpha and temperature here, leave it as it is.''',
                      FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
                      against([name for name in SCRATCH if name.startswith('alpha ')], 'alpha 0')
                      + [('alpha 1e-9, append', 'alpha 1e-9'), ('alpha 0.05, append', 'alpha 1e-9, append'),
