@@ -6,7 +6,6 @@ import torch
 from conftest import on_circle
 from worked import expect, expect_gradients, expect_raised, moving
 
-import common
 import train_contrastive
 from train_contrastive import contrastive_loss, contrastive_similarity_loss
 
@@ -173,12 +172,3 @@ def test_metrix_eq1_in_half_precision():
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match='reduction'):
         contrastive_similarity_loss(on_circle(0, 10), torch.tensor([0, 0]), reduction='none')
-
-
-# ---- the script
-
-
-@pytest.mark.parametrize('flags', ['--margin 0.3', '--form similarity --power 2', '--form similarity --neg-margin 0.3'])
-def test_a_flag_of_the_other_form_is_refused(flags):
-    with pytest.raises(common.UsageError, match='no effect'):
-        train_contrastive.get_args(flags.split())

@@ -6,7 +6,6 @@ import torch
 from conftest import on_circle, unit
 from worked import expect, expect_gradients, expect_raised, moving
 
-import common
 import train_ccl
 import train_proxynca_pp
 from train_proxynca_pp import new_proxies, proxynca_loss, proxynca_pp_loss
@@ -153,9 +152,3 @@ def test_proxy_gradients_stay_below_the_clip():
     proxynca_pp_loss(z, y, proxies.requires_grad_()).backward()
     assert proxies.grad.norm(dim=1).max().item() == pytest.approx(18 / (512 ** 0.5 / 8), rel=1e-4)
     assert 18 / (512 ** 0.5 / 8) < 6.5
-
-
-@pytest.mark.parametrize('flags', ['--temperature 0', '--optimizer sgd --eps 1'])
-def test_flags_that_mean_nothing_are_refused(flags):
-    with pytest.raises(common.UsageError):
-        train_proxynca_pp.get_args(flags.split())
