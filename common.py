@@ -1107,7 +1107,7 @@ BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every
 # Momentum and weight decay, which the text does not name, are those of the released configuration; so are crops of at
 # least 0.16 of the area, where the text has "between 40 and 256" px (40 is 0.16 of 256). BatchNorm is frozen as in the
 # text; the configuration freezes its statistics only. Its patience on CUB is 9 evaluations, one every 200 steps; here
-# --patience says it. The network there is BN-Inception. Losses that learn a vector per class have batches of 32 classes
+# it is --patience. The network there is BN-Inception. Losses that learn a vector per class have batches of 32 classes
 # x 1 image and search the rate of these vectors. At 1e-6 they would hardly move; the released results for CUB have
 # 2.5e-3 to 6.0e-3, which the scripts take over.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,

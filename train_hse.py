@@ -284,7 +284,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': dict(proxy_lr_mult=6000),      # hybrids need 4 images per class for any loss
+    'reality-check': dict(proxy_lr_mult=6000),      # 4 images per class stay, also with proxies: hybrids need them
 }
 # What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and Proxy-Anchor (2; the released
 # command for Cars has 0.5, and batches of 30 classes x 4); shapes and folder take these values. On SOP alpha is that

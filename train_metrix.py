@@ -430,7 +430,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': dict(proxy_lr_mult=6000),          # mixing needs 4 images per class for any loss
+    'reality-check': dict(proxy_lr_mult=6000),          # 4 images per class stay, also with proxies: mixing needs them
 }
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
 DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)

@@ -70,8 +70,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
 
 
 def log1p_sum_exp(t, keep):
-    """For each row: log(1 + sum of exp(t) over the columns where keep is true), without overflow. It is the softplus
-    of Proxy-Anchor Eq. (5).
+    """For each row: log(1 + sum of exp(t) over the columns where keep is true), without overflow. In Proxy-Anchor
+    Eq. (5) this is written softplus(LSE(t)), where LSE is log of the sum of exp(t).
 
     t, keep (rows, columns) -> (rows,)
     """

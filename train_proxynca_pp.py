@@ -80,8 +80,8 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     if len(proxies) == 1:
         return -logits.sum()
     others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) is 0: the sum is over P-
-    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2). What is subtracted alone gives the -1 of Proxy-Anchor
-    # Eq. (3).
+    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2). The own logit stands only behind the minus, so its
+    # derivative is the -1 of Proxy-Anchor Eq. (3).
     return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
@@ -184,9 +184,9 @@ About --loss proxynca
     7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++. On the
        benchmarks Adam has eps = 1, so its steps are proportional to the gradients, and this loss needs a
        higher --lr there for a fair comparison.
-    8. The Proxy-NCA of the Reality Check is "cross entropy" of distances, so its denominator has the own
-       proxy (so it is in its library, pytorch-metric-learning, where the distances are squared and get a
-       scale, on CUB 13.98). That is --protocol reality-check --loss proxynca_pp --temperature 0.0715. With
+    8. The Reality Check calls its Proxy-NCA a cross entropy of distances, so the own proxy is in the
+       denominator. In its library, pytorch-metric-learning, the distances are squared and multiplied by a
+       scale, which is 13.98 on CUB: --protocol reality-check --loss proxynca_pp --temperature 0.0715. With
        --loss proxynca, the protocol has the same temperature, 1/13.98, without the own proxy.
 """
 

@@ -12,6 +12,8 @@ import argparse
 import ast
 import re
 import tokenize
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,7 @@ def cited(text, file):
     return found
 
 
+@cache
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}
@@ -73,19 +76,20 @@ def lines():
         source = path.read_text()
         places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
                   ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-        places += [(number, source.splitlines()[number - 1].strip(), text) for number, text in comments(path)]
-        for number, shown, text in sorted(places):
+        shown = source.splitlines()
+        places += [(number, shown[number - 1].strip(), text) for number, text in comments(source)]
+        for number, line, text in sorted(places):
             for equation in cited(text, path.stem):
-                found.setdefault(equation, []).append((path.name, number, shown))
+                found.setdefault(equation, []).append((path.name, number, line))
     return found
 
 
-def comments(path):
+def comments(source):
     """(first line, text) of each comment; the lines of one comment are joined, since a name and `Eq.` may part there"""
-    with tokenize.open(path) as file:
-        tokens = [t for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT]
     joined = []
-    for t in tokens:
+    for t in tokenize.generate_tokens(StringIO(source).readline):
+        if t.type != tokenize.COMMENT:
+            continue
         text, alone = t.string.lstrip('# '), t.line.lstrip().startswith('#')
         if alone and joined and joined[-1][2] == t.start[0] - 1:
             joined[-1] = (joined[-1][0], f'{joined[-1][1]} {text}', t.start[0])

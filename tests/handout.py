@@ -34,6 +34,11 @@ class Exercise(NamedTuple):
     copies: dict = {}   # {script: functions that hold the same solution}
 
     @property
+    def solutions(self):
+        """{script: functions that hold a solution}"""
+        return {self.script: self.cut} | self.copies
+
+    @property
     def tests(self):
         return 'test_retrieval.py' if self.script == 'common.py' else self.script.replace('train_', 'test_')
 
@@ -113,7 +118,8 @@ def cut(text, names):
 
 def prune(text, words):
     """A file of tests with those whose name has one of the words, and with the imports and names that they need"""
-    lines, body = text.splitlines(keepends=True), ast.parse(text).body
+    lines, module = text.splitlines(keepends=True), ast.parse(text)
+    body = module.body
     tests = [node for node in body if getattr(node, 'name', '').startswith('test_')]
     keep = [node for node in tests if any(word in node.name for word in words)]
     defined = {}                                    # of all names but those of tests, and of what is imported
@@ -128,7 +134,7 @@ def prune(text, words):
         new = {id(defined[name]): defined[name] for name in names & defined.keys()}.values()
         todo += new
         keep += new
-    pieces, blank, last = [f'"""{ast.get_docstring(ast.parse(text))}"""\n'], 0, None
+    pieces, blank, last = [f'"""{ast.get_docstring(module)}"""\n'], 0, None
     for node in body[1:]:
         first = min([node.lineno, *(d.lineno for d in getattr(node, 'decorator_list', []))]) - 1
         source = ''.join(lines[first:node.end_lineno])
@@ -176,9 +182,7 @@ def local(text):
 
 def solutions_in(path, names):
     """The functions of a script that hold a solution of one of these exercises"""
-    return {function for name in names for script, functions in
-            [(EXERCISES[name].script, EXERCISES[name].cut), *EXERCISES[name].copies.items()] if script == path
-            for function in functions.split()}
+    return {function for name in names for function in EXERCISES[name].solutions.get(path, '').split()}
 
 
 def student_page(names):

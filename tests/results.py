@@ -105,11 +105,16 @@ def against(rows, *bases):
     return [(row, base) for base in bases for row in rows if row not in bases]
 
 
-def trials(script):
-    """{trial: command} of the runs that `python tests/search.py SCRIPT` made, in their order"""
+def finished():
+    """{command: its line}"""
     lines = LINES.read_text().splitlines() if LINES.exists() else []
-    found = [json.loads(line)['command'] for line in lines if f'"command": "{script} ' in line and '=' in line[:200]]
-    return {f'trial {n}': command for n, command in enumerate(dict.fromkeys(c.split(' --fold')[0] for c in found))}
+    return {line['command']: line for line in map(json.loads, lines)}
+
+
+def trials(script):
+    """{trial: command} of the runs that `python tests/search.py SCRIPT` made, in their order; it writes flags with ="""
+    own = [command for command in finished() if command.startswith(f'{script} ') and '=' in command]
+    return {f'trial {n}': command for n, command in enumerate(dict.fromkeys(c.split(' --fold')[0] for c in own))}
 
 
 SOFTER = {f'softer:{what}': patched(f'softer:{what}') for what in ['2:10:0.5', *SEARCH]}
@@ -341,12 +346,6 @@ def run_patched(name, script, *words):
 
 
 # ---- making them
-
-
-def finished():
-    """{command: its line}"""
-    lines = LINES.read_text().splitlines() if LINES.exists() else []
-    return {line['command']: line for line in map(json.loads, lines)}
 
 
 def run(command, threads):

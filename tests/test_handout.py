@@ -38,7 +38,7 @@ def test_each_exercise_names_what_there_is():
     for name, exercise in EXERCISES.items():
         for solution in (solutions.WRONG[name] | solutions.RIGHT[name]).values():
             assert handout.hand_in((ROOT / exercise.script).read_text(), exercise.cut.split(), solution)
-        for script, functions in [(exercise.script, exercise.cut), *exercise.copies.items()]:
+        for script, functions in exercise.solutions.items():
             found = handout.functions_of((ROOT / script).read_text(), functions.split())
             assert len(found) == len(functions.split()) and all(ast.get_docstring(f) for f in found), script
         tests = files[f'tests/{exercise.tests}']
