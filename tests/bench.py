@@ -1,16 +1,15 @@
 """What things cost, measured here and now. Not collected by pytest.
 
-    python tests/bench.py                    all of them but growth
+    python tests/bench.py                    all of them
     python tests/bench.py loop               the shared loop against a bare forward/backward/optimizer loop
     python tests/bench.py losses             loss time and value against pytorch-metric-learning, if installed
     python tests/bench.py search             60,502 x 512 against one plain matrix product
     python tests/bench.py decode             11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
-    python tests/bench.py metrix             steps of train_metrix.py against clean ones; --px 224 --batch 100
-    python tests/bench.py growth             how they grow with the batch: 50, 100, 200, 400
+    python tests/bench.py metrix             steps of train_metrix.py against clean ones; --px 224 --batch 400
     python tests/bench.py hse                steps of train_hse.py against its baseline
 
-Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine
-may be busy with other work. Memory is the peak of a process of its own.
+Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine may be busy with
+other work. Memory is the most that was taken beyond what was there before; that of steps is measured on a GPU only.
 
 Measured at commit 2abae0e, on two cores of a CPU that multiplies in bfloat16. A ratio is a time divided by that of what
 stands behind 'to'.
@@ -28,7 +27,6 @@ stands behind 'to'.
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -239,62 +237,37 @@ def script_step(options, kind):
     return step, captured['args'].device
 
 
-def bench_peak(options):
-    """Prints the peak memory of one step in GB: run in a process of its own."""
-    step, device = script_step(options, options.kind)
-    step()
-    if device.type == 'cuda':
-        print(torch.cuda.max_memory_allocated() / 2 ** 30)
-    else:
-        print(peak_memory())
-
-
-def bench_steps(options, kinds, memory=True):
-    """Steps of several kinds, in turn within one process; then their peak memory, each in its own."""
-    works, device, peak = {}, None, {}
+def bench_steps(options, kinds):
+    """Steps of several kinds, in turn; on a GPU also the memory that the first step of each takes"""
+    works, more = {}, {}
     for kind in kinds:
         works[kind], device = script_step(options, kind)
-        command = [sys.executable, __file__, 'peak', '--kind', kind, '--px', str(options.px), '--arch', options.arch,
-                   '--batch', str(options.batch), '--device', options.device, '--precision', options.precision]
-        if memory:
-            peak[kind] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        before = peak_memory(True, device)
+        works[kind]()
+        more[kind] = f', {peak_memory(device=device) - before:.2f} GB' if device.type == 'cuda' else ''
     took = in_turn(works, options.repeats, device)
     for kind in kinds:
-        gigabytes = f', peak {peak[kind]:.2f} GB ({peak[kind] / peak[kinds[0]]:.2f})' if memory else ''
         print(f'{kind:16} {options.arch}, {options.px} px, batch {options.batch:4}: {took[kind]:.3f} s a step '
-              f'({took[kind] / took[kinds[0]]:.2f}){gigabytes}', flush=True)
+              f'({took[kind] / took[kinds[0]]:.2f}){more[kind]}', flush=True)
+
+
+BENCHES = dict(loop=bench_loop, losses=bench_losses, search=bench_search, decode=bench_decode,
+               metrix=partial(bench_steps, kinds=['metrix:none', 'metrix:embed', 'metrix:feature']),
+               hse=partial(bench_steps, kinds=['hse:baseline', 'hse:hybrids']))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', nargs='?', default='all',
-                        choices=['all', 'loop', 'losses', 'search', 'decode', 'metrix', 'growth', 'hse', 'peak'])
+    parser.add_argument('what', nargs='*', choices=[*BENCHES, []], default=[])
     parser.add_argument('--arch', default='resnet50')
     parser.add_argument('--px', type=int, default=64)
     parser.add_argument('--batch', type=int, default=100)
     parser.add_argument('--repeats', type=int, default=3)
     parser.add_argument('--device', default='auto')
     parser.add_argument('--precision', default='auto')
-    parser.add_argument('--kind', default='metrix:feature', help='of `peak`')
     options = parser.parse_args()
-    metrix = ['metrix:none', 'metrix:embed', 'metrix:feature']
-    if options.what in ('all', 'loop'):
-        bench_loop(options)
-    if options.what in ('all', 'losses'):
-        bench_losses(options)
-    if options.what in ('all', 'search'):
-        bench_search(options)
-    if options.what in ('all', 'decode'):
-        bench_decode(options)
-    if options.what in ('all', 'metrix'):
-        bench_steps(options, metrix)
-    if options.what == 'growth':
-        for options.batch in (50, 100, 200, 400):
-            bench_steps(options, metrix)
-    if options.what in ('all', 'hse'):
-        bench_steps(options, ['hse:baseline', 'hse:hybrids'], memory=False)
-    if options.what == 'peak':
-        bench_peak(options)
+    for name in options.what or BENCHES:
+        BENCHES[name](options)
 
 
 if __name__ == '__main__':

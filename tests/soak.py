@@ -1,10 +1,10 @@
 """Hundreds of odd and damaged inputs, as users have them: what does the product not bear?
 
-    python tests/soak.py [--code FOLDER] [group ...]
+    python tests/soak.py [group ...]
 
-For whoever changes how files or flags are read; --code tries another version of the project, to compare. Prints what
-went wrong, and a count per group. On a busy core faults, which stops processes, takes 10 to 15 minutes, the others
-less than half a minute each. The suite runs a sample, but no faults: test_soak.py.
+For whoever changes how files or flags are read. Prints what went wrong, and a count per group. On a busy core faults,
+which stops processes, takes 10 to 15 minutes, the others less than half a minute each. The suite runs a sample, but no
+faults: test_soak.py.
 
 A group yields cases (what, prepare, call, expected). prepare() makes files in an empty folder. call() is judged:
     expected is a list    it must raise common.UsageError with one line that holds all words of the list
@@ -12,9 +12,7 @@ A group yields cases (what, prepare, call, expected). prepare() makes files in a
     else                  it must return what is expected or, if that is a function, something it is true of
 A refusal must leave all files as they were.
 """
-import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -33,9 +31,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import common
+import train_ms
+
 SMALL = ('--arch resnet18 --dim 4 --image-size 17 --resize 17 --batch-size 4 --per-class 2 --device cpu '
          '--weights none --dataset folder --data x --cache cache').split()
-common = None                                   # the module of the version that is tried
 no_files = list                                 # prepare() of cases that need none
 
 
@@ -169,12 +171,11 @@ def annotations():
 def checkpoints():
     """A damaged checkpoint is refused by its name, and stays as it is."""
     file, conv, deleted, whole = Path('runs/r/last.pt'), 'trunk.conv1.weight', 'deleted', {}
-    main = importlib.import_module('train_ms').main
 
     def prepare(change, *rest):
         if not whole:                               # the same run for all cases
             draw('a', 'b', 'c', 'd')
-            main([*SMALL, '--name', 'r', '--epochs', '1'])
+            train_ms.main([*SMALL, '--name', 'r', '--epochs', '1'])
             whole.update({path: path.read_bytes() for path in Path().rglob('*') if path.is_file()})
         for path, content in whole.items():
             write(path, content)
@@ -198,7 +199,7 @@ def checkpoints():
     def cut(share):
         file.write_bytes(file.read_bytes()[:int(share * file.stat().st_size)])
     uses = dict(                            # the call, keys that it needs, keys whose type matters, other values
-        resume=(partial(main, ['--resume', 'runs/r', '--device', 'cpu']),
+        resume=(partial(train_ms.main, ['--resume', 'runs/r', '--device', 'cpu']),
                 'rows epoch minutes optimizer schedule learned', 'model optimizer schedule learned',
                 [(9, 'args', 'dim')]),
         load=(partial(common.load_checkpoint, 'runs/r'), '', 'model args embedder', [({}, 'args', 'resize')]))
@@ -215,7 +216,7 @@ def checkpoints():
 def faults():
     """Real processes that are stopped, or cannot print, lose no epoch and show no traceback."""
     def command(*argv):
-        return [sys.executable, f'{sys.path[0]}/train_ms.py', *argv]
+        return [sys.executable, train_ms.__file__, *argv]
 
     def rows(name):
         """The log, without what no second run repeats"""
@@ -323,14 +324,8 @@ def attempt(prepare, call, expected, seconds=120):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('groups', nargs='*', help=', '.join(GROUPS))
-    parser.add_argument('--code', type=Path, default=Path(__file__).parents[1])
-    options = parser.parse_args()
-    sys.path.insert(0, str(options.code.resolve()))
-    common = importlib.import_module('common')
     torch.set_num_threads(1)
-    for group in options.groups or GROUPS:
+    for group in sys.argv[1:] or GROUPS:
         cases = list(GROUPS[group]())
         wrong = {what: reason for what, *case in cases if (reason := attempt(*case))}
         for what, reason in wrong.items():
