@@ -33,6 +33,7 @@ import time
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -218,14 +219,10 @@ def script_step(options, kind):
     def capture(args, model, data, step, optimizer, learned=None, sampler=None):
         captured.update(args=args, step=step, optimizer=optimizer)
     flags = dict(metrix=['--mixup', variant], hse=['--alpha', '0' if variant == 'baseline' else '0.1'])[name]
-    module = __import__(f'train_{name}')
-    real_train, real_load, common.train = common.train, common.dataset_from, capture
     images = random_images(options)
-    common.dataset_from = lambda args: argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
-    try:
-        module.main(network_flags(options) + ['--freeze-bn', *flags])
-    finally:
-        common.train, common.dataset_from = real_train, real_load
+    data = argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
+    with mock.patch.multiple(common, train=capture, dataset_from=lambda args: data):
+        __import__(f'train_{name}').main(network_flags(options) + ['--freeze-bn', *flags])
     indices = list(range(options.batch))
     x, y = next(common.batches(images, [indices], captured['args'].device, augment=captured['args']))
 
