@@ -1,7 +1,6 @@
 """eval.py: the same numbers as the training run, and the measures of Metrix, section 4.3."""
 import json
 import math
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +11,8 @@ from conftest import draw_folder, on_circle, unit
 import common
 import eval as evaluation
 import train_ms
+
+FP32 = '--checkpoint runs/mine --device cpu --precision fp32'.split()
 
 
 def test_metrix_eq12_by_hand():
@@ -36,49 +37,60 @@ def test_uniformity_is_over_all_images_however_many():
     assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
 
 
-def result_of(capsys):
-    return json.loads(capsys.readouterr().out.strip().split('\n')[-1])
-
-
 def test_eval_repeats_the_last_row_and_ends_with_one_json_line(run, small, capsys):
     row = run(train_ms, '--name', 'mine', '--precision', 'fp32', '--resize', '40')
-    evaluation.main(['--checkpoint', 'runs/mine/last.pt', '--device', 'cpu', '--precision', 'fp32'])
-    result = result_of(capsys)
+    evaluation.main(FP32)
+    result = json.loads(capsys.readouterr().out.strip().split('\n')[-1])
     metrics = ('R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 's+', 's-')
     assert {key: result[key] for key in metrics} == {key: row[key] for key in metrics}
     assert result['dataset'] == 'folder' and 'alignment' not in result
 
 
-def test_a_folder_is_evaluated_without_the_training_classes(tmp_path, monkeypatch, small, capsys):
-    """Of the run's own flat folder that is the test half, so the row of training; of another one, all classes."""
+@pytest.fixture
+def birds(tmp_path, monkeypatch, small):
+    """A flat folder, a network that was trained on its first half, as runs/mine, and the row of its training"""
     monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'birds', list('abcdef'), per_class=4)
-    draw_folder(tmp_path / 'cars', ['k', 'l', 'm', 'c'], per_class=4)
-    row = train_ms.main('--dataset folder --data birds --steps 2 --device cpu --image-size 32 --batch-size 6 '
-                        '--per-class 2 --name mine --precision fp32'.split())
-    common_flags = ['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32']
-    evaluation.main(common_flags)
+    draw_folder(tmp_path / 'birds', 'abcdef', per_class=4)
+    return train_ms.main('--dataset folder --data birds --steps 2 --device cpu --image-size 32 --batch-size 6 '
+                         '--per-class 2 --name mine --precision fp32'.split())
+
+
+def test_a_folder_is_evaluated_without_the_training_classes(tmp_path, birds, capsys):
+    """Of the run's own flat folder that is the test half, so the row of training; of another one, all classes."""
+    draw_folder(tmp_path / 'cars', 'klmc', per_class=4)
+    result = evaluation.main(FP32)
     out = capsys.readouterr().out
     assert '12 queries of 3 classes' in out and '3 classes were in the training set' in out
-    assert json.loads(out.strip().split('\n')[-1])['MAP@R'] == row['MAP@R']
-    evaluation.main([*common_flags, '--dataset', 'folder', '--data', 'cars'])
+    assert result['MAP@R'] == birds['MAP@R']
+    evaluation.main([*FP32, '--dataset', 'folder', '--data', 'cars'])
     assert '12 queries of 3 classes' in capsys.readouterr().out, 'c is the name of a training class'
 
 
-def test_analyse_measures_the_test_set_and_its_distance_to_the_training_set(run, small, folder, capsys):
-    run(train_ms, '--name', 'mine', '--precision', 'fp32')
-    capsys.readouterr()
-    evaluation.main(['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32', '--analyse'])
-    result = result_of(capsys)
+def test_analyse_measures_the_test_set_and_its_distance_to_the_training_set(birds):
+    result = evaluation.main([*FP32, '--analyse'])
     model = common.load_checkpoint('runs/mine', precision='fp32')
-    data = common.load_dataset('folder', folder, 32, 32, 'cache')
+    data = common.load_dataset('folder', 'birds', 32, 32)
     z, training = common.embed(model, data.query), common.embed(model, data.train)
-    assert result['alignment'] == pytest.approx(evaluation.alignment(z, data.query.labels))
-    assert (result['threshold'], result['balanced accuracy']) == pytest.approx(
-        evaluation.best_threshold(z, data.query.labels))
-    assert result['uniformity'] == pytest.approx(evaluation.uniformity(z))
-    nearest = torch.cdist(z.double(), training.double()).square().amin(dim=1).mean().item()
-    assert result['utilization'] == pytest.approx(nearest, abs=1e-5) and nearest > 1e-3
+    threshold, accuracy = evaluation.best_threshold(z, data.query.labels)
+    expected = {'alignment': evaluation.alignment(z, data.query.labels), 'uniformity': evaluation.uniformity(z),
+                'utilization': torch.cdist(z.double(), training.double()).square().amin(dim=1).mean().item(),
+                'threshold': threshold, 'balanced accuracy': accuracy}
+    assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_analysis_is_by_the_training_images_of_the_network(tmp_path, birds):
+    """Also where another folder is evaluated; and where they have moved, --data says where they are."""
+    before = evaluation.main([*FP32, '--analyse'])
+    draw_folder(tmp_path / 'cars', 'mnop', per_class=2, seed=5)
+    cars = evaluation.main([*FP32, '--analyse', '--data', 'cars'])
+    model, load = common.load_checkpoint('runs/mine', precision='fp32'), common.load_dataset
+    z = common.embed(model, load('folder', 'cars', 32, 32, known=()).query)
+    training = common.embed(model, load('folder', 'birds', 32, 32).train)
+    assert cars['utilization'] == pytest.approx(evaluation.utilization(z, training))
+    (tmp_path / 'birds').rename('moved')
+    assert evaluation.main([*FP32, '--analyse', '--data', 'moved']) == before
+    with pytest.raises(common.UsageError, match='needs the training images, and cars has other ones: 2 cl.* m$'):
+        evaluation.main([*FP32, '--analyse', '--data', 'cars'])
 
 
 def test_the_standard_error_is_that_of_a_share():
@@ -102,58 +114,9 @@ def test_nmi_has_as_many_clusters_as_there_are_classes(monkeypatch, capsys):
         assert without.keys() == measures.keys() - {'NMI'} and 'NMI is left out' in capsys.readouterr().out
 
 
-def test_training_images_that_have_moved_are_found_by_the_analysis(run, small, folder, tmp_path, capsys):
-    run(train_ms, '--name', 'mine', '--precision', 'fp32')
-    flags = ['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32', '--analyse']
-    before = evaluation.main(flags)
-    shutil.copytree(folder, tmp_path / 'moved')
-    parts = torch.load('runs/mine/last.pt', weights_only=True)
-    torch.save(parts | dict(args=parts['args'] | dict(data='/nowhere')), 'runs/mine/last.pt')
-    after = evaluation.main([*flags, '--data', str(tmp_path / 'moved')])
-    assert after == before
-
-
-def test_utilization_is_by_the_training_images_of_the_network(run, small, folder, tmp_path, monkeypatch, capsys):
-    """Also where the network is evaluated on another dataset, or another folder"""
-    run(train_ms, '--name', 'x')
-    real, opened = common.load_dataset, []
-    monkeypatch.setattr(common, 'load_dataset',
-                        lambda name, root, *a, **kw: opened.append((name, root)) or real(name, root, *a, **kw))
-    draw_folder(tmp_path / 'other', 'mnop', per_class=2, seed=5)
-    evaluation.main('--checkpoint runs/x --dataset folder --data other --analyse --device cpu'.split())
-    assert opened == [('folder', 'other'), ('folder', str(folder))]
-    opened.clear()
-    evaluation.main('--checkpoint runs/x --dataset shapes --analyse --device cpu'.split())
-    assert [name for name, _ in opened] == ['shapes', 'folder']
-
-
-def test_another_dataset_needs_its_folder(run, small):
+def test_another_dataset_needs_its_folder_and_a_drawn_one_has_none(run, small):
     run(train_ms, '--name', 'mine')
     with pytest.raises(common.UsageError, match='training was on folder: .* --data'):
-        evaluation.main(['--checkpoint', 'runs/mine', '--dataset', 'cub'])
-
-
-def test_the_analysis_wants_the_images_of_the_training(tmp_path, monkeypatch, small):
-    monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
-    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 17 --device cpu --name mine'.split())
-    (tmp_path / 'birds').rename(tmp_path / 'gone')
-    draw_folder(tmp_path / 'cars', 'mnop', per_class=3)
-    with pytest.raises(common.UsageError, match='needs the training images, and cars has other ones: 2 cl.* m$'):
-        evaluation.main('--checkpoint runs/mine --data cars --analyse --device cpu'.split())
-
-
-def test_a_folder_beside_drawn_images_has_no_effect():
-    """The likeliest mistake with images of one's own"""
-    args = evaluation.get_args('--checkpoint x --data photos'.split())
+        evaluation.main([*FP32, '--dataset', 'cub'])
     with pytest.raises(common.UsageError, match='--data has no effect with --dataset shapes.*add --dataset folder'):
-        evaluation.place_of_test_set(args, [dict(dataset='shapes')])
-
-
-def test_a_checkpoint_without_its_data_is_refused(tmp_path, small):
-    model = common.Embedder('resnet18', dim=4, weights='none')
-    common.save_checkpoint(tmp_path / 'x.pt', SimpleNamespace(script='train_ms', seed=0, resize=32, image_size=32),
-                           model)
-    for flags in ([], ['--against', str(tmp_path / 'x.pt')], ['--analyse']):
-        with pytest.raises(common.UsageError):
-            evaluation.main(['--checkpoint', str(tmp_path / 'x.pt'), '--device', 'cpu', *flags])
+        evaluation.main([*FP32, '--dataset', 'shapes', '--data', 'photos'])
