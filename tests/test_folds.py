@@ -6,10 +6,7 @@ import torch
 from conftest import draw_folder
 
 import common
-import eval as evaluation
-import train_ccl
 import train_ms
-import train_proxy_anchor
 from common import UsageError
 
 
@@ -17,7 +14,7 @@ def numbered(classes, per_class=2):
     """Images of 2 x 2 pixels whose value is their index; super-classes in threes"""
     labels = torch.arange(classes * per_class) // per_class
     pixels = torch.arange(len(labels), dtype=torch.uint8).repeat_interleave(12).numpy()
-    return common.Images(pixels, [(2, 2)] * len(labels), labels, 2, [f'class {c}' for c in range(classes)], labels // 3)
+    return common.Images(pixels, [(2, 2)] * len(labels), labels, 17, [f'class {c}' for c in range(classes)], labels // 3)
 
 
 def held_out(classes, fold):
@@ -40,26 +37,16 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
             assert part.num_classes == len(part.classes)
 
 
-def test_a_subset_has_its_own_images_sizes_and_super_classes():
-    whole = numbered(9)
-    part = whole.subset(torch.tensor([3, 4, 12]))
-    assert [part[i].mean() for i in range(3)] == [3, 4, 12] and len(part) == 3 and len(whole) == 18
-    assert part.labels.tolist() == [0, 1, 2] and part.classes == ['class 1', 'class 2', 'class 6']
-    assert part.groups.tolist() == [0, 0, 2]
-    x, y = next(common.batches(part, [[2, 0]], torch.device('cpu')))
-    assert y.tolist() == [2, 0] and torch.equal(x, next(common.batches(whole, [[12, 3]], torch.device('cpu')))[0])
-
-
-def test_a_subset_of_images_whose_classes_have_no_names():
-    whole = common.Images(torch.zeros(24, dtype=torch.uint8).numpy(), [(2, 2)] * 2, torch.arange(2), 2)
-    part = whole.subset(torch.tensor([1]))
-    assert part.labels.tolist() == [0] and part.num_classes == 1 and part.classes == []
-    assert len(part) == 1 and part[0].shape == (2, 2, 3), 'one image is a set, too'
-
-
 def test_a_block_needs_two_classes():
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         held_out(7, '0/4')
+
+
+def test_a_subset_has_its_own_images_sizes_and_super_classes():
+    part = numbered(9).subset(torch.tensor([3, 4, 12]))
+    assert [part[i].mean() for i in range(len(part))] == [3, 4, 12] and part[0].shape == (2, 2, 3)
+    assert part.labels.tolist() == [0, 1, 2] and part.classes == ['class 1', 'class 2', 'class 6']
+    assert part.groups.tolist() == [0, 0, 2]
 
 
 def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
@@ -69,126 +56,80 @@ def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
     for c in 'ghijkl':
         for path in (tmp_path / f'x/{c}').iterdir():
             path.write_bytes(b'no image')
-    flags = ('--dataset folder --data x --image-size 32 --batch-size 8 --per-class 2 --dim 8 --device cpu --epochs 1')
-    row = train_ms.main([*flags.split(), '--fold', '1/3', '--name', 'fold'])
-    assert row['epoch'] == 1
+    flags = '--dataset folder --data x --image-size 32 --batch-size 8 --per-class 2 --device cpu --epochs 1'.split()
+    assert train_ms.main([*flags, '--fold', '1/3', '--name', 'fold'])['epoch'] == 1
     saved = common.read_checkpoint('runs/fold')
     assert saved['classes'] == list('abefcd'), 'validation classes have been seen as well'
     with pytest.raises(UsageError, match='cannot read the image'):
-        train_ms.main(flags.split())
-
-
-def test_labels_proxies_centres_and_noise_know_the_training_blocks_only(before_training):
-    held = before_training(train_proxy_anchor, '--fold', '1/3')
-    assert len(held.learned['proxies']) == held.data.train.num_classes == 4 and held.data.query.num_classes == 2
-    held = before_training(train_ccl, '--fold', '0/3', '--label-noise', 'symmetric:0.5')
-    assert len(held.learned['centers']) == 4
-    assert held.data.query.labels.tolist() == [0] * 5 + [1] * 5, 'validation labels are right'
-    assert held.data.train.labels.tolist() != (torch.arange(20) // 5).tolist()
+        train_ms.main(flags)
 
 
 # ---- the best epoch
 
 
-def train_with(monkeypatch, scores, *flags):
-    """A run on shapes whose evaluations give these MAP@R, the first before training -> the row that main returns"""
-    scores = iter(scores)
-    monkeypatch.setattr(common, 'evaluate', lambda model, data: {
-        'R@1': 50.0, 'RP': 1.0, 'MAP@R': next(scores), 's-': 0.0, 's+': 0.5})
+@pytest.fixture
+def train_with(tmp_path, monkeypatch, small):
+    """train_with(scores, *flags): a run on six classes whose evaluations give these MAP@R, the first before training.
 
-    def draw(resize, size):
-        pixels = torch.zeros(12 * 3 * size ** 2, dtype=torch.uint8).numpy()
-        sizes, labels = [(size, size)] * 12, torch.arange(12) // 2
-        return [common.Images(pixels, sizes, labels, size, [f'{part} {c}' for c in range(6)])
-                for part in ('train', 'query')]
-    monkeypatch.setattr(common, 'draw_shapes', draw)
-    return train_ms.main([*'--image-size 17 --batch-size 4 --per-class 2 --dim 4 --device cpu'.split(), *flags])
+    Returns the row that main returns.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common, 'draw_shapes', lambda *_: (numbered(6), numbered(6)))
+
+    def train_with(scores, *flags):
+        scores = iter(scores)
+        monkeypatch.setattr(common, 'evaluate', lambda model, data: {
+            'R@1': 50.0, 'RP': 1.0, 'MAP@R': next(scores), 's-': 0.0, 's+': 0.5})
+        return train_ms.main([*'--image-size 17 --batch-size 4 --per-class 2 --dim 4 --device cpu'.split(), *flags])
+    return train_with
 
 
 def epochs_of(name):
     return [json.loads(line)['epoch'] for line in open(f'runs/{name}/log.jsonl')]
 
 
-def test_the_best_epoch_by_validation_is_kept(tmp_path, monkeypatch, small, capsys):
-    monkeypatch.chdir(tmp_path)
-    row = train_with(monkeypatch, [90, 10, 30, 20, 30], '--fold', '0/3', '--epochs', '4', '--name', 'x')
+def test_the_best_epoch_by_validation_is_kept(train_with, capsys):
+    row = train_with([90, 10, 30, 20, 30], '--fold', '0/3', '--epochs', '4', '--name', 'x')
     assert row['epoch'] == 2 and row['MAP@R'] == 30, 'neither epoch 0 nor a later one that is no better'
-    assert common.read_file('runs/x/best.pt')['epoch'] == 2 and common.read_checkpoint('runs/x')['epoch'] == 4
+    best = common.read_file('runs/x/best.pt')
+    assert best['epoch'] == 2 and common.read_checkpoint('runs/x')['epoch'] == 4
+    assert torch.equal(common.load_checkpoint('runs/x').linear.weight, best['model']['linear.weight'])
     assert epochs_of('x') == [0, 1, 2, 3, 4], 'evaluated after each epoch'
     out = capsys.readouterr().out
     assert '% of the validation images' in out and 'This is epoch 2, which has the highest validation MAP@R' in out
     assert out.endswith('eval.py --checkpoint runs/x/best.pt\n') and '4 validation images of 2 classes' in out
 
 
-def test_a_fold_without_training_names_a_checkpoint_that_is_there(tmp_path, monkeypatch, small, capsys):
-    monkeypatch.chdir(tmp_path)
-    train_with(monkeypatch, [10], '--fold', '0/3', '--epochs', '0', '--name', 'x')
-    assert capsys.readouterr().out.endswith('eval.py --checkpoint runs/x/last.pt\n')
-    assert (tmp_path / 'runs/x/last.pt').exists() and not (tmp_path / 'runs/x/best.pt').exists()
-
-
-def test_patience_ends_a_run(tmp_path, monkeypatch, small):
-    monkeypatch.chdir(tmp_path)
+def test_patience_ends_a_run(train_with):
     scores = [0, 10, 30, 20, 25, 40, 39, 38, 37, 36]
     flags = '--fold 0/3 --epochs 9 --patience'.split()
-    assert train_with(monkeypatch, scores, *flags, '3', '--name', 'x')['epoch'] == 5
-    assert epochs_of('x') == list(range(9))
-    assert train_with(monkeypatch, scores, *flags, '2', '--name', 'y')['epoch'] == 2
-    assert epochs_of('y') == list(range(5))
+    assert train_with(scores, *flags, '3', '--name', 'x')['epoch'] == 5 and epochs_of('x') == list(range(9))
+    assert train_with(scores, *flags, '2', '--name', 'y')['epoch'] == 2 and epochs_of('y') == list(range(5))
     # a resumed run goes on if there is more patience, and knows the best epoch
-    row = train_with(monkeypatch, scores[5:], '--resume', 'runs/y', '--patience', '3')
+    row = train_with(scores[5:], '--resume', 'runs/y', '--patience', '3')
     assert row['epoch'] == 5 and epochs_of('y') == list(range(9))
 
 
-def test_without_a_fold_the_last_epoch_counts_and_the_best_is_named(tmp_path, monkeypatch, small, capsys):
-    monkeypatch.chdir(tmp_path)
-    row = train_with(monkeypatch, [0, 10, 30, 20], '--epochs', '3', '--eval-every', '1', '--name', 'x')
-    assert row['epoch'] == 3 and not (tmp_path / 'runs/x/best.pt').exists()
+def test_without_a_fold_the_last_epoch_counts_and_the_best_is_named(train_with, capsys):
+    row = train_with([0, 10, 30, 20], '--epochs', '3', '--eval-every', '1', '--name', 'x')
+    assert row['epoch'] == 3 and not common.Path('runs/x/best.pt').exists()
     assert '(Epoch 2 had the highest MAP@R' in capsys.readouterr().out
-    train_with(monkeypatch, [0, 10, 30, 40], '--epochs', '3', '--eval-every', '1', '--name', 'y')
+    train_with([0, 10, 30, 40], '--epochs', '3', '--eval-every', '1', '--name', 'y')
     assert 'had the highest' not in capsys.readouterr().out
 
 
-def test_a_kill_between_best_and_last_costs_nothing(tmp_path, monkeypatch, small):
+def test_a_kill_between_best_and_last_costs_nothing(train_with, monkeypatch):
     """best.pt is written first, so last.pt never knows of a best epoch that is not there."""
-    monkeypatch.chdir(tmp_path)
-    real, written = common.save_checkpoint, []
+    written = []
 
-    def save(path, *positional, **named):
+    def save(path, *positional, real=common.save_checkpoint, **named):
         if written == ['last.pt', 'best.pt', 'last.pt', 'best.pt']:
             raise KeyboardInterrupt
         written.append(path.name)
         real(path, *positional, **named)
-    monkeypatch.setattr(common, 'save_checkpoint', save)
-    with pytest.raises(KeyboardInterrupt):
-        train_with(monkeypatch, [0, 10, 20, 5], '--fold', '0/3', '--epochs', '3', '--name', 'x')
-    monkeypatch.setattr(common, 'save_checkpoint', real)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common, 'save_checkpoint', save)
+        train_with([0, 10, 20, 5], '--fold', '0/3', '--epochs', '3', '--name', 'x')
     assert common.read_checkpoint('runs/x')['epoch'] == 1 and common.read_file('runs/x/best.pt')['epoch'] == 2
-    row = train_with(monkeypatch, [20, 5], '--resume', 'runs/x')
+    row = train_with([20, 5], '--resume', 'runs/x')
     assert row['epoch'] == 2 and common.read_file('runs/x/best.pt')['epoch'] == 2
-
-
-# ---- flags, and eval.py
-
-
-def test_a_fold_is_evaluated_after_each_epoch_unless_typed_otherwise():
-    assert train_ms.get_args(['--dataset', 'inshop']).eval_every == 5
-    assert train_ms.get_args(['--dataset', 'inshop', '--fold', '0/4']).eval_every == 1
-    assert train_ms.get_args(['--fold', '0/4', '--eval-every', '3']).eval_every == 3
-
-
-def test_eval_takes_the_best_checkpoint_and_leaves_out_validation_classes(tmp_path, monkeypatch, small, capsys):
-    monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'x', 'abcdefghijkl', per_class=3)
-    train_ms.main('--dataset folder --data x --image-size 32 --batch-size 8 --per-class 2 --dim 8 --device cpu '
-                  '--epochs 3 --fold 0/3 --name x'.split())
-    best = common.read_file('runs/x/best.pt')
-    assert torch.equal(common.load_checkpoint('runs/x').linear.weight, best['model']['linear.weight'])
-    capsys.readouterr()
-    real, folds = common.load_dataset, []
-    monkeypatch.setattr(common, 'load_dataset', lambda *positional, fold=None, **named:
-                        folds.append(fold) or real(*positional, fold=fold, **named))
-    evaluation.main(['--checkpoint', 'runs/x', '--analyse', '--device', 'cpu'])
-    assert folds == [None, '0/3'], 'the test set, and the images that the network was trained on'
-    out = capsys.readouterr().out
-    assert '6 classes were in the training set' in out and 'folder: 18 queries of 6 classes' in out
