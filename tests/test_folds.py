@@ -1,6 +1,7 @@
 """--fold: class-disjoint blocks, the best epoch by validation, and a test set that is not read."""
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import draw_folder
@@ -13,8 +14,8 @@ from common import UsageError
 def numbered(classes, per_class=2):
     """Images of 2 x 2 pixels whose value is their index; super-classes in threes"""
     labels = torch.arange(classes * per_class) // per_class
-    pixels = torch.arange(len(labels), dtype=torch.uint8).repeat_interleave(12).numpy()
-    return common.Images(pixels, [(2, 2)] * len(labels), labels, 17, [f'class {c}' for c in range(classes)], labels // 3)
+    pixels, names = np.arange(len(labels), dtype=np.uint8).repeat(12), [f'class {c}' for c in range(classes)]
+    return common.Images(pixels, [(2, 2)] * len(labels), labels, 17, names, labels // 3)
 
 
 def held_out(classes, fold):
@@ -23,14 +24,13 @@ def held_out(classes, fold):
     return data
 
 
-@pytest.mark.parametrize('classes, n', [(8, 2), (8, 4), (11, 4), (100, 4), (30, 7)])
+@pytest.mark.parametrize('classes, n', [(8, 4), (11, 4), (30, 7)])
 def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
-    blocks = [held_out(classes, f'{i}/{n}').query.classes for i in range(n)]
+    folds = [held_out(classes, f'{i}/{n}') for i in range(n)]
+    blocks = [data.query.classes for data in folds]
     assert sum(blocks, []) == [f'class {c}' for c in range(classes)]
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
-    for i in range(n):
-        data = held_out(classes, f'{i}/{n}')
-        assert data.query.classes == blocks[i]
+    for i, data in enumerate(folds):
         assert data.train.classes == sum(blocks[:i] + blocks[i + 1:], [])
         for part in (data.train, data.query):
             assert part.labels.tolist() == (torch.arange(len(part)) // 2).tolist(), 'numbered anew from 0'
