@@ -92,23 +92,19 @@ def test_the_seed_decides_the_network_that_a_script_starts_from(before_training,
     assert torch.equal(first, same) and not torch.equal(first, other)
 
 
-def test_home_and_cache_are_folders_of_ones_own(run, small, tmp_path, monkeypatch):
+def test_data_and_cache_are_where_the_flags_say(run, small, tmp_path, monkeypatch):
+    """--data may begin with ~, and may have moved when a run goes on."""
     monkeypatch.setenv('HOME', str(tmp_path))
     draw_folder(tmp_path / 'photos', 'abcdefgh', per_class=2)
-    run(train_ms, '--data', '~/photos', '--cache', 'elsewhere', '--name', 'x')
-    assert len(list((tmp_path / 'elsewhere').glob('*.bin'))) == 2 and not (tmp_path / 'cache').exists()
-    evaluation.main(['--checkpoint', 'runs/x', '--cache', 'third', '--device', 'cpu'])
-    assert len(list((tmp_path / 'third').glob('*.bin'))) == 1 and not (tmp_path / 'cache').exists()
+    run(train_ms, '--data', '~/photos', '--cache', 'first', '--epochs', '3', '--steps', '0', '--name', 'x')
+    evaluation.main(['--checkpoint', 'runs/x', '--cache', 'second', '--device', 'cpu'])
+    (tmp_path / 'photos').rename(tmp_path / 'moved')
+    row = train_ms.main('--resume runs/x --data moved --cache third --eval-every 2 --epochs 4'.split())
+    assert row['epoch'] == 4 and not (tmp_path / 'cache').exists()
+    assert [len(list((tmp_path / name).glob('*.bin'))) for name in ('first', 'second', 'third')] == [2, 1, 2]
 
 
-# ---- what may change when a run goes on
-
-
-def test_data_may_have_moved_and_eval_every_may_change(run, small, folder, tmp_path):
-    run(train_ms, '--epochs', '3', '--steps', '0', '--name', 'x')
-    (tmp_path / 'moved').symlink_to(folder)
-    row = train_ms.main('--resume runs/x --data moved --cache other --eval-every 2 --epochs 4'.split())
-    assert row['epoch'] == 4
+# ---- what may be typed when a run goes on
 
 
 def test_what_may_be_typed_with_resume_and_what_may_not(run, small):
