@@ -3,11 +3,11 @@ from math import cos, radians, sin
 
 import pytest
 import torch
-from conftest import on_circle
+import torch.nn.functional as F
+from conftest import on_circle, unit
 from worked import expect, expect_gradients, expect_raised, moving
 
-import train_contrastive
-from train_contrastive import contrastive_loss, contrastive_similarity_loss
+from train_contrastive import contrastive_loss, contrastive_similarity_loss, distances
 
 
 def chord(degrees):
@@ -20,31 +20,18 @@ def four_points():
     return on_circle(0, 20, 40, 100), torch.tensor([0, 0, 1, 1])
 
 
-WHERE = 'at 0, 20 (class 0), 40, 100 degrees (class 1), negative margin 0.5'
-
-
 # ---- on distances
 
 
-def test_rc_eq1_by_hand():
-    loss = contrastive_loss(*four_points())
-    expect(loss, (chord(20) + chord(60)) / 2 + (0.5 - chord(20)),
-           f'Reality Check Eq. (1) {WHERE}: each term is the mean over its non-zero entries')
-
-
-@pytest.mark.parametrize('pos_margin, pull', [(0.4, chord(60) - 0.4), (-0.2, (chord(20) + chord(60)) / 2 + 0.2)])
-def test_rc_eq1_positive_margin(pos_margin, pull):
-    """A positive pair within 0.4 is no longer a non-zero entry, so it leaves the mean too; no image is its own pair."""
-    loss = contrastive_loss(*four_points(), pos_margin=pos_margin)
-    expect(loss, pull + 0.5 - chord(20), f'Reality Check Eq. (1) {WHERE}, positive margin {pos_margin}')
-
-
-def test_rc_eq1_negative_margin():
-    """Within a distance of 1.3 are three negative pairs: 40, 20 and 80 degrees apart."""
-    loss = contrastive_loss(*four_points(), pos_margin=0.5, neg_margin=1.3)
-    push = [1.3 - chord(40), 1.3 - chord(20), 1.3 - chord(80)]
-    expect(loss, chord(60) - 0.5 + sum(push) / 3,
-           'Reality Check Eq. (1) at 0, 20 (class 0), 40, 100 degrees (class 1), margins 0.5 and 1.3')
+@pytest.mark.parametrize('margins, pull, push', [
+    ({}, (chord(20) + chord(60)) / 2, 0.5 - chord(20)),
+    (dict(pos_margin=0.4), chord(60) - 0.4, 0.5 - chord(20)),       # the other positive pair leaves the mean, too
+    (dict(pos_margin=-0.2), (chord(20) + chord(60)) / 2 + 0.2, 0.5 - chord(20)),            # no image is its own pair
+    (dict(pos_margin=0.5, neg_margin=1.3), chord(60) - 0.5, 1.3 - (chord(40) + chord(20) + chord(80)) / 3)])
+def test_rc_eq1_by_hand(margins, pull, push):
+    """Each term is the mean over its non-zero entries."""
+    expect(contrastive_loss(*four_points(), **margins), pull + push,
+           f'Reality Check Eq. (1) at 0, 20 (class 0), 40, 100 degrees (class 1), margins 0 and 0.5, but {margins}')
 
 
 @pytest.mark.parametrize('power', [1, 2])
@@ -58,15 +45,6 @@ def test_rc_eq1_closed_form_gradient(power):
            f'(class 1), power {power}')
 
 
-def test_rc_eq1_goal_reached_costs_nothing():
-    """In the paper's words: positives nearer than one threshold, negatives farther than the other."""
-    z, y = on_circle(0, 5, 90, 95).requires_grad_(), torch.tensor([0, 0, 1, 1])
-    loss = contrastive_loss(z, y, pos_margin=0.1, neg_margin=1.2)
-    loss.backward()
-    expect(loss, 0, 'Reality Check Eq. (1) at 0, 5 (class 0), 90, 95 degrees (class 1), margins 0.1 and 1.2')
-    expect(z.grad, torch.zeros(4, 2), 'its gradient')
-
-
 def test_rc_eq1_a_term_without_pairs_is_0():
     for labels, expected in ([0, 0], chord(20)), ([0, 1], 0.5 - chord(20)):
         loss = contrastive_loss(on_circle(0, 20), torch.tensor(labels))
@@ -78,43 +56,26 @@ def test_rc_eq1_in_half_precision():
     expect_raised(lambda z: contrastive_loss(z, y), 'Reality Check Eq. (1)', z)
 
 
-def test_hse_eq1_is_the_distance_of_two_points():
-    d = train_contrastive.distances(on_circle(0, 50, 180))
-    assert d.tolist() == [pytest.approx([chord(angle) for angle in angles], abs=1e-12)
-                          for angles in ((0, 50, 180), (50, 0, 130), (180, 130, 0))]
-
-
-def test_hse_eq2_by_hand():
-    """Squared: d^2 for y = 1, (m - d)^2 for y = 0."""
+def test_hse_eq1_and_eq2_by_hand():
+    """Distances, and the squared loss: d^2 for y = 1, (m - d)^2 for y = 0."""
+    d = [[chord(angle) for angle in angles] for angles in ((0, 50, 180), (50, 0, 130), (180, 130, 0))]
+    expect(distances(on_circle(0, 50, 180)), d, 'HSE Eq. (1) at 0, 50, 180 degrees')
     expected = (chord(20) ** 2 + chord(60) ** 2) / 2 + (0.5 - chord(20)) ** 2
-    expect(contrastive_loss(*four_points(), power=2), expected, f'HSE Eq. (2) {WHERE}')
+    expect(contrastive_loss(*four_points(), power=2), expected,
+           'HSE Eq. (2) at 0, 20 (class 0), 40, 100 degrees (class 1), margin 0.5')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
-def test_coinciding_positives_do_not_count(dtype):
-    """Three copies and one other image, rounded in 512 dimensions: three pairs of distance d, not six."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        two = torch.nn.functional.normalize(torch.randn(2, 512, generator=generator).to(dtype), dim=1)
-        z, y = two[[0, 0, 0, 1]].requires_grad_(), torch.zeros(4, dtype=torch.long)
-        loss = contrastive_loss(z, y)
+def test_the_same_up_to_rounding_is_the_same(dtype):
+    """Of three copies that differ by rounding, and one other image: three pairs of distance d count, not six."""
+    for seed in range(20):
+        a, b = unit(2, 512, seed, dtype)
+        z = F.normalize(torch.stack([a, 1.7 * a, 3.1 * a, b]), dim=1).requires_grad_()
+        loss = contrastive_loss(z, torch.zeros(4).long())
         loss.backward()
-        d = (two[0] - two[1]).norm().item()
-        assert loss.item() == pytest.approx(d, rel=1e-5), 'do pairs of distance 0 count as non-zero?'
+        assert loss.item() == pytest.approx((a - b).norm().item(), rel=1e-5), 'do distances of 0 count as non-zero?'
         # each copy sees one distance of three: a gradient of length 1/3, the other image gets all three
         assert z.grad.norm(dim=1).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1], rel=1e-4)
-
-
-def test_the_same_up_to_rounding_is_the_same():
-    """One image twice in a batch: its embeddings may differ, but only by rounding."""
-    generator = torch.Generator().manual_seed(0)
-    once = torch.nn.functional.normalize(torch.randn(64, 512, generator=generator), dim=1)
-    again = torch.nn.functional.normalize(1.7 * once, dim=1)
-    assert not torch.equal(once, again)
-    z, y = torch.cat([once, again]).requires_grad_(), torch.arange(64).repeat(2)
-    loss = contrastive_loss(z, y, neg_margin=0.0)            # the only positives are the copies
-    loss.backward()
-    assert loss.item() == 0 and torch.equal(z.grad, torch.zeros_like(z))
 
 
 def test_coinciding_negatives_cost_the_margin_and_have_no_direction():
@@ -129,22 +90,18 @@ def test_coinciding_negatives_cost_the_margin_and_have_no_direction():
 
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
 def test_metrix_eq1_by_hand(reduction):
-    z, y = on_circle(0, 20, 50, 70, 180, 270), torch.tensor([0, 0, 0, 1, 1, 2])
-    c = {a: cos(radians(a)) for a in (20, 30, 50, 110)}
-    n = 2 if reduction == 'mean' else 1                      # positives of an anchor of class 0
-    anchors = [-(c[20] + c[50]) / n,                         # 0: its negatives are 70, 180 and 90 degrees away
-               -(c[20] + c[30]) / n + (c[50] - 0.5),         # 20: 70 is 50 degrees away, above the margin
-               -(c[50] + c[30]) / n + (c[20] - 0.5),         # 50: 70 is 20 degrees away
-               -c[110] + (c[50] - 0.5 + c[20] - 0.5) / n,    # 70: both 20 and 50 are above the margin
+    """Two images coincide, and are positives: an image excludes itself by its index. The margin is for negatives."""
+    z, y = on_circle(0, 0, 50, 70, 180, 270), torch.tensor([0, 0, 0, 1, 1, 2])
+    c = {a: cos(radians(a)) for a in (20, 50, 70, 110)}
+    n, m = (2, 3) if reduction == 'mean' else (1, 1)         # positives of an anchor of class 0, near negatives of 70
+    first = -(1 + c[50]) / n + (c[70] - 0.3)                 # 0: of 70, 180 and 270, only 70 is above the margin
+    anchors = [first, first,
+               -2 * c[50] / n + (c[20] - 0.3),               # 50: 70 is 20 degrees away
+               -c[110] + (2 * (c[70] - 0.3) + c[20] - 0.3) / m,
                -c[110],                                      # 180
                0]                                            # 270: no positive, and no near negative; it counts
-    expect(contrastive_similarity_loss(z, y, 0.5, reduction), sum(anchors) / 6,
-           f'Metrix Eq. (1) at 0, 20, 50 (class 0), 70, 180 (1), 270 degrees (2), margin 0.5, {reduction}')
-
-
-def test_metrix_eq1_margin():
-    loss = contrastive_similarity_loss(on_circle(0, 80), torch.tensor([0, 1]), margin=-0.3)
-    expect(loss, cos(radians(80)) + 0.3, 'Metrix Eq. (1) at 0 (class 0), 80 degrees (class 1), margin -0.3')
+    expect(contrastive_similarity_loss(z, y, 0.3, reduction), sum(anchors) / 6,
+           f'Metrix Eq. (1) at 0, 0, 50 (class 0), 70, 180 (1), 270 degrees (2), margin 0.3, {reduction}')
 
 
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
@@ -158,17 +115,6 @@ def test_metrix_eq1_closed_form_gradient(reduction):
     expect_gradients(by_s, what, images=t)
 
 
-def test_metrix_eq1_positives_have_no_margin():
-    """At its best, all positives equal and all negatives opposite, an anchor costs -1, not 0."""
-    loss = contrastive_similarity_loss(on_circle(0, 0, 180, 180), torch.tensor([0, 0, 1, 1]))
-    expect(loss, -1, 'Metrix Eq. (1) at 0, 0 (class 0), 180, 180 degrees (class 1): an image excludes itself by index')
-
-
 def test_metrix_eq1_in_half_precision():
     z, y = four_points()
     expect_raised(lambda z: contrastive_similarity_loss(z, y), 'Metrix Eq. (1)', z)
-
-
-def test_an_unknown_reduction_is_refused():
-    with pytest.raises(ValueError, match='reduction'):
-        contrastive_similarity_loss(on_circle(0, 10), torch.tensor([0, 0]), reduction='none')
