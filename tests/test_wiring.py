@@ -3,6 +3,7 @@
 Metrix's step with mixtures, which has many parts, is compared with loops in test_metrix.py.
 """
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def normalised(proxies):
 
 
 def hybrids_by_hand(base_loss, alpha, temperature, stay, **options):
-    """HSE's step: the last images leave, hybrids come behind the others."""
+    """HSE's step: the last images leave, and the loss of the others has its own labels, with that of hybrids added."""
     def expected(images, labels, learned):
         images, labels = images[:stay], labels[:stay]
         h, sources = train_hse.make_hybrids(images, labels, **options)
@@ -47,14 +48,10 @@ def ccl(z, y, learned, **options):
 
 # (script, flags, loss(images, labels, learned)): between them, every flag of a loss at a value that is not its default
 CASES = [
-    (train_contrastive, '', lambda x, y, _: train_contrastive.contrastive_loss(embed(x), y, 0.0, 0.5, 1)),
     (train_contrastive, '--pos-margin 0.3 --neg-margin 1.4 --power 2',
      lambda x, y, _: train_contrastive.contrastive_loss(embed(x), y, 0.3, 1.4, 2)),
     (train_contrastive, '--form similarity --margin -0.1 --reduction sum',
      lambda x, y, _: train_contrastive.contrastive_similarity_loss(embed(x), y, -0.1, 'sum')),
-    (train_contrastive, '--form similarity',
-     lambda x, y, _: train_contrastive.contrastive_similarity_loss(embed(x), y, 0.5, 'mean')),
-    (train_ms, '', lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 2, 50, 0.5, 0.1)),
     (train_ms, '--alpha 3 --beta 7 --lam 0.2 --epsilon 0.02',
      lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 7, 0.2, 0.02)),
     (train_ms, '--alpha 3 --epsilon off',
@@ -65,7 +62,8 @@ CASES = [
      lambda x, y, t: train_proxynca_pp.proxynca_pp_loss(embed(x), y, t['proxies'], 0.4)),
     (train_proxynca_pp, '--loss proxynca',
      lambda x, y, t: train_proxynca_pp.proxynca_loss(embed(x), y, t['proxies']) / len(y)),
-    (train_ccl, '', lambda x, y, t: ccl(embed(x), y, t, s=16, margin=0, lam=2, smoothing=0.1)),
+    (train_proxynca_pp, '--loss proxynca --temperature 0.4',
+     lambda x, y, t: train_proxynca_pp.proxynca_loss(embed(x), y, t['proxies'], 0.4) / len(y)),
     (train_ccl, '--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
      lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
     (train_ccl, '--variant stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
@@ -81,7 +79,6 @@ CASES = [
         embed(x), y, 18, 75, 0.77, None)),
     (train_metrix, '--mixup none --epsilon 0.02', lambda x, y, _: train_ms.multi_similarity_loss(
         embed(x), y, 18, 75, 0.77, 0.02)),
-    (train_hse, '', hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=6, num=2, per_class=2)),
     (train_hse, '--loss contrastive --alpha 3 --temperature 0.5 --kind mixup',
      hybrids_by_hand(train_hse.contrastive_loss, 3, 0.5, stay=6, kind='mixup', num=2, per_class=2)),
     (train_hse, '--loss epshn --alpha 3 --kind gridmask --mask-size 5 --hybrids append --num 3',
@@ -90,39 +87,33 @@ CASES = [
      hybrids_by_hand(train_hse.npair_loss, 3, 0.1, stay=8, axis='left-right', num=2, per_class=2, combinations=2)),
     (train_hse, '--loss proxy_anchor',
      hybrids_by_hand(train_hse.proxy_anchor_loss, 2, 0.1, stay=6, num=2, per_class=2)),
-    (train_hse, '--loss epshn --alpha 0', lambda x, y, _: train_hse.epshn_loss(embed(x), y)),
+    (train_hse, '--batch-size 40 --combinations 2',      # the batch has 8 images; two classes leave it, not the first
+     hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=4, num=2, per_class=2, combinations=2)),
+    (train_hse, '--loss epshn --alpha 0 --per-class 0', lambda x, y, _: train_hse.epshn_loss(embed(x), y)),
 ]
 
 
+def weights(held):
+    """What is learned beside the network"""
+    return [weight for value in held.learned.values() for weight in
+            (value.parameters() if isinstance(value, torch.nn.Module) else [value]) if weight.requires_grad]
+
+
 @pytest.mark.parametrize('script, flags, by_hand', CASES, ids=[f'{c[0].__name__} {c[1]}' for c in CASES])
-def test_step_is_the_loss_with_the_values_of_the_flags(before_training, monkeypatch, script, flags, by_hand):
+def test_step_is_the_loss_with_the_values_of_the_flags(before_training, script, flags, by_hand):
     """In value, in the gradient by the images, and in that by what is learned beside the network."""
     held = before_training(script, *flags.split())
     held.model.forward = held.model.head = embed
     held.model.features = lambda x: x
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    learned = [p for value in held.learned.values() for p in
-               (value.parameters() if isinstance(value, torch.nn.Module) else [value]) if p.requires_grad]
     results = []
     for loss in (held.step, lambda x, y: by_hand(x, y, held.learned)):
         torch.manual_seed(0)
         value = loss(images, LABELS)
-        results.append((value.item(), *torch.autograd.grad(value, [images, *learned])))
-    (ours, *our_grads), (theirs, *their_grads) = results
-    assert ours == pytest.approx(theirs, rel=1e-6) and ours != 0
-    assert our_grads[0].abs().max() > 0
-    for one, other in zip(our_grads, their_grads, strict=True):
+        results.append((value, *torch.autograd.grad(value, [images, *weights(held)])))
+    assert results[0][0] != 0 and results[0][1].abs().max() > 0
+    for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
-
-
-def groups(held):
-    """[(lr, number of tensors)] of the optimizer, and whether each tensor that needs a gradient is in one group"""
-    tensors = [p for group in held.optimizer.param_groups for p in group['params']]
-    learned = [p for value in held.learned.values() for p in
-               (value.parameters() if isinstance(value, torch.nn.Module) else [value])]
-    needed = [p for p in [*held.model.parameters(), *learned] if p.requires_grad]
-    once = all(sum(p is q for q in tensors) == 1 for p in needed)
-    return [(group['lr'], len(group['params'])) for group in held.optimizer.param_groups], once
 
 
 @pytest.mark.parametrize('script, flags, rates', [
@@ -135,25 +126,19 @@ def groups(held):
     (train_hse, '', [0.01]), (train_hse, '--loss proxy_anchor --proxy-lr-mult 7', [0.01, 0.07])])
 def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training, script, flags, rates):
     held = before_training(script, '--lr', '0.01', *flags.split())
-    found, once = groups(held)
-    assert [lr for lr, _ in found] == pytest.approx(rates) and once
-    assert len(rates) == 1 or found[1][1] == 1, 'proxies and centres have a group of their own'
+    groups = held.optimizer.param_groups
+    assert [group['lr'] for group in groups] == pytest.approx(rates)
+    assert len(rates) == 1 or len(groups[1]['params']) == 1, 'proxies and centres have a group of their own'
+    learn = [id(weight) for group in groups for weight in group['params']]
+    assert sorted(learn) == sorted(id(weight) for weight in [*held.model.parameters(), *weights(held)])
 
 
 @pytest.mark.parametrize('loss', [train_contrastive.contrastive_loss, train_hse.contrastive_loss])
-@pytest.mark.parametrize('distance', [0.0015, 0.002, 0.005])
-def test_positives_are_pulled_until_their_distance_is_that_of_rounding(loss, distance):
+def test_positives_are_pulled_until_their_distance_is_that_of_rounding(loss):
     """In float32 that is 0.0014."""
-    z = F.normalize(torch.tensor([[1.0, 0.0], [1.0, distance]]), dim=1).requires_grad_()
+    z = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.0015]]), dim=1).requires_grad_()
     loss(z, torch.tensor([0, 0])).backward()
-    assert z.grad.abs().max() > 0.4 * min(1, distance) and z.grad.isfinite().all()
-
-
-@pytest.mark.parametrize('total, rate, wrong', [(10, 0.19, 2), (10, 0.11, 1), (40, 0.24, 10), (3, 0.999, 3)])
-def test_the_share_of_label_noise_is_rounded(total, rate, wrong):
-    labels = torch.arange(total) % 3
-    noisy = train_ccl.corrupt_labels(labels, f'symmetric:{rate}', torch.Generator().manual_seed(0))
-    assert (noisy != labels).sum() == wrong and noisy.min() >= 0 and noisy.max() <= 2
+    assert z.grad.abs().max() > 0.4 * 0.0015 and z.grad.isfinite().all()
 
 
 def test_a_small_dataset_with_super_classes_has_a_batch():
@@ -163,15 +148,6 @@ def test_a_small_dataset_with_super_classes_has_a_batch():
     assert len(batches) == 1 and sorted(labels[batches[0]].tolist()) == sorted([0, 1, 2, 3] * 3)
 
 
-def test_a_mixture_of_two_images_of_one_class_has_no_label():
-    """It is no partial positive: neither for an anchor of this class, nor for one of another."""
-    y, lam = torch.tensor([0, 0, 1]), torch.tensor([0.3, 0.3])
-    i, j = torch.tensor([0, 0]), torch.tensor([1, 2])
-    weights, valid = train_metrix.pair_labels(y, torch.tensor([0, 0, 1]), i, j, lam)
-    assert valid.tolist() == [[False, True]] * 3
-    assert weights[:, 1].tolist() == pytest.approx([0.3, 0.3, 0.7])
-
-
 def test_fig_2_is_of_twenty_batches(run, small, monkeypatch, capsys):
     monkeypatch.setattr(common, 'draw_shapes', partial(common.draw_shapes, classes=10))
     train_metrix.main('--epochs 0 --image-size 17 --dim 4 --device cpu --name x'.split())
@@ -179,19 +155,14 @@ def test_fig_2_is_of_twenty_batches(run, small, monkeypatch, capsys):
     assert 'by these and the mixed ones of 20 batches' in capsys.readouterr().out
 
 
-def test_fig_2_at_large_scales(monkeypatch):
-    """There most derivatives are so small that they would be 0 in float32. Their signs by logarithms, for lambda 1/2"""
-    monkeypatch.setattr(train_metrix.Beta, 'sample', lambda self, shape: torch.full(shape, 0.5))
+def test_fig_2_at_large_scales():
+    """There most derivatives are so small that they would be 0 in float32; float64 keeps their signs."""
     z, y = F.normalize(torch.randn(24, 8, generator=torch.Generator().manual_seed(0)), dim=1), torch.arange(24) // 3
-    i, j = train_metrix.cross_class_pairs(y)
-    s = z.double() @ F.normalize(z[i].double() + z[j].double(), dim=1).T
-    half, zero, signs = torch.tensor(0.5).double().log(), torch.zeros(1).double(), []
-    for a in range(24):
-        mixed = s[a, ((y[i] == y[a]) != (y[j] == y[a])) & (i != a) & (j != a)] - 0.3
-        pull, push = half - 300 * mixed, half + 400 * mixed
-        signs.append(pull - torch.cat([zero, pull]).logsumexp(0) >= push - torch.cat([zero, push]).logsumexp(0))
-    ((_, measured, *_),) = train_metrix.positivity(z, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3)
-    assert measured == pytest.approx(torch.cat(signs).double().mean().item()) and 0.1 < measured < 0.9
+    rows = []
+    for embeddings in (z, z.double()):
+        torch.manual_seed(0)
+        rows.append(train_metrix.positivity(embeddings, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3))
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize('optimizer', ['adam', 'adamw', 'rmsprop'])
@@ -217,16 +188,11 @@ def test_precision_reaches_the_network(before_training, precision):
 
 
 def test_mixed_features_are_pooled_as_the_network_pools(before_training, monkeypatch):
-    pools = []
-    real = train_metrix.mix_features
-
-    def watched(f, i, j, lam, pool):
-        pools.append(pool)
-        return real(f, i, j, lam, pool)
+    watched = Mock(wraps=train_metrix.mix_features)
     monkeypatch.setattr(train_metrix, 'mix_features', watched)
     for pool in ('avg', 'max', 'avg+max'):
         before_training(train_metrix, '--pool', pool).step(torch.randn(8, 3, 32, 32), LABELS)
-    assert pools == ['avg', 'max', 'avg+max']
+        assert watched.call_args.args[-1] == pool
 
 
 @pytest.mark.parametrize('script, flags, name, size', [
