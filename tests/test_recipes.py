@@ -47,54 +47,57 @@ RECIPES = {
         sop       adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
         inshop    adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0'''}
 
-# What the rows of single losses change, and the flags of the methods: command line -> values
+# What the rows of single losses change, and the flags of the methods: datasets, flags, values
 OTHERS = {
-    'train_contrastive': {
-        '': dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean')},
-    'train_ms': {'': dict(alpha=2, beta=50, lam=0.5, epsilon=0.1),
-                 '--dataset cub': dict(alpha=2, beta=50, lam=0.5, epsilon=0.1),
-                 '--dataset cars': dict(alpha=2, beta=50, lam=0.5, epsilon=0.1),
-                 '--dataset sop': dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39),
-                 '--dataset inshop': dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)},
-    'train_proxy_anchor': {'': dict(alpha=32, delta=0.1, proxy_lr_mult=10), '--dataset folder': dict(proxy_lr_mult=10)}
-    | {f'--dataset {name}': dict(alpha=32, delta=0.1, proxy_lr_mult=100) for name in ('cub', 'cars', 'sop', 'inshop')},
-    'train_proxynca_pp': {
-        '': dict(loss='proxynca_pp', temperature=1 / 9, proxy_lr_mult=10, eps=1e-8, optimizer='adamw', pool='max'),
-        '--dataset folder': dict(proxy_lr_mult=10, eps=1e-8, optimizer='adamw', pool='max'),
-        '--dataset cub': dict(proxy_lr_mult=1e5, eps=1), '--dataset cars': dict(proxy_lr_mult=1e5, eps=1),
-        '--dataset sop': dict(proxy_lr_mult=1e4, eps=1), '--dataset inshop': dict(proxy_lr_mult=1e5, eps=1)},
-    'train_ccl': {
-        '': dict(s=16, margin=0, lam=2, smoothing=0.1, mu=0.9, dropout=0, pool='avg', per_class=0, variant='ccl'),
-        '--variant center_loss': dict(lam=0.03), '--dataset cub --variant center_loss': dict(lam=0.03, lr=0.02),
-        '--dataset cub': dict(dropout=0.2, smoothing=0.1, s=16, margin=0, lam=2), '--dataset cars': dict(dropout=0.2),
-        '--dataset sop': dict(dropout=0), '--dataset inshop': dict(dropout=0)},
-    'train_metrix': {
-        '': dict(loss='ms', mixup=['feature'], pairs='both', hard_negatives=['auto'], alpha=2, strength=0.4, beta=18,
-                 gamma=75, m=0.77, epsilon=0.39, reduction='mean', proxy_alpha=32, delta=0.1, temperature=1 / 9),
-        '--loss proxy_anchor': dict(proxy_lr_mult=10), '--dataset cub --loss proxy_anchor': dict(proxy_lr_mult=100),
-        '--loss contrastive': dict(m=0.5), '--dataset folder --loss contrastive': dict(m=0.5),
-        '--dataset cub --loss contrastive': dict(m=0.5, decay_rate=0.1),
-        '--dataset cars --loss contrastive': dict(m=0.5, decay_rate=0.1),
-        '--dataset sop --loss contrastive': dict(m=0.5, decay_rate=0.25, warmup=5),
-        '--dataset inshop --loss contrastive': dict(m=0.5, decay_rate=0.25, warmup=1),
-        '--dataset cub --mixup feature': dict(epochs=100, mixup=['feature'], m=0.77)},
-    'train_hse': {
-        '': dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1, axis='top-bottom',
-                 mask_size=16, hybrids='replace'),
-        '--dataset folder': dict(alpha=0.05, mask_size=16), '--dataset cub': dict(alpha=0.05, mask_size=50),
-        '--loss proxy_anchor': dict(alpha=2, proxy_lr_mult=10), '--loss epshn': dict(alpha=0.1),
-        '--dataset folder --loss proxy_anchor': dict(alpha=2, proxy_lr_mult=10),
-        '--dataset cub --loss proxy_anchor': dict(alpha=2, batch_size=128, per_class=8, proxy_lr_mult=100),
-        '--dataset cars --loss proxy_anchor': dict(alpha=2, batch_size=128, per_class=8),
-        '--dataset sop --loss proxy_anchor': dict(alpha=2, batch_size=120, per_class=5, hybrids='append'),
-        '--dataset cub --loss epshn': dict(alpha=0.1, batch_size=128, per_class=8, hybrids='replace', combinations=1),
-        '--dataset cars --loss epshn': dict(alpha=0.1, batch_size=128, per_class=16),
-        '--dataset sop --loss epshn': dict(alpha=1), '--dataset inshop --loss epshn': dict(alpha=1),
-        '--dataset sop': dict(alpha=0.3, hybrids='append', combinations=12),
-        '--dataset cub --loss npair': dict(alpha=0.1, dim=64, batch_size=128, per_class=8),
-        '--dataset sop --loss npair': dict(dim=64), '--dataset cars --loss npair': dict(dim=64),
-        '--dataset inshop --loss npair': dict(dim=64), '--dataset inshop': dict(alpha=0.3),
-        '--dataset cub --loss contrastive': dict(alpha=0.1, per_class=8)}}
+    'train_contrastive': [
+        ('shapes', '', dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean'))],
+    'train_ms': [
+        ('shapes cub cars', '', dict(alpha=2, beta=50, lam=0.5, epsilon=0.1)),
+        ('sop inshop', '', dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39))],
+    'train_proxy_anchor': [
+        ('shapes folder', '', dict(alpha=32, delta=0.1, proxy_lr_mult=10)),
+        ('cub cars sop inshop', '', dict(alpha=32, delta=0.1, proxy_lr_mult=100))],
+    'train_proxynca_pp': [
+        ('shapes folder', '', dict(loss='proxynca_pp', temperature=1 / 9, proxy_lr_mult=10, eps=1e-8,
+                                   optimizer='adamw', pool='max')),
+        ('shapes cub', '--loss proxynca', dict(temperature=2)),
+        ('cub', '--protocol reality-check --loss proxynca', dict(temperature=1 / 13.98)),
+        ('cub cars inshop', '', dict(proxy_lr_mult=1e5, eps=1)), ('sop', '', dict(proxy_lr_mult=1e4, eps=1))],
+    'train_ccl': [
+        ('shapes', '', dict(s=16, margin=0, lam=2, smoothing=0.1, mu=0.9, dropout=0, pool='avg', variant='ccl')),
+        ('shapes', '--variant center_loss', dict(lam=0.03)), ('cub', '--variant center_loss', dict(lam=0.03, lr=0.02)),
+        ('cub', '--protocol reality-check --variant center_loss', dict(lam=0.03, per_class=1)),
+        ('cub', '--protocol reality-check', dict(lam=2, center_lr_mult=4500)),
+        ('cub cars', '', dict(dropout=0.2, smoothing=0.1, s=16, margin=0, lam=2)), ('sop inshop', '', dict(dropout=0))],
+    'train_metrix': [
+        ('shapes', '', dict(
+            loss='ms', mixup=['feature'], pairs='both', hard_negatives=['auto'], alpha=2, strength=0.4, beta=18,
+            gamma=75, m=0.77, epsilon=0.39, reduction='mean', proxy_alpha=32, delta=0.1, temperature=1 / 9)),
+        ('shapes', '--loss proxy_anchor', dict(proxy_lr_mult=10)),
+        ('cub', '--loss proxy_anchor', dict(proxy_lr_mult=100)),
+        ('cub', '--protocol reality-check --loss proxy_anchor', dict(proxy_lr_mult=6000, m=0.77)),
+        ('shapes folder', '--loss contrastive', dict(m=0.5)),
+        ('cub', '--protocol reality-check --loss contrastive', dict(m=0.5)),
+        ('cub cars', '--loss contrastive', dict(m=0.5, decay_rate=0.1)),
+        ('sop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=5)),
+        ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=1)),
+        ('cub', '--mixup feature', dict(epochs=100, mixup=['feature'], m=0.77))],
+    'train_hse': [
+        ('shapes folder', '', dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1,
+                                   axis='top-bottom', mask_size=16, hybrids='replace')),
+        ('cub', '', dict(alpha=0.05, mask_size=50)), ('inshop', '', dict(alpha=0.3)),
+        ('sop', '', dict(alpha=0.3, hybrids='append', combinations=12)),
+        ('shapes folder', '--loss proxy_anchor', dict(alpha=2, proxy_lr_mult=10)),
+        ('cub cars', '--loss proxy_anchor', dict(alpha=2, batch_size=128, per_class=8, proxy_lr_mult=100)),
+        ('sop', '--loss proxy_anchor', dict(alpha=2, batch_size=120, per_class=5, hybrids='append')),
+        ('shapes', '--loss epshn', dict(alpha=0.1)), ('sop inshop', '--loss epshn', dict(alpha=1)),
+        ('cub', '--loss epshn', dict(alpha=0.1, batch_size=128, per_class=8, hybrids='replace', combinations=1)),
+        ('cars', '--loss epshn', dict(alpha=0.1, batch_size=128, per_class=16)),
+        ('cub', '--loss npair', dict(alpha=0.1, dim=64, batch_size=128, per_class=8)),
+        ('sop cars inshop', '--loss npair', dict(dim=64)), ('cub', '--loss contrastive', dict(alpha=0.1, per_class=8)),
+        ('cub', '--protocol reality-check', dict(alpha=0.05)),
+        ('cub', '--protocol reality-check --loss epshn', dict(alpha=0.1)),
+        ('cub', '--protocol reality-check --loss proxy_anchor', dict(alpha=2, proxy_lr_mult=6000))]}
 DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, lr=2e-3, clip=0,
             schedule='cosine', warmup=0, weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
 
@@ -115,10 +118,11 @@ def test_the_recipe_of_all_four_benchmarks(script):
             assert getattr(args, key) == expected, f'{script} {dataset}: {key}'
         assert (args.arch, args.weights, args.flip, args.eval_every) == \
             ('resnet50', 'imagenet', True, 5 if dataset in ('sop', 'inshop') else 1)
-    for flags, expected in OTHERS[script].items():
-        args = get_args(flags.split())
-        for key, wanted in expected.items():
-            assert getattr(args, key) == wanted, f'{script} {flags}: {key}'
+    for datasets, flags, expected in OTHERS[script]:
+        for dataset in datasets.split():
+            args = get_args(['--dataset', dataset, *flags.split()])
+            for key, wanted in expected.items():
+                assert getattr(args, key) == wanted, f'{script} --dataset {dataset} {flags}: {key}'
 
 
 @pytest.mark.parametrize('script', RECIPES)
@@ -156,20 +160,6 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
     assert capsys.readouterr().out == ''
 
 
-def test_a_choice_has_its_row_under_the_protocol_as_well():
-    common_flags = '--dataset cub --protocol reality-check'.split()
-    for script, flags, expected in (
-            ('train_hse', '', dict(alpha=0.05)), ('train_hse', '--loss epshn', dict(alpha=0.1)),
-            ('train_hse', '--loss proxy_anchor', dict(alpha=2, proxy_lr_mult=6000)),
-            ('train_metrix', '--loss contrastive', dict(m=0.5)),
-            ('train_metrix', '--loss proxy_anchor', dict(proxy_lr_mult=6000, m=0.77)),
-            ('train_ccl', '--variant center_loss', dict(lam=0.03, per_class=1)),
-            ('train_ccl', '', dict(lam=2, center_lr_mult=4500)),
-            ('train_proxynca_pp', '--loss proxynca', dict(temperature=1 / 13.98))):
-        args = __import__(script).get_args([*common_flags, *flags.split()])
-        assert {key: getattr(args, key) for key in expected} == expected, f'{script} {flags}'
-
-
 @pytest.mark.parametrize('flags', ['', '--dataset folder', '--dataset cub --weights none'])
 def test_the_protocol_is_refused_without_pretrained_weights(flags):
     with pytest.raises(common.UsageError, match='--protocol reality-check fine-tunes.*pretrained weights'):
@@ -178,10 +168,7 @@ def test_the_protocol_is_refused_without_pretrained_weights(flags):
 
 def test_a_run_by_the_protocol(run, small):
     """It validates on a block of the training classes, and can be resumed."""
-    row = run(train_ms, '--protocol', 'reality-check', '--weights', 'imagenet', '--epochs', '1', '--fold', '1/3',
-              '--name', 'x')
-    assert row['epoch'] == 1 and (common.Path('runs/x') / 'best.pt').exists()
-    saved = common.read_checkpoint('runs/x')
-    assert saved['args']['protocol'] == 'reality-check' and saved['args']['fold'] == '1/3'
-    args = train_ms.get_args(['--resume', 'runs/x', '--data', saved['args']['data']])
+    run(train_ms, '--protocol', 'reality-check', '--weights', 'imagenet', '--fold', '1/3', '--name', 'x')
+    assert common.Path('runs/x/best.pt').exists()
+    args = train_ms.get_args(['--resume', 'runs/x', '--data', common.read_checkpoint('runs/x')['args']['data']])
     assert (args.protocol, args.fold, args.lr, args.optimizer) == ('reality-check', '1/3', 1e-6, 'rmsprop')
