@@ -141,13 +141,6 @@ def test_positives_are_pulled_until_their_distance_is_that_of_rounding(loss):
     assert z.grad.abs().max() > 0.4 * 0.0015 and z.grad.isfinite().all()
 
 
-def test_a_small_dataset_with_super_classes_has_a_batch():
-    """Fewer images than a batch, of two super-classes with two classes each"""
-    labels = torch.arange(4).repeat_interleave(2)
-    batches = list(train_hse.SuperClassSampler(labels, labels // 2, 12, 3))
-    assert len(batches) == 1 and sorted(labels[batches[0]].tolist()) == sorted([0, 1, 2, 3] * 3)
-
-
 def test_fig_2_is_of_twenty_batches(run, small, monkeypatch, capsys):
     monkeypatch.setattr(common, 'draw_shapes', partial(common.draw_shapes, classes=10))
     train_metrix.main('--epochs 0 --image-size 17 --dim 4 --device cpu --name x'.split())
