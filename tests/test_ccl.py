@@ -146,24 +146,18 @@ def test_ccl_eq9_by_hand():
            'CCL Eq. (9) of x at 0, centres at 60, 90, 180')
 
 
-def by_similarity(similarities, loss, **options):
-    """Value and gradient of a loss by S(x, c_0), S(x, c_1), ... for an x of class 0. With the axes of the space as
-    centres and s = 1, an x that has the S as its coordinates has them as its similarities."""
-    x = torch.tensor([similarities], dtype=torch.float64, requires_grad=True)
-    value = loss(x, torch.tensor([0]), torch.eye(len(similarities), dtype=torch.float64), s=1.0, **options)
-    return value, torch.autograd.grad(value, x)[0][0]
-
-
 def test_ccl_eq9_and_eq10_gradients():
-    """By the own similarity, that of Eq. (9) is -1 however close x is. For Eq. (10) the second case of the paper with
-    its numerator corrected: exp(S(x,c) - S(x,c_y)), not exp(S(x,c))."""
-    similarities = [1.0, 0.3, -2.0, 1.5]
-    excess = [exp(t - 1.0) for t in similarities[1:]]
-    _, gradient = by_similarity(similarities, scaled_proxynca_loss)
-    expect(gradient, [-1] + [e / sum(excess) for e in excess], 'the gradient of CCL Eq. (9)')
-    value, gradient = by_similarity(similarities, center_contrastive_loss, lam=0)
-    expect(value, log(1 + sum(excess)), 'CCL Eq. (10)')
-    expect(gradient, [-sum(excess) / (1 + sum(excess)), *(e / (1 + sum(excess)) for e in excess)], 'its gradient')
+    """With the axes of the space as centres and s = 1, the coordinates of x are its similarities. By the own one the
+    derivative of Eq. (9) is -1, however large it is. Eq. (10) has the second case of the paper with its numerator
+    corrected: exp(S(x,c) - S(x,c_y)), not exp(S(x,c))."""
+    x = torch.tensor([[1.0, 0.3, -2.0, 1.5]], dtype=torch.float64, requires_grad=True)
+    y, axes = torch.tensor([0]), torch.eye(4, dtype=torch.float64)
+    excess = [exp(t - 1.0) for t in (0.3, -2.0, 1.5)]
+    eq9, eq10 = scaled_proxynca_loss(x, y, axes, s=1.0), center_contrastive_loss(x, y, axes, s=1.0, lam=0)
+    expect(torch.autograd.grad(eq9, x)[0], [[-1] + [e / sum(excess) for e in excess]], 'the gradient of CCL Eq. (9)')
+    expect(eq10, log(1 + sum(excess)), 'CCL Eq. (10)')
+    p = [e / (1 + sum(excess)) for e in excess]
+    expect(torch.autograd.grad(eq10, x)[0], [[-sum(p), *p]], 'the gradient of CCL Eq. (10)')
 
 
 def test_ccl_eq11_margin():

@@ -80,8 +80,7 @@ OTHERS = {
         ('cub', '--protocol reality-check --loss contrastive', dict(m=0.5)),
         ('cub cars', '--loss contrastive', dict(m=0.5, decay_rate=0.1)),
         ('sop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=5)),
-        ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=1)),
-        ('cub', '--mixup feature', dict(epochs=100, mixup=['feature'], m=0.77))],
+        ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=1))],
     'train_hse': [
         ('shapes folder', '', dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1,
                                    axis='top-bottom', mask_size=16, hybrids='replace')),

@@ -26,10 +26,6 @@ def embed(x):
     return F.normalize(x.flatten(1)[:, ::199][:, :16], dim=1)
 
 
-def normalised(proxies):
-    return F.normalize(proxies, dim=1)
-
-
 def hybrids_by_hand(base_loss, alpha, temperature, stay, **options):
     """HSE's step: the last images leave, and the loss of the others has its own labels, with that of hybrids added."""
     def expected(images, labels, learned):
