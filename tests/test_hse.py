@@ -1,4 +1,4 @@
-"""train_hse.py against the equations of HSE; hybrids pixel by pixel; base losses against their scripts."""
+"""train_hse.py against the equations of HSE; hybrids pixel by pixel; EPSHN and N-pair; batches and the picture."""
 from math import cos, exp, log, pi, radians
 from unittest.mock import Mock
 

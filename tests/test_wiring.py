@@ -27,7 +27,7 @@ def embed(x):
 
 
 def hybrids_by_hand(base_loss, alpha, temperature, stay, **options):
-    """HSE's step: the last images leave, and the loss of the others has its own labels, with that of hybrids added."""
+    """HSE's step: the last images leave the batch; the base loss of those that stay, plus the loss of their hybrids"""
     def expected(images, labels, learned):
         images, labels = images[:stay], labels[:stay]
         h, sources = train_hse.make_hybrids(images, labels, **options)
@@ -56,8 +56,6 @@ CASES = [
      lambda x, y, t: train_proxy_anchor.proxy_anchor_loss(embed(x), y, t['proxies'], 5, 0.3)),
     (train_proxynca_pp, '--temperature 0.4',
      lambda x, y, t: train_proxynca_pp.proxynca_pp_loss(embed(x), y, t['proxies'], 0.4)),
-    (train_proxynca_pp, '--loss proxynca',
-     lambda x, y, t: train_proxynca_pp.proxynca_loss(embed(x), y, t['proxies']) / len(y)),
     (train_proxynca_pp, '--loss proxynca --temperature 0.4',
      lambda x, y, t: train_proxynca_pp.proxynca_loss(embed(x), y, t['proxies'], 0.4) / len(y)),
     (train_ccl, '--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
