@@ -114,19 +114,12 @@ def test_hse_eq9_in_half_precision():
                   on_circle(*IMAGES))
 
 
-def test_hse_eq10_adds_the_two_losses_on_the_labelled_images():
-    h, z, y = unit(2, seed=1), unit(9), torch.arange(3).repeat_interleave(3)
-    sources = torch.tensor([[0, 3], [1, 4]])
-    expected = multi_similarity_loss(z, y) + hybrid_loss(h, z, *candidates(y, sources), 0.3)
-    assert hse_loss(multi_similarity_loss, z, y, h, sources, 0.3) == expected
-
-
-def test_hse_eq11_with_the_contrastive_loss_by_hand():
+def test_hse_eq10_and_eq11_with_the_contrastive_loss_by_hand():
     """Two classes at 0 and 40 degrees, a third at 20; the hybrid of the first two images at 30."""
     z, y, h = on_circle(0, 40, 20), torch.tensor([0, 1, 2]), on_circle(30)
     chord = 2 * cos(pi / 2 - pi / 18)                            # 20 degrees; 40 are beyond the margin
     loss = hse_loss(contrastive_loss, z, y, h, torch.tensor([[0, 1]]), alpha=0.1, temperature=1)
-    expect(loss, (0.5 - chord) ** 2 + 0.1 * log(2), 'HSE Eq. (11): both neighbours of the hybrid are 10 degrees away')
+    expect(loss, (0.5 - chord) ** 2 + 0.1 * log(2), 'HSE Eq. (10), (11): both neighbours are 10 degrees away')
 
 
 # ---- candidates
@@ -325,12 +318,6 @@ def test_a_fold_may_lack_super_classes_and_does_without_them(run, small, monkeyp
 def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_hse.get_args(flags.split())
-
-
-@pytest.mark.parametrize('flags', ['--num 3 --mask-size 63', '--num 4 --mask-size 31'])
-def test_gridmask_shows_all_parents_where_the_flags_are_accepted(flags):
-    args = train_hse.get_args(['--kind', 'gridmask', *flags.split()])
-    blend(torch.zeros(1, args.num, 3, 64, 64), 'gridmask', mask_size=args.mask_size)        # or else it raises
 
 
 @pytest.mark.parametrize('flags, classes', [

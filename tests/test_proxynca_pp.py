@@ -55,8 +55,8 @@ def test_proxynca_pp_in_half_precision():
 
 def test_networks_of_the_protocol_have_no_layer_norm(before_training):
     for flags, norm in ('', True), ('--protocol reality-check --weights imagenet --fold 0/3', False):
-        held = before_training(train_proxynca_pp, *flags.split())
-        assert isinstance(held.model.norm, torch.nn.LayerNorm) == norm
+        model = before_training(train_proxynca_pp, *flags.split()).model
+        assert isinstance(model.norm, torch.nn.LayerNorm) == norm and model.config['head_init'] == 'default'
 
 
 # ---- Proxy-NCA
