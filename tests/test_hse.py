@@ -115,11 +115,11 @@ def test_hse_eq9_in_half_precision():
 
 
 def test_hse_eq10_and_eq11_with_the_contrastive_loss_by_hand():
-    """Two classes at 0 and 40 degrees, a third at 20; the hybrid of the first two images at 30."""
-    z, y, h = on_circle(0, 40, 20), torch.tensor([0, 1, 2]), on_circle(30)
+    """Two classes at 0 and 40 degrees, a third at 20; the hybrid of the first two images at 25."""
+    z, y, h = on_circle(0, 40, 20), torch.tensor([0, 1, 2]), on_circle(25)
     chord = 2 * cos(pi / 2 - pi / 18)                            # 20 degrees; 40 are beyond the margin
-    loss = hse_loss(contrastive_loss, z, y, h, torch.tensor([[0, 1]]), alpha=0.1, temperature=1)
-    expect(loss, (0.5 - chord) ** 2 + 0.1 * log(2), 'HSE Eq. (10), (11): both neighbours are 10 degrees away')
+    loss = hse_loss(contrastive_loss, z, y, h, torch.tensor([[0, 1]]), alpha=0.3, temperature=1)
+    expect(loss, (0.5 - chord) ** 2 + 0.3 * l_hy(25, 40, 20, 1), 'HSE Eq. (10), (11), alpha 0.3, temperature 1')
 
 
 # ---- candidates
