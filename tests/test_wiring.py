@@ -83,7 +83,7 @@ CASES = [
      hybrids_by_hand(train_hse.proxy_anchor_loss, 2, 0.1, stay=6, num=2, per_class=2)),
     (train_hse, '--batch-size 40 --combinations 2',      # the batch has 8 images; two classes leave it, not the first
      hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=4, num=2, per_class=2, combinations=2)),
-    (train_hse, '--loss epshn --alpha 0 --per-class 0', lambda x, y, _: train_hse.epshn_loss(embed(x), y)),
+    (train_hse, '--loss epshn --alpha 0', lambda x, y, _: train_hse.epshn_loss(embed(x), y)),
 ]
 
 
@@ -117,7 +117,7 @@ def test_step_is_the_loss_with_the_values_of_the_flags(before_training, script, 
     (train_metrix, '', [0.01]),
     (train_metrix, '--loss proxy_anchor', [0.01, 0.1]),
     (train_metrix, '--loss proxynca_pp --proxy-lr-mult 7', [0.01, 0.07]),
-    (train_hse, '', [0.01]), (train_hse, '--loss proxy_anchor --proxy-lr-mult 7', [0.01, 0.07])])
+    (train_hse, '--alpha 0 --per-class 0', [0.01]), (train_hse, '--loss proxy_anchor --proxy-lr-mult 7', [0.01, 0.07])])
 def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training, script, flags, rates):
     held = before_training(script, '--lr', '0.01', *flags.split())
     groups = held.optimizer.param_groups
