@@ -24,52 +24,31 @@ def trained(folder, tmp_path_factory):
 
 
 def weights(run):
-    saved = torch.load(run / 'last.pt', weights_only=True)
-    learned = {f'learned.{name}': value for name, value in saved['learned'].items()}
-    return {**saved['model'], **learned}, saved['rows']
+    saved = common.read_checkpoint(run)
+    return saved['model'] | {f'learned.{name}': value for name, value in saved['learned'].items()}, saved['rows']
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_four_updates_by_two_processes_are_those_of_one(trained, script):
-    """In float64; the rows of the evaluations as well, whose features are shared, too."""
+    """By gradients alone, in float64; the rows of the evaluations as well, whose features are shared, too."""
     one, two, _ = trained
     (expected, rows), (found, other_rows) = weights(one / 'runs' / script), weights(two / 'runs' / script)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
     assert len(rows) == len(other_rows) > 1
     for row, other in zip(rows, other_rows):
-        assert {key: row[key] for key in ('R@1', 'RP', 'MAP@R')} == \
-            pytest.approx({key: other[key] for key in ('R@1', 'RP', 'MAP@R')}, abs=1e-6)
-        assert row['loss'] == pytest.approx(other['loss'], abs=1e-9)
+        for key in ('R@1', 'RP', 'MAP@R', 'loss'):
+            assert row[key] == pytest.approx(other[key], abs=1e-9)
 
 
-@pytest.mark.parametrize('script', SCRIPTS)
-def test_the_gradient_of_a_step_in_float32(trained, script):
-    """With a learning rate of 1 and plain gradient descent, weights differ by as much as gradients."""
-    one, two, _ = trained
-    expected, found = weights(one / 'runs' / f'{script}-step')[0], weights(two / 'runs' / f'{script}-step')[0]
-    before = weights(one / 'runs' / script)[0]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
-    assert any((value - before[name]).abs().max() > 1e-4 for name, value in expected.items())
-
-
-def test_the_main_process_prints_and_writes(trained):
-    _, two, outputs = trained
-    assert outputs[0].count('R@1 = ') == 15 and 'R@1' not in outputs[1]
-    assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(
-        ['ms-folder-1', *(name + end for name in SCRIPTS for end in ('', '-step'))])
-    assert not list(two.glob('runs/*/*.tmp'))
-
-
-def test_the_row_of_the_main_process_is_the_row_of_all(trained):
+def test_the_main_process_prints_and_writes_and_its_row_is_that_of_all(trained):
     """Else the one with more patience would wait for the other without an end, and the fixture for both."""
-    rows = weights(trained[1] / 'runs' / 'ms-folder-1')[1]
+    _, two, outputs = trained
+    assert outputs[0].count('R@1 = ') == 8 and 'R@1' not in outputs[1]
+    assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(['ms-folder-1', *SCRIPTS])
+    assert not list(two.glob('runs/*/*.tmp'))
+    rows = weights(two / 'runs' / 'ms-folder-1')[1]
     assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
-
-
-def test_three_processes_share_two_images(tmp_path):
-    worker.finish(worker.start(worker.share_two_images, where=tmp_path, size=3), tmp_path)
 
 
 def test_how_long_processes_wait_for_each_other(small, folder, tmp_path, monkeypatch):
