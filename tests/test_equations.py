@@ -28,12 +28,6 @@ def test_equations_of_the_head_stand_in_the_code_too(file):
     assert named <= computed, 'these stand at no line'
 
 
-def test_citations_of_several_equations_are_all_found():
-    assert equations.cited('Eq. (2), (4) and CCL Eq. (6) to (8)', 'train_hse') == {
-        ('hse', 2), ('hse', 4), ('ccl', 6), ('ccl', 7), ('ccl', 8)}
-    assert equations.cited("Metrix's Eq. (1) and (2)", 'train_ccl') == {('metrix', 1), ('metrix', 2)}
-
-
 def test_one_equation_is_printed_with_its_lines_and_tests(capsys):
     equations.main(['metrix', '24'])
     first, *places = capsys.readouterr().out.splitlines()

@@ -25,13 +25,6 @@ def test_a_hand_out_has_docstrings_and_graded_tests_but_no_solution(tmp_path):
         handout.make(tmp_path / 'out', ['hybrid_loss'])
 
 
-def test_classes_are_cut_method_by_method():
-    text = handout.cut((ROOT / 'common.py').read_text(), ['BalancedSampler'])
-    methods = handout.functions_of(text, ['BalancedSampler'])
-    assert [f.name for f in methods] == ['__init__', '__len__', '__iter__']
-    assert all(ast.unparse(f.body) == 'raise NotImplementedError' for f in methods) and 'deal(' not in text
-
-
 def test_each_exercise_names_what_there_is():
     """Each function has a docstring, each graded word a test, and each solution fits the project's lines."""
     files = handout.handout(list(EXERCISES))

@@ -76,17 +76,12 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
     assert taken == ['cuda:99']
 
 
-def test_on_gpus_processes_share_the_statistics_of_batchnorm(small, monkeypatch):
+def test_processes_share_the_statistics_of_batchnorm_on_gpus_and_need_frozen_ones_on_a_cpu(small, monkeypatch):
     args = train_ms.get_args(['--device', 'cpu', '--precision', 'fp32'])
-    args.device = SimpleNamespace(type='cuda')
     monkeypatch.setattr(common, 'world', lambda: 2)
     monkeypatch.setattr(common.Embedder, 'place', lambda model, device: model)
-    kinds = {type(layer) for layer in common.build(args).trunk if hasattr(layer, 'running_mean')}
-    assert kinds == {torch.nn.SyncBatchNorm}
-
-
-def test_processes_on_a_cpu_need_frozen_batchnorm(small, monkeypatch):
-    args = train_ms.get_args(['--device', 'cpu'])
-    monkeypatch.setattr(common, 'world', lambda: 2)
     with pytest.raises(common.UsageError, match='several processes on a CPU.*take --freeze-bn'):
         common.build(args)
+    args.device = SimpleNamespace(type='cuda')
+    kinds = {type(layer) for layer in common.build(args).trunk if hasattr(layer, 'running_mean')}
+    assert kinds == {torch.nn.SyncBatchNorm}

@@ -6,43 +6,25 @@ import re
 import mutants
 import pytest
 import results
-import torch
-import torch.nn.functional as F
-import worker
 from conftest import ROOT, SCRIPTS
 
-import train_metrix
 
-
-def test_importing_has_no_effect(tmp_path):
-    """No output, no file, no CUDA, no seed."""
-    names = [path.stem for path in ROOT.glob('*.py')]
-    assert worker.finish(worker.start(worker.import_all, names, where=tmp_path), tmp_path) == ['']
-    assert [path.name for path in tmp_path.iterdir()] == ['output-0']
-
-
-def test_common_names_no_method_and_no_script_imports_another():
+def test_common_names_no_method():
     text = (ROOT / 'common.py').read_text().lower()
     for word in ('contrastive', 'proxy', 'proxies', 'mixup', 'species', 'hybrid', 'miner', 'similarity loss'):
         assert word not in text, f'common.py says {word!r}'
-    for script in ROOT.glob('*.py'):
-        assert not re.search(r'^\s*(from|import) +train_', script.read_text(), re.M), f'{script.name} imports a script'
 
 
-def test_functions_are_short():
-    for path in ROOT.glob('*.py'):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 45, f'{path.name}: {node.name}'
-
-
-@pytest.mark.parametrize('name', SCRIPTS)
-def test_a_script_begins_with_its_loss_and_ends_in_cli(name):
+@pytest.mark.parametrize('name', ['common', 'eval', *SCRIPTS])
+def test_functions_are_short_and_a_script_begins_with_its_loss_and_imports_no_other(name):
     text = (ROOT / f'{name}.py').read_text()
-    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    assert min(f.lineno for f in functions if 'loss' in f.name) <= 60
-    assert text.endswith("if __name__ == '__main__':\n    common.cli(main)\n")
-    assert text.startswith(f'"""{name}.py -- ')
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert [f.name for f in functions if f.end_lineno - f.lineno >= 45] == []
+    assert not re.search(r'^\s*(from|import) +train_', text, re.M)
+    if name in SCRIPTS:
+        assert min(f.lineno for f in functions if 'loss' in f.name) <= 60
+        assert text.startswith(f'"""{name}.py -- ')
+        assert text.endswith("if __name__ == '__main__':\n    common.cli(main)\n")
 
 
 def test_mutants_still_fit_their_files():
@@ -92,7 +74,7 @@ def test_intervals_in_texts_stand_on_the_page_of_results(name):
 
 
 def test_the_commands_of_the_results_are_commands():
-    """Each row of tests/results.py, as its script reads it; and finished runs have the rows that the tables show."""
+    """Each row of tests/results.py, as its script reads it"""
     for table in results.TABLES.values():
         for command in table.rows.values():
             script, *words = re.sub(r'^tests/results.py --patched \S+ ', '', command).split()
@@ -100,23 +82,3 @@ def test_the_commands_of_the_results_are_commands():
             args = __import__(script.removesuffix('.py')).get_args(words)
             assert args.seed in range(3) and args.dataset in ('shapes', 'folder')
         assert {row for pair in table.pairs for row in pair} <= table.rows.keys()
-    for line in results.finished().values():
-        assert {'R@1', 'MAP@R', 'minutes'} <= line['last'].keys() and line['before']['epoch'] == 0
-
-
-@pytest.mark.parametrize('name', ['softer:2:10:0.5', 'contrast:0.5', 'push', 'mined', 'released'])
-def test_a_patch_changes_the_mixed_loss(monkeypatch, name):
-    """The same draw of lambda, with and without the patch: another loss, with a gradient, and still a finite one"""
-    torch.manual_seed(0)
-    z, y = F.normalize(torch.randn(12, 8), dim=1).requires_grad_(), torch.arange(12) // 3
-
-    def loss():
-        torch.manual_seed(1)
-        return train_metrix.mixed_loss('ms', dict(beta=18.0, gamma=75.0, m=0.77), 'embed', 'pos-neg', None, 2.0, None,
-                                       None, None, z, y)
-    before, (patch, *numbers) = loss(), name.split(':')
-    for function, replacement in results.PATCHES[patch](*map(float, numbers)).items():
-        monkeypatch.setattr(train_metrix, function, replacement)
-    after = loss()
-    after.backward()
-    assert after.isfinite() and not torch.isclose(before, after) and z.grad.isfinite().all() and z.grad.any()

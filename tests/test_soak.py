@@ -1,6 +1,4 @@
 """A sample of tests/soak.py, but none that needs processes of its own."""
-from unittest import mock
-
 import pytest
 import soak
 
@@ -14,14 +12,3 @@ def test_a_sample_of_the_group(group, monkeypatch, small):
     cases = list(soak.GROUPS[group]())[::dict(annotations=1, checkpoints=3, folders=3).get(group, 7)]
     wrong = {what: reason for what, *case in cases if (reason := soak.attempt(*case))}
     assert len(cases) > 5 and not wrong
-
-
-@pytest.mark.parametrize('error, expected, verdict', [
-    (None, [], 'was accepted'), (None, 6, 'wrong: 5'), (None, 5, None), (None, None, None),
-    (ValueError('x'), [], 'ValueError: x'), (ValueError('x'), None, 'ValueError: x'),
-    (common.UsageError('x y'), ['z'], 'unclear: x y'), (common.UsageError('x\ny'), [], 'unclear: x y'),
-    (common.UsageError('x y'), 5, 'refused: x y'), (common.UsageError('x y'), ['y'], None)])
-def test_the_count_sees_what_goes_wrong(monkeypatch, error, expected, verdict):
-    monkeypatch.setattr(soak, 'common', common)
-    call = mock.Mock(side_effect=error, return_value=5)
-    assert soak.attempt(soak.no_files, call, expected) == verdict

@@ -56,8 +56,8 @@ def finish(processes, where):
 
 
 def train_all(data):
-    """Seven scripts on a small network: four steps of plain gradient descent in float64, as runs/<script>; and without a
-    name runs/ms-folder-1, for which each process measures something else."""
+    """Seven scripts on a small network: four steps of plain gradient descent in float64, as runs/<script>; and
+    runs/ms-folder-1, for which each process measures something else."""
     from conftest import SCRIPTS, SmallNet
 
     import common
@@ -80,13 +80,3 @@ def train_all(data):
 def load(*args, **named):
     import common
     print(len(common.load_dataset(*args, **named).train))
-
-
-def import_all(names):
-    """Importing has no effect: no output, no file, no CUDA, no seed, and no reading of the command line."""
-    import random
-    random.seed(1)
-    before, sys.argv = random.getstate(), ['x', '--nonsense']
-    for name in names:
-        __import__(name)
-    assert random.getstate() == before and not torch.cuda.is_initialized()
