@@ -89,18 +89,13 @@ def run(folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def before_training(run, small, monkeypatch):
-    """before_training(module, *flags): what main hands to the shared loop, without running it.
+    """before_training(module, *flags): what main hands to the shared loop, which does not run, by the loop's names"""
+    def train(args, model, data, step, optimizer, learned=None, sampler=None):
+        return SimpleNamespace(args=args, model=model, data=data, step=step, optimizer=optimizer,
+                               learned=learned or {}, sampler=sampler)
 
-    A namespace with args, model, data, step, optimizer, learned and sampler.
-    """
     def before_training(module, *flags):
-        held = SimpleNamespace()
-
-        def train(args, model, data, step, optimizer, learned=None, sampler=None):
-            held.__dict__.update(args=args, model=model, data=data, step=step, optimizer=optimizer,
-                                 learned=learned or {}, sampler=sampler)
         with monkeypatch.context() as patch:
             patch.setattr(common, 'train', train)
-            run(module, *flags)
-        return held
+            return run(module, *flags)
     return before_training

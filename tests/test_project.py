@@ -39,21 +39,19 @@ def test_mutants_still_fit_their_files():
 
 
 def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
+    """Of the seeds that both have"""
     def line(before, last):
         rows = [{'R@1': n, 'MAP@R': n, 's+': n / 10, 's-': 0, 'minutes': 1} for n in (before, last)]
         return dict(before=rows[0], last=rows[1], machine='a machine')
-    runs = {'t.py --a 1 --c --seed 0': line(1, 6), 't.py --a 2 --c --seed 0': line(2, 4),
-            't.py --a 1 --c --seed 1': line(1, 9)}
-    rows = {'with': 't.py --a 1 --c', 'without': 't.py --a 2 --c', 'not run': 't.py --a 3 --c'}
-    table = results.Table('Title', 'Text', ['--seed 0', '--seed 1'], rows, [('with', 'without'), ('not run', 'with')])
+    runs = {'t.py --a 1 --c 0': line(1, 6), 't.py --a 2 --c 0': line(2, 4), 't.py --a 1 --c 1': line(1, 9)}
+    rows = {'with': 't.py --a 1', 'without': 't.py --a 2', 'not run': 't.py --a 3'}
+    table = results.Table('Title', 'Text', ['--c 0', '--c 1'], rows, [('with', 'without'), ('not run', 'with')])
     monkeypatch.setattr(results, 'TABLES', {'made up': table})
     monkeypatch.setattr(results, 'finished', lambda: runs)
-    out = '\n'.join(results.section('made up'))
-    assert '3 runs of 1.0 to 1.0 minutes, each on a machine. All rows share `t.py --c`.' in out
+    out = '\n'.join(results.tables('made up'))
     assert '| without | 1 | 2.0 | 4.0 | 2.0 | 2.0 | 4.0 | 2.0 | 0.40 | 0.00 | 0.40 | `--a 2` |' in out
     assert '| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |' in out
-    assert '| with - without | 1 | 2.0 | 2.0 | 0.20 |' in out, 'only the seed that both have'
-    assert 'not run' not in out
+    assert '| with - without | 1 | 2.0 | 2.0 | 0.20 |' in out and 'not run' not in out
     assert results.cell([1, 1.1, 1.2], bold=True) == '**1.1 ± 0.2**' and results.cell([1, -1], bold=True)[0] != '*'
 
 
