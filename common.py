@@ -1286,6 +1286,8 @@ def check(args):
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
         refuse(args, ['name', 'show_batch'], '--resume')
+        if not args.resume.is_dir():
+            raise UsageError(f'--resume goes on with the run in a folder: {args.resume.parent}, not {args.resume}')
         free = 'resume data cache epochs steps eval_every patience device precision chunk compile'.split()
         if fixed := sorted(args.changed - set(free)):
             raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')

@@ -27,7 +27,7 @@ LIMIT = 120                                         # seconds for the tests of o
 
 class Exercise(NamedTuple):
     script: str
-    cut: str            # functions or classes that the student writes, and their helpers that would give them away
+    cut: str            # functions that the student writes, and their helpers that would give them away
     graded: str         # a test is graded if its name has one of these words
     level: int          # 1: a formula. 2: also masks, means or special cases. 3: also memory, or many rules
     source: str
@@ -91,10 +91,8 @@ def parsed(text):
 
 
 def functions_of(text, names):
-    """The functions with these names, and the methods of the classes with these names, as nodes from top to bottom"""
-    found = [node for node in parsed(text) if getattr(node, 'name', '') in names]
-    return [f for node in found for f in (node.body if isinstance(node, ast.ClassDef) else [node])
-            if isinstance(f, ast.FunctionDef)]
+    """The functions with these names, as nodes from top to bottom"""
+    return [node for node in parsed(text) if getattr(node, 'name', '') in names]
 
 
 def code_lines(lines, function):
@@ -108,11 +106,11 @@ def code_lines(lines, function):
 
 
 def cut(text, names):
-    """Replaces the bodies of functions, and of the methods of classes; docstrings stay."""
+    """Replaces the bodies of functions; docstrings stay."""
     lines = text.splitlines(keepends=True)
     for function in reversed(functions_of(text, names)):
         first, end = code_lines(lines, function)
-        lines[first:end] = [' ' * function.body[0].col_offset + 'raise NotImplementedError\n']
+        lines[first:end] = ['    raise NotImplementedError\n']
     return ''.join(lines)
 
 

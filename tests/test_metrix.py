@@ -346,6 +346,15 @@ def test_types_and_kinds_of_pairs_are_drawn_per_iteration(before_training, monke
     assert all(drawn.count((mixup, pairs, k)) >= 5 for (mixup, k), pairs in choices), 'all about equally often'
 
 
+def test_the_trunk_sees_clean_images_once(before_training, monkeypatch):
+    seen, real = [], common.Embedder.features
+    monkeypatch.setattr(common.Embedder, 'features', lambda self, x: seen.append(len(x)) or real(self, x))
+    for mixup in ('feature', 'embed', 'input'):
+        held = before_training(train_metrix, '--mixup', mixup, '--pairs', 'anc-neg', '--hard-negatives', '1')
+        held.step(torch.randn(8, 3, 32, 32), torch.arange(8) // 2)
+    assert seen[:3] == [8, 8, 8] and 4 <= seen[3] <= 8, 'mixed images alone: one to a pair, or one each'
+
+
 def test_clean_statistics_are_those_of_clean_images(before_training):
     """Input mixing normalises mixtures by their own batch either way; only what the evaluation will use differs."""
     def statistics(*flags):

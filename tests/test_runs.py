@@ -149,7 +149,7 @@ def test_a_malicious_pickle_is_not_opened(tmp_path, monkeypatch, save):
 def test_only_a_run_folder_of_the_same_script_goes_on(run, small):
     """Damaged checkpoints: tests/soak.py"""
     run(train_ms, '--name', 'mine')
-    with pytest.raises(UsageError, match='last.pt'):
+    with pytest.raises(UsageError, match='in a folder: runs/mine, not runs/mine/last.pt'):
         train_ms.main(['--resume', 'runs/mine/last.pt', '--steps', '4', '--device', 'cpu'])
     assert sorted(os.listdir('runs/mine')) == ['last.pt', 'log.jsonl']
     torch.save(common.read_checkpoint('runs/mine') | dict(script='train_other'), 'runs/mine/last.pt')
