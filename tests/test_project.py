@@ -6,7 +6,14 @@ import re
 import mutants
 import pytest
 import results
+import worker
 from conftest import ROOT, SCRIPTS
+
+
+def test_importing_has_no_effect(tmp_path):
+    names = [path.stem for path in ROOT.glob('*.py')]
+    assert worker.finish(worker.start(worker.import_all, names, where=tmp_path), tmp_path) == ['']
+    assert [path.name for path in tmp_path.iterdir()] == ['output-0']
 
 
 def test_common_names_no_method():
@@ -53,6 +60,23 @@ def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
     assert '| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |' in out
     assert '| with - without | 1 | 2.0 | 2.0 | 0.20 |' in out and 'not run' not in out
     assert results.cell([1, 1.1, 1.2], bold=True) == '**1.1 ± 0.2**' and results.cell([1, -1], bold=True)[0] != '*'
+
+
+def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
+    """Before training, 9: that is no epoch"""
+    def line(*recalls):
+        rows = [{'epoch': epoch, 'R@1': r} for epoch, r in enumerate(recalls)]
+        return dict(rows=rows, last=rows[-1])
+    runs = {'t.py --a 1 --seed 0': line(9, 5, 8, 7, 6), 't.py --a 2 --seed 0': line(9, 1, 2, 3, 4)}
+    rows = {'with': 't.py --a 1', 'without': 't.py --a 2'}
+    monkeypatch.setattr(results, 'TABLES', {'long': results.Table('', '', ['--seed 0'], rows, [('with', 'without')])})
+    monkeypatch.setattr(results, 'finished', lambda: runs)
+    assert results.choosing('long')[-4:-1] == [
+        '| with | 1 | 6.0 | 8.0 | 2.0 |', '| without | 1 | 4.0 | 4.0 | 0.0 |',
+        '| with - without | 1 | 2.0 | 4.0 | 2.0 |']
+    pytest.importorskip('matplotlib')
+    results.draw('long', tmp_path / 'x.png')
+    assert (tmp_path / 'x.png').exists()
 
 
 def test_the_page_of_results_is_that_of_the_finished_runs():
