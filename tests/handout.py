@@ -15,10 +15,12 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
+from functools import partial
 from pathlib import Path
+from symtable import symtable
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,10 @@ class Exercise(NamedTuple):
     def solutions(self):
         """{script: functions that hold a solution}"""
         return {self.script: self.cut} | self.copies
+
+    @property
+    def expression(self):
+        return ' or '.join(self.graded.split())
 
     @property
     def tests(self):
@@ -85,97 +91,39 @@ EXERCISES = {
 # ---- what a hand-out holds
 
 
-@cache
-def parsed(text):
-    return ast.parse(text).body
-
-
 def functions_of(text, names):
     """The functions with these names, as nodes from top to bottom"""
-    return [node for node in parsed(text) if getattr(node, 'name', '') in names]
-
-
-def code_lines(lines, function):
-    """The lines of a function behind its docstring, with the comments in front of its first statement: (first, end)"""
-    if ast.get_docstring(function) and len(function.body) > 1:
-        return function.body[0].end_lineno, function.end_lineno
-    first = function.body[0].lineno - 1
-    while lines[first - 1].strip().startswith('#'):
-        first -= 1
-    return first, function.end_lineno
+    return [node for node in ast.parse(text).body if getattr(node, 'name', '') in names]
 
 
 def cut(text, names):
     """Replaces the bodies of functions; docstrings stay."""
     lines = text.splitlines(keepends=True)
     for function in reversed(functions_of(text, names)):
-        first, end = code_lines(lines, function)
-        lines[first:end] = ['    raise NotImplementedError\n']
+        lines[function.body[0].end_lineno:function.end_lineno] = ['    raise NotImplementedError\n']
     return ''.join(lines)
 
 
 def prune(text, words):
-    """A file of tests with those whose name has one of the words, and with the imports and names that they need"""
-    lines, module = text.splitlines(keepends=True), ast.parse(text)
-    body = module.body
-    tests = [node for node in body if getattr(node, 'name', '').startswith('test_')]
-    keep = [node for node in tests if any(word in node.name for word in words)]
-    defined = {}                                    # of all names but those of tests, and of what is imported
-    for node in body:
-        targets = getattr(node, 'targets', [node] if hasattr(node, 'name') and node not in tests else [])
-        defined |= {name.id if isinstance(name, ast.Name) else name.name: node
-                    for target in targets for name in getattr(target, 'elts', [target])}
-    used, todo = set(), list(keep)
-    while todo:                                     # fixtures are named by arguments
-        names = {getattr(part, 'id', getattr(part, 'arg', None)) for part in ast.walk(todo.pop())} - used
-        used |= names
-        new = {id(defined[name]): defined[name] for name in names & defined.keys()}.values()
-        todo += new
-        keep += new
-    pieces, blank, last = [f'"""{ast.get_docstring(module)}"""\n'], 0, None
-    for node in body[1:]:
-        first = min([node.lineno, *(d.lineno for d in getattr(node, 'decorator_list', []))]) - 1
-        source = ''.join(lines[first:node.end_lineno])
-        blank = max(blank, not lines[first - 1].strip(), 2 * (hasattr(node, 'name') or hasattr(last, 'name')))
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            number = len(node.names)
-            node.names = [name for name in node.names if (name.asname or name.name.split('.')[0]) in used]
-            source = source if len(node.names) == number else ast.unparse(node) + '\n'
-        if node in keep or getattr(node, 'names', []):
-            pieces.append('\n' * blank + source)
-            blank, last = 0, node
-    return ''.join(pieces)
-
-
-def imported(text):
-    """The modules that a file imports"""
-    for node in (part for top in parsed(text) for part in ast.walk(top)):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module
-
-
-def handout(names):
-    """{path: text} of the files for these exercises: tests, scripts that they need, and what these import"""
-    files, todo = {}, ['tests/conftest.py']
-    for file in sorted({EXERCISES[name].tests for name in names}):
-        words = [word for name in names if EXERCISES[name].tests == file for word in EXERCISES[name].graded.split()]
-        files[f'tests/{file}'] = prune((ROOT / 'tests' / file).read_text(), words)
-    todo += [EXERCISES[name].script for name in names] + [path for text in files.values() for path in local(text)]
-    while todo:
-        if (path := todo.pop()) not in files:
-            files[path] = (ROOT / path).read_text()
-            todo += local(files[path])
-    for path in [path for path in files if '/' not in path]:
-        files[path] = cut(files[path], solutions_in(path, names))
-    return files
+    """A file of tests with those whose name has one of the words, and with the statements that define what they use"""
+    lines, body = text.splitlines(keepends=True), ast.parse(text).body
+    ends = [0, *(node.end_lineno for node in body)]
+    sources = {node: ''.join(lines[start:node.end_lineno]) for start, node in zip(ends, body)}
+    symbols = {node: symtable(source, '', 'exec').get_symbols() for node, source in sources.items()}
+    defined = {node: {symbol.get_name() for symbol in symbols[node] if symbol.is_assigned() or symbol.is_imported()}
+               for node in body}
+    keep = body[:1] + [node for node in body if getattr(node, 'name', '').startswith('test_')
+                       and any(word in node.name for word in words)]
+    for node in keep:                               # it grows on the way; fixtures are named by arguments
+        used = {getattr(part, 'id', getattr(part, 'arg', '')) for part in ast.walk(node)}
+        keep += [other for other in body if other not in keep and defined[other] & used]
+    return ''.join(source for node, source in sources.items() if node in keep)
 
 
 def local(text):
     """The files of the project that a file imports"""
-    paths = [path for module in imported(text) for path in (f'{module}.py', f'tests/{module}.py')]
-    return [path for path in paths if (ROOT / path).exists()]
+    return [path for name in re.findall(r'(?m)^ *(?:from|import) (\w+)', text)
+            for path in (f'{name}.py', f'tests/{name}.py') if (ROOT / path).exists()]
 
 
 def solutions_in(path, names):
@@ -183,27 +131,42 @@ def solutions_in(path, names):
     return {function for name in names for function in EXERCISES[name].solutions.get(path, '').split()}
 
 
-def student_page(names):
-    rows = [f'| {name} | `{e.script}`: {", ".join(f"`{f}`" for f in e.cut.split())} | {e.source} | {e.level} | '
-            f'`python -m pytest tests/{e.tests} -k "{expression(e)}"` |'
-            for name, e in ((name, EXERCISES[name]) for name in names)]
-    return '\n'.join([
-        '# Exercises', '',
-        'Write the bodies of these functions again. Their docstrings say what goes in and what comes out, and the top',
-        'of each script has the equations and the symbols. Helpers of your own may stand beside them; all else stays',
-        'as it is. Hand in the whole script. Level 1 is a formula, level 2 has masks and special cases as well, and',
-        'level 3 also limits on memory, or many rules.', '',
-        '| exercise | write | from | level | tests |', '|---|---|---|---|---|', *rows, '',
-        'Begin with `pip install -r requirements.txt`. The tests fail until the functions are written:',
-        '`python -m pytest` runs all of them. A test that fails names equation and input, and says what was expected.',
-        ''])
+def handout(names):
+    """{path: text} of the files for these exercises: tests, scripts that they need, and what these import"""
+    exercises, files = [EXERCISES[name] for name in names], {}
+    paths = ['tests/conftest.py', *(path for e in exercises for path in (e.script, f'tests/{e.tests}'))]
+    for path in paths:                              # it grows on the way
+        if path not in files:
+            words = [word for e in exercises if path == f'tests/{e.tests}' for word in e.graded.split()]
+            text = (ROOT / path).read_text()
+            files[path] = prune(text, words) if words else cut(text, solutions_in(path, names))
+            paths += local(files[path])
+    return files
+
+
+PAGE = """# Exercises
+
+Write the bodies of these functions again. Their docstrings say what goes in and what comes out, and the top
+of each script has the equations and the symbols. Helpers of your own may stand beside them; all else stays
+as it is. Hand in the whole script. Level 1 is a formula, level 2 has masks and special cases as well, and
+level 3 also limits on memory, or many rules.
+
+| exercise | write | from | level | tests |
+|---|---|---|---|---|
+{rows}
+
+Begin with `pip install -r requirements.txt`. The tests fail until the functions are written:
+`python -m pytest` runs all of them. A test that fails names equation and input, and says what was expected.
+"""
 
 
 def make(out, names):
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if Path(out).exists():
         raise SystemExit(f'error: {out} exists')
-    files = handout(names) | {'README.md': student_page(names)}
+    rows = [f'| {name} | `{e.script}`: {", ".join(f"`{f}`" for f in e.cut.split())} | {e.source} | {e.level} | '
+            f'`python -m pytest tests/{e.tests} -k "{e.expression}"` |'
+            for name, e in ((name, EXERCISES[name]) for name in names)]
+    files = handout(names) | {'README.md': PAGE.format(rows='\n'.join(rows))}
     files |= {name: (ROOT / name).read_text() for name in ('requirements.txt', 'LICENSE')}
     write(out, files)
     print(f'{out}: {", ".join(sorted(files))}')
@@ -211,15 +174,11 @@ def make(out, names):
 
 def write(folder, files):
     for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+        Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder, path).write_text(text)
 
 
 # ---- running the tests
-
-
-def expression(exercise):
-    return ' or '.join(exercise.graded.split())
 
 
 class Record:
@@ -230,12 +189,11 @@ class Record:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.broken = str(report.longrepr).strip().splitlines()[-1].removeprefix('E').strip()
+            self.broken = report.longreprtext.strip().splitlines()[-1].removeprefix('E').strip()
 
     def pytest_runtest_logreport(self, report):
         if report.when == 'call' or report.failed:
-            text = '' if report.passed else str(report.longreprtext).strip()
-            self.tests[report.nodeid.split('::')[-1]] = text
+            self.tests[report.nodeid.split('::')[-1]] = '' if report.passed else report.longreprtext.strip()
 
 
 def run_tests(folder, arguments, sender):
@@ -243,7 +201,6 @@ def run_tests(folder, arguments, sender):
     os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'
     os.chdir(folder)
     sys.path[:] = [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)]
-    sys.dont_write_bytecode = True
     import pytest
     gc.freeze()                                     # pytest collects garbage, and torch has much to look through
     record = Record()
@@ -252,18 +209,16 @@ def run_tests(folder, arguments, sender):
     sender.send((record.tests, '' if record.tests else record.broken or f'no test was run, exit code {int(code)}'))
 
 
-def results(exercise, files, text, *options):
-    """({test: '' or what went wrong}, why there are none) for the text of the exercise's script"""
+def results(exercise, files, script, *options):
+    """({test: '' or what went wrong}, why there are none) where the exercise's script holds these bytes"""
     # On Linux, processes are forked from one that has torch already, which takes a tenth of the time.
-    linux = sys.platform == 'linux'
-    context = multiprocessing.get_context('forkserver' if linux else 'spawn')
-    if linux:
-        context.set_forkserver_preload(['pytest', 'torch', 'torchvision.transforms.v2'])
+    context = multiprocessing.get_context('forkserver' if sys.platform == 'linux' else 'spawn')
+    context.set_forkserver_preload(['pytest', 'torch', 'torchvision.transforms.v2'])
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), files)
-        (Path(folder) / exercise.script).write_bytes(text if isinstance(text, bytes) else text.encode())
+        write(folder, files)
+        Path(folder, exercise.script).write_bytes(script)
         receiver, sender = context.Pipe(duplex=False)
-        arguments = [f'tests/{exercise.tests}', '-k', expression(exercise), *options]
+        arguments = [f'tests/{exercise.tests}', '-k', exercise.expression, *options]
         process = context.Process(target=run_tests, args=(folder, arguments, sender), daemon=True)
         process.start()
         sender.close()
@@ -276,49 +231,40 @@ def results(exercise, files, text, *options):
             process.join()
 
 
-def at_once(function, items):
-    """Two at a time, in the order of the items"""
-    with ThreadPoolExecutor(2) as pool:
-        return pool.map(function, items)
-
-
 def grade(name, paths):
     """Prints the points of each file. A test of the graded ones is a point."""
     exercise, files = EXERCISES[name], handout([name])
-    texts = [path.read_bytes() for path in map(Path, paths)]
-    every, why = results(exercise, files, (ROOT / exercise.script).read_text())
+    every, why = results(exercise, files, (ROOT / exercise.script).read_bytes())
     if why or any(every.values()):
-        raise SystemExit(f'error: the project itself fails: {why or list(filter(None, every.values()))[0]}')
+        raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
     group = {test: (re.match(r'test_([a-z]+_eq\d+)_', test) or ['', name])[1] for test in every}
-    for path, (tests, why) in zip(paths, at_once(lambda text: results(exercise, files, text), texts)):
-        right = [test for test in every if tests.get(test, 'not run') == '']
-        points = [f'{equation} {sum(group[test] == equation for test in right)}/{list(group.values()).count(equation)}'
-                  for equation in dict.fromkeys(group.values())]
-        print(f'{path}: {", ".join(points)}, in all {len(right)}/{len(every)}{why and f" ({why})"}', flush=True)
+    scripts = [Path(path).read_bytes() for path in paths]
+    with ThreadPoolExecutor(2) as pool:
+        for path, (tests, why) in zip(paths, pool.map(partial(results, exercise, files), scripts)):
+            right = Counter(group[test] for test in every if tests.get(test, 'not run') == '')
+            points = [f'{equation} {right[equation]}/{of}' for equation, of in Counter(group.values()).items()]
+            print(f'{path}: {", ".join(points)}, in all {right.total()}/{len(every)}{why and f" ({why})"}', flush=True)
 
 
 def hand_in(text, names, solution):
     """A script with a solution: the source of functions, or pairs (old, new) that change one line of the project's"""
-    lines, nodes = text.splitlines(keepends=True), functions_of(text, names)
     if isinstance(solution, str):
-        written = {node.name for node in ast.parse(solution).body}
-        spans = [(node.lineno - 1, node.end_lineno) for node in nodes if node.name in written]
-        for first, end in reversed(spans):
-            lines[first:end] = []
-        lines[spans[0][0]:spans[0][0]] = [solution.strip(), '\n\n\n']
-        return ''.join(lines)
-    spans = [code_lines(lines, node) for node in nodes]
-    codes = [''.join(lines[first:end]) for first, end in spans]
+        if not functions_of(solution, names):
+            raise ValueError(f'none of {", ".join(names)} is written here: {solution}')
+        return f'{text}\n\n{solution}'              # what is defined later holds
+    lines = text.splitlines(keepends=True)
+    bodies = [''.join(lines[node.body[0].end_lineno:node.end_lineno]) for node in functions_of(text, names)]
+    changed = bodies
     for old, new in zip(solution[::2], solution[1::2]):
-        if sum(code.count(old) for code in codes) != 1:
+        if sum(body.count(old) for body in changed) != 1:
             raise ValueError(f'{old!r} does not stand once in {", ".join(names)}')
-        codes = [code.replace(old, new) for code in codes]
-    for (first, end), code in reversed([*zip(spans, codes)]):
-        lines[first:end] = [code]
-    return ''.join(lines)
+        changed = [body.replace(old, new) for body in changed]
+    for body, other in zip(bodies, changed):
+        text = text.replace(body, other)
+    return text
 
 
-def check(names, verbose=False):
+def check(names, verbose=0):
     """Whether all graded tests fail on what is cut, at least one on each wrong solution, and none on the others, where
     all other exercises are cut. Returns how many solutions are not as they should be."""
     from solutions import RIGHT, WRONG
@@ -327,29 +273,29 @@ def check(names, verbose=False):
         exercise = EXERCISES[name]
         own = exercise.cut.split()
         whole = cut((ROOT / exercise.script).read_text(), solutions_in(exercise.script, EXERCISES) - {*own})
-        jobs += [(exercise, name, 'cut', files[exercise.script]), (exercise, name, 'whole', whole)]
+        jobs += [(name, 'cut', files[exercise.script]), (name, 'whole', whole)]
         for kind, solutions in ('right', RIGHT), ('wrong', WRONG):
-            jobs += [(exercise, name, f'{kind}: {what}', hand_in(whole, own, s)) for what, s in solutions[name].items()]
+            jobs += [(name, f'{kind}: {what}', hand_in(whole, own, s)) for what, s in solutions[name].items()]
 
     def run(job):
-        exercise, _, what, text = job
-        return results(exercise, files, text, *['-x'] * what.startswith('wrong'))
-
-    for (_, name, what, _), (tests, why) in zip(jobs, at_once(run, jobs)):
-        failed = {test: text for test, text in tests.items() if text}
-        if what == 'cut':
-            good = len(failed) == len(tests) > 0
-        else:
-            good = bool(failed) if what.startswith('wrong') else not failed and not why
-        bad += not good
-        if verbose or not good:
-            first = next(iter(failed.items()), ('', ''))
-            how = why or f'{len(failed)} of {len(tests)} tests fail {first[0]}'
-            print(f'{"ok " if good else "BAD"} {name}, {what}: {how}')
-            if first[1] and not good or verbose > 1:
-                print(first[1])
-    print(f'{len(names)} exercises, {sum("wrong" in job[2] for job in jobs)} wrong solutions, '
-          f'{sum("right" in job[2] for job in jobs)} right ones: {bad} not as they should be')
+        name, what, text = job
+        return results(EXERCISES[name], files, text.encode(), *['-x'] * what.startswith('wrong'))
+    with ThreadPoolExecutor(2) as pool:
+        for (name, what, _), (tests, why) in zip(jobs, pool.map(run, jobs)):
+            failed = {test: text for test, text in tests.items() if text}
+            if what == 'cut':
+                good = len(failed) == len(tests) > 0
+            else:
+                good = bool(failed) if what.startswith('wrong') else not failed and not why
+            bad += not good
+            test, reason = next(iter(failed.items()), ('', ''))
+            if verbose or not good:
+                how = why or f'{len(failed)} of {len(tests)} tests fail {test}'
+                print(f'{"ok " if good else "BAD"} {name}, {what}: {how}')
+            if reason and (verbose > 1 or not good):
+                print(reason)
+    print(f'{len(names)} exercises, {sum("wrong" in job[1] for job in jobs)} wrong solutions, '
+          f'{sum("right" in job[1] for job in jobs)} right ones: {bad} not as they should be')
     return bad
 
 
@@ -377,7 +323,7 @@ def main(argv=None):
             parser.exit(2, f'error: no such file: {missing[0]}\n')
         grade(args.names[0], args.files)
     else:
-        return int(check(args.names or list(EXERCISES), args.v) > 0)
+        return check(args.names or list(EXERCISES), args.v) > 0
 
 
 if __name__ == '__main__':

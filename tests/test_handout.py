@@ -20,7 +20,7 @@ def test_a_hand_out_has_docstrings_and_graded_tests_but_no_solution(tmp_path):
         docstring, body = node.body
         assert ast.get_docstring(node) and ast.unparse(body) == 'raise NotImplementedError'
     assert 'def most_similar' in files['train_hse.py'] and 'found, precision, average' in files['common.py']
-    assert 'def test_hse_eq9_' in files['tests/test_hse.py'] and 'epshn' not in files['tests/test_hse.py']
+    assert 'def test_hse_eq9_' in files['tests/test_hse.py'] and 'def test_epshn_' not in files['tests/test_hse.py']
     assert '`mine`' in files['README.md'] and '-k "metrix_eq2_"' in files['README.md']
     with pytest.raises(SystemExit, match='exists'):
         handout.make(tmp_path / 'out', ['hybrid_loss'])
@@ -69,5 +69,5 @@ def test_a_check_and_grades_of_a_quick_exercise(tmp_path, monkeypatch, capsys):
     assert broken.endswith(' (no test was run, exit code 3)')
     monkeypatch.setattr(handout, 'LIMIT', 1)
     exercise = EXERCISES['positivity_threshold']
-    found = handout.results(exercise, handout.handout(['positivity_threshold']), 'while True: pass')
+    found = handout.results(exercise, handout.handout(['positivity_threshold']), b'while True: pass')
     assert found == ({}, 'no end after 1 seconds')
