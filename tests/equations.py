@@ -11,13 +11,14 @@ rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines and tests are look
 import argparse
 import ast
 import re
-import tokenize
-from functools import cache
-from io import StringIO
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
+STEP = 'a step towards (24); tested as a property'
+REASONING = 'a step of reasoning; tested as a property'
 # What each equation says. Where no line computes it, why, after a bar.
 SAYS = {
     'rc': ['contrastive loss of distances', 'triplet loss | left out: it has no script',
@@ -29,21 +30,17 @@ SAYS = {
                'the mixed examples of an anchor', 'mixed loss', 'clean plus w times mixed loss',
                'probability of acting as positive', 'utilization', 'mixed loss of positive-negative pairs',
                'mixed contrastive loss', 'mixed Multi-Similarity',
-               'chain rule through the similarity | a step of reasoning; tested as a property',
-               'Eq. (15) for one mixture | a step towards (24); tested as a property',
-               'derivative of Eq. (17) | a step towards (24); tested as a property',
-               'Eq. (18) rearranged | a step towards (24); tested as a property',
-               'Eq. (19) without fractions | a step towards (24); tested as a property',
-               'Eq. (20) multiplied out | a step towards (24); tested as a property',
-               'Eq. (21) solved for the exponential | a step towards (24); tested as a property',
-               'logarithm of Eq. (22) | a step towards (24); tested as a property',
+               f'chain rule through the similarity | {REASONING}', f'Eq. (15) for one mixture | {STEP}',
+               f'derivative of Eq. (17) | {STEP}', f'Eq. (18) rearranged | {STEP}',
+               f'Eq. (19) without fractions | {STEP}', f'Eq. (20) multiplied out | {STEP}',
+               f'Eq. (21) solved for the exponential | {STEP}', f'logarithm of Eq. (22) | {STEP}',
                'threshold of positivity', 'probability of acting as positive'],
     'ccl': ['contrast by a memory bank | earlier work; Eq. (2) is tested to have its form',
             'contrast by centres; squared distance', 'squared distance to the own centre',
             'squared distance by the cosine', 'CCL', 'cross-entropy', 'centre loss', 'NSoftmax', 'Proxy-NCA',
             'contrast by similarities', 'large margin',
-            'bounds of a sum of exponentials | a step of reasoning; tested as a property',
-            'bounds of the contrast | a step of reasoning; tested as a property', 'centres as running means'],
+            f'bounds of a sum of exponentials | {REASONING}', f'bounds of the contrast | {REASONING}',
+            'centres as running means'],
     'hse': ['Euclidean distance', 'contrastive loss, squared', 'Mixup of two images',
             'mixed label | left out: a hybrid has no label',
             'Eq. (2) for a hybrid | left out: the paper argues that it has no label',
@@ -56,6 +53,7 @@ PAPER = {'train_contrastive': 'rc', 'train_ms': 'metrix', 'train_proxy_anchor': 
          'train_ccl': 'ccl', 'train_metrix': 'metrix', 'train_hse': 'hse', 'common': 'rc', 'eval': 'metrix'}
 NAMED = {'Reality Check': 'rc', 'Metrix': 'metrix', 'Proxy-Anchor': 'pa', 'Proxy-NCA': 'pa', 'CCL': 'ccl',
          'HSE': 'hse'}
+COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # with all its lines: a name and `Eq.` may stand on two
 
 
 def cited(text, file):
@@ -68,7 +66,6 @@ def cited(text, file):
     return found
 
 
-@cache
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}
@@ -76,48 +73,31 @@ def lines():
         source = path.read_text()
         places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
                   ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-        shown = source.splitlines()
-        places += [(number, shown[number - 1].strip(), text) for number, text in comments(source)]
+        for comment in COMMENT.finditer(source, source.index('"""', 3)):        # behind the docstring of the file
+            first = source[:comment.start()].count('\n')
+            places.append((first + 1, source.splitlines()[first].strip(), re.sub(r'\n *# *', ' ', comment[0])))
         for number, line, text in sorted(places):
             for equation in cited(text, path.stem):
                 found.setdefault(equation, []).append((path.name, number, line))
     return found
 
 
-def comments(source):
-    """(first line, text) of each comment; the lines of one comment are joined, since a name and `Eq.` may part there"""
-    joined = []
-    for t in tokenize.generate_tokens(StringIO(source).readline):
-        if t.type != tokenize.COMMENT:
-            continue
-        text, alone = t.string.lstrip('# '), t.line.lstrip().startswith('#')
-        if alone and joined and joined[-1][2] == t.start[0] - 1:
-            joined[-1] = (joined[-1][0], f'{joined[-1][1]} {text}', t.start[0])
-        else:
-            joined.append((t.start[0], text, t.start[0] if alone else None))
-    return [(number, text) for number, text, _ in joined]
-
-
 def tests():
     """{(paper, number): [(file, line, name)]}: test_ccl_eq12_and_eq13_... is a test of two equations"""
     found = {}
     for path in sorted((ROOT / 'tests').glob('test_*.py')):
-        for node in ast.parse(path.read_text()).body:
-            match = re.match(r'test_([a-z]+)_eq(\d+)_(?:(and|to)_eq(\d+)_)?', getattr(node, 'name', ''))
-            if match:
-                paper, low, word, high = match.groups()
-                numbers = range(int(low), int(high) + 1) if word == 'to' else {int(low), int(high or low)}
-                for number in numbers:
-                    found.setdefault((paper, number), []).append((f'tests/{path.name}', node.lineno, node.name))
+        for line, text in enumerate(path.read_text().splitlines(), 1):
+            if match := re.match(r'def (test_([a-z]+)_eq(\d+)_(?:(and|to)_eq(\d+)_)?\w*)', text):
+                name, paper, low, word, high = match.groups()
+                for number in range(int(low), int(high) + 1) if word == 'to' else {int(low), int(high or low)}:
+                    found.setdefault((paper, number), []).append((f'tests/{path.name}', line, name))
     return found
 
 
 def where(places):
     """file:line,line of each file"""
-    files = {}
-    for file, line, _ in places:
-        files.setdefault(file, []).append(str(line))
-    return ' '.join(f'{file}:{",".join(numbers)}' for file, numbers in files.items())
+    files = groupby(places, itemgetter(0))
+    return ' '.join(f'{file}:{",".join(str(line) for _, line, _ in rows)}' for file, rows in files)
 
 
 def main(argv=None):
@@ -125,11 +105,10 @@ def main(argv=None):
     parser.add_argument('paper', nargs='?', choices=list(SAYS))
     parser.add_argument('number', nargs='?', type=int)
     args = parser.parse_args(argv)
-    papers = [args.paper] if args.paper else list(SAYS)
     if args.number and not 1 <= args.number <= len(SAYS[args.paper]):
         parser.error(f'the equations of {args.paper} have numbers from 1 to {len(SAYS[args.paper])}')
     code, checks = lines(), tests()
-    for paper in papers:
+    for paper in [args.paper] if args.paper else SAYS:
         for number, text in enumerate(SAYS[paper], 1):
             says, _, why = text.partition(' | ')
             computed, tested = code.get((paper, number), []), checks.get((paper, number), [])
