@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from unittest import mock
@@ -44,88 +45,88 @@ from PIL import Image
 import common
 
 
-def seconds(work, device=None):
-    """Wall time of one call, the device's queue included."""
-    if device is not None and device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+def now():
+    """Seconds on a clock that waits until a GPU has done what it was told"""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(work):
+    start = now()
     work()
-    if device is not None and device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return now() - start
 
 
-def in_turn(works, repeats, device=None):
+def in_turn(works, repeats):
     """{name: median seconds}; the works run in turn after one round of warming up."""
-    for work in works.values():
-        seconds(work, device)
-    times = {name: [] for name in works}
-    for _ in range(repeats):
-        for name, work in works.items():
-            times[name].append(seconds(work, device))
-    return {name: statistics.median(values) for name, values in times.items()}
+    rounds = [{name: seconds(work) for name, work in works.items()} for _ in range(repeats + 1)]
+    return {name: statistics.median(times[name] for times in rounds[1:]) for name in works}
 
 
-def peak_memory(reset=False, device=None):
-    """Most memory that this process has held so far, or since the last reset, in GB: that of a CUDA device, if one is
-    given, or else of the machine, on Linux only"""
-    if device is not None and device.type == 'cuda':
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.max_memory_allocated(device) / 2 ** 30
-    if sys.platform != 'linux':
-        return float('nan')
-    if reset:
+def more_memory(work, device):
+    """The most that a call takes beyond what was there before, in GB: of a GPU, or of the machine, on Linux only"""
+    def peak():
+        if device.type == 'cuda':
+            return torch.cuda.max_memory_allocated(device) / 2 ** 30
+        return int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]) / 2 ** 20
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == 'linux':
         Path('/proc/self/clear_refs').write_text('5')
-    return int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]) / 2 ** 20
+    else:
+        return float('nan')
+    before = peak()
+    work()
+    return peak() - before
 
 
-def network_flags(options):
-    return ['--arch', options.arch, '--weights', 'none', '--image-size', str(options.px), '--resize', str(options.px),
-            '--batch-size', str(options.batch), '--per-class', '5', '--dim', '512', '--device', options.device,
-            '--precision', options.precision]
-
-
-def random_images(options, batches=2):
-    """Pictures of noise, 5 per class, enough for so many batches."""
+def random_images(options, batches):
+    """A dataset that has pictures of noise, 5 per class, enough for so many batches"""
     count = options.batch * batches
     pixels = torch.randint(0, 256, (count * options.px * options.px * 3,), dtype=torch.uint8).numpy()
-    labels = torch.arange(count) // 5
-    return common.Images(pixels, [(options.px, options.px)] * count, labels, options.px)
+    images = common.Images(pixels, [(options.px, options.px)] * count, torch.arange(count) // 5, options.px)
+    return argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
+
+
+def prepared(options, script, flags, data):
+    """What a script's main() would hand to the loop: its flags, the step closure and its optimizer"""
+    flags = [*flags.split(), *f'--arch {options.arch} --weights none --image-size {options.px} --resize {options.px} '
+             f'--batch-size {options.batch} --per-class 5 --dim 512 --device {options.device} '
+             f'--precision {options.precision}'.split()]
+    with mock.patch.object(common, 'train') as train, mock.patch.object(common, 'dataset_from', return_value=data):
+        import_module(script).main(flags)
+    args, _, _, step, optimizer, *_ = train.call_args.args
+    return args, step, optimizer
+
+
+def train_on(batches, step, optimizer):
+    """The bare loop"""
+    for x, y in batches:
+        loss = step(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def bench_loop(options):
     """The shared loop (sampling, copying, cropping, checks) against steps on crops that lie ready."""
-    import train_ms
-    args = train_ms.get_args(network_flags(options))
-    data = argparse.Namespace(train=random_images(options, batches=6))
+    data = random_images(options, batches=6)
+    args, *trained = prepared(options, 'train_ms', '', data)
+    _, *trained_bare = prepared(options, 'train_ms', '', data)
+    schedule = torch.optim.lr_scheduler.LambdaLR(trained[1], lambda _: 1.0)
     sampler = common.make_sampler(args, data.train.labels)
     ready = list(common.batches(data.train, sampler, args.device, augment=args))
 
-    def setup():
-        model = common.build(args)
-        optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
-        step = lambda x, y: train_ms.multi_similarity_loss(model(x), y, epsilon=0.1)  # noqa: E731
-        return optimizer, step, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-
-    shared_optimizer, shared_step, schedule = setup()
-    optimizer, step, _ = setup()
-
     def shared():
         run = argparse.Namespace(epoch=0, start=-1, total=10 ** 9)
-        common.train_epoch(args, run, data, sampler, shared_step, shared_optimizer, schedule)
-
-    def bare():
-        for x, y in ready:
-            loss = step(x, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        common.train_epoch(args, run, data, sampler, *trained, schedule)
 
     def loading():
         for _ in common.batches(data.train, sampler, args.device, augment=args):
             pass
-    took = in_turn(dict(shared=shared, bare=bare, loading=loading), options.repeats, args.device)
+    works = dict(shared=shared, bare=partial(train_on, ready, *trained_bare), loading=loading)
+    took = in_turn(works, options.repeats)
     precision = common.pick_precision(args.precision, args.device)
     print(f'loop: {options.arch}, {options.px} px, batch {options.batch}, {precision}: shared '
           f'{took["shared"] / len(ready):.3f} s a step, bare on ready crops {took["bare"] / len(ready):.3f} s, ratio '
@@ -162,7 +163,7 @@ def bench_losses(options):
         z = F.normalize(3 * noise + centres[y], dim=1).requires_grad_()  # overlapping classes: every term is at work
         for name, (ours, theirs) in pairs.items():
             took = in_turn({'ours': lambda f=ours, z=z, y=y: f(z, y).backward(),
-                            'theirs': lambda f=theirs, z=z, y=y: f(z, y).backward()}, 7 * options.repeats, device)
+                            'theirs': lambda f=theirs, z=z, y=y: f(z, y).backward()}, 7 * options.repeats)
             print(f'losses: B {B:3}, C {C:6,}, {name:16} ours {1e3 * took["ours"]:7.2f} ms, pytorch-metric-learning '
                   f'{1e3 * took["theirs"]:7.2f} ms, ratio {took["ours"] / took["theirs"]:.2f}; '
                   f'values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}', flush=True)
@@ -182,14 +183,14 @@ def bench_decode(options, count=11788):
             path.write_bytes(pictures[i % 40].getvalue())
         load = partial(common.load_dataset, 'folder', Path(folder) / 'images', 256, 224, Path(folder) / 'cache')
         one = statistics.median(seconds(lambda: common.read_image(path, 256)) for _ in range(50))
-        first, started = seconds(load), time.perf_counter()
+        first, started = seconds(load), now()
         data = load()
-        second = time.perf_counter() - started
+        second = now() - started
         next(common.batches(data.train, [list(range(100))], torch.device('cpu')))
         print(f'decode: {count:,} JPEG files of 500 x 375, {len(pictures[0].getvalue()) / 1024:.0f} KB: first start '
               f'{first:.0f} s, {first / count * os.cpu_count() / one:.2f} times one image {1e3 * one:.1f} ms on '
               f'{os.cpu_count()} cores; second start {second:.2f} s, to the first batch '
-              f'{time.perf_counter() - started:.2f} s')
+              f'{now() - started:.2f} s')
 
 
 def bench_search(options, n=60502, d=512):
@@ -203,54 +204,33 @@ def bench_search(options, n=60502, d=512):
         for rows in z.split(4096):
             rows @ z.T
     for ks in ((1, 2, 4, 8), (1, 10, 100, 1000)):
-        before = peak_memory(True, device)
-        common.retrieval_metrics(z, y, ks=ks)
-        more = peak_memory(device=device) - before
-        took = in_turn({'metrics': lambda ks=ks: common.retrieval_metrics(z, y, ks=ks), 'product': product}, 1, device)
+        metrics = partial(common.retrieval_metrics, z, y, ks=ks)
+        more = more_memory(metrics, device)
+        took = in_turn(dict(metrics=metrics, product=product), 1)
         print(f'search: {n:,} x {d}, K up to {ks[-1]}: metrics {took["metrics"]:.1f} s, one product '
               f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}; {more:.1f} GB more memory')
 
 
-def script_step(options, kind):
-    """The step closure that a script's main() would hand to the loop, and its optimizer."""
-    name, _, variant = kind.partition(':')
-    captured = {}
-
-    def capture(args, model, data, step, optimizer, learned=None, sampler=None):
-        captured.update(args=args, step=step, optimizer=optimizer)
-    flags = dict(metrix=['--mixup', variant], hse=['--alpha', '0' if variant == 'baseline' else '0.1'])[name]
-    images = random_images(options)
-    data = argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
-    with mock.patch.multiple(common, train=capture, dataset_from=lambda args: data):
-        __import__(f'train_{name}').main(network_flags(options) + ['--freeze-bn', *flags])
-    indices = list(range(options.batch))
-    x, y = next(common.batches(images, [indices], captured['args'].device, augment=captured['args']))
-
-    def step():
-        loss = captured['step'](x, y)
-        captured['optimizer'].zero_grad()
-        loss.backward()
-        captured['optimizer'].step()
-    return step, captured['args'].device
-
-
-def bench_steps(options, kinds):
-    """Steps of several kinds, in turn; on a GPU also the memory that the first step of each takes"""
-    works, more = {}, {}
-    for kind in kinds:
-        works[kind], device = script_step(options, kind)
-        before = peak_memory(True, device)
-        works[kind]()
-        more[kind] = f', {peak_memory(device=device) - before:.2f} GB' if device.type == 'cuda' else ''
-    took = in_turn(works, options.repeats, device)
+def bench_steps(options, script, kinds):
+    """Steps with several flags, {name: flags}, in turn; on a GPU also the memory that the first step of each takes"""
+    works, more, data = {}, {}, random_images(options, batches=2)
+    for kind, flags in kinds.items():
+        args, step, optimizer = prepared(options, script, f'--freeze-bn {flags}', data)
+        crops = list(common.batches(data.train, [range(options.batch)], args.device, augment=args))
+        works[kind] = partial(train_on, crops, step, optimizer)
+        more[kind] = f', {more_memory(works[kind], args.device):.2f} GB' if args.device.type == 'cuda' else ''
+    took = in_turn(works, options.repeats)
+    base, *_ = took.values()
     for kind in kinds:
         print(f'{kind:16} {options.arch}, {options.px} px, batch {options.batch:4}: {took[kind]:.3f} s a step '
-              f'({took[kind] / took[kinds[0]]:.2f}){more[kind]}', flush=True)
+              f'({took[kind] / base:.2f}){more[kind]}', flush=True)
 
 
-BENCHES = dict(loop=bench_loop, losses=bench_losses, search=bench_search, decode=bench_decode,
-               metrix=partial(bench_steps, kinds=['metrix:none', 'metrix:embed', 'metrix:feature']),
-               hse=partial(bench_steps, kinds=['hse:baseline', 'hse:hybrids']))
+BENCHES = dict(
+    loop=bench_loop, losses=bench_losses, search=bench_search, decode=bench_decode,
+    metrix=partial(bench_steps, script='train_metrix',
+                   kinds={f'metrix:{mixup}': f'--mixup {mixup}' for mixup in ('none', 'embed', 'feature')}),
+    hse=partial(bench_steps, script='train_hse', kinds={'hse:baseline': '--alpha 0', 'hse:hybrids': '--alpha 0.1'}))
 
 
 def main():
