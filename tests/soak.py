@@ -30,9 +30,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from conftest import draw_folder
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import common
 import train_ms
@@ -58,10 +57,8 @@ def write(path, content):
     Path(path).write_bytes(content)
 
 
-def draw(*classes, per_class=2):
-    """Folders of images, all different, below x"""
-    for name, i in product(classes, range(per_class)):
-        write(f'x/{name}/{i}.png', encoded(noise(f'{name} {i}'), '.png'))
+def draw(*classes):
+    draw_folder(Path('x'), classes, per_class=4)
 
 
 def load():
@@ -249,7 +246,7 @@ def faults():
         '> /dev/full', '| head -1', '| head -3', '| head -6', '| head -7', '| head -8')}
     calls['ASCII terminal'] = partial(at_the_shell, '', PYTHONIOENCODING='ascii', LC_ALL='C')
     for what, call in calls.items():
-        yield what, partial(draw, 'a', 'b', 'c', 'd', per_class=4), call, True
+        yield what, partial(draw, 'a', 'b', 'c', 'd'), call, True
 
 
 def retrieval():
