@@ -83,14 +83,13 @@ def lines():
 
 
 def tests():
-    """{(paper, number): [(file, line, name)]}: test_ccl_eq12_and_eq13_... is a test of two equations"""
+    """{(paper, number): [(file, line, name)]}: test_ccl_eq12_and_ccl_eq13_... is a test of two equations"""
     found = {}
     for path in sorted((ROOT / 'tests').glob('test_*.py')):
         for line, text in enumerate(path.read_text().splitlines(), 1):
-            if match := re.match(r'def (test_([a-z]+)_eq(\d+)_(?:(and|to)_eq(\d+)_)?\w*)', text):
-                name, paper, low, word, high = match.groups()
-                for number in range(int(low), int(high) + 1) if word == 'to' else {int(low), int(high or low)}:
-                    found.setdefault((paper, number), []).append((f'tests/{path.name}', line, name))
+            if name := re.match(r'def (test_\w+)', text):
+                for paper, number in re.findall(r'(?:test|and)_([a-z]+)_eq(\d+)_', name[1]):
+                    found.setdefault((paper, int(number)), []).append((f'tests/{path.name}', line, name[1]))
     return found
 
 

@@ -46,7 +46,7 @@ def test_ccl_eq1_is_what_eq2_reduces_to():
     expect(center_contrastive_loss(x, torch.tensor([0]), k, s=1 / tau, lam=0), infonce, 'CCL Eq. (1)')
 
 
-def test_ccl_eq2_and_eq3_by_hand():
+def test_ccl_eq2_and_ccl_eq3_by_hand():
     """Eq. (3) is the second line of Eq. (2)."""
     both, alone = (center_contrastive_loss(*images_and_centers(), lam=lam) for lam in (1, 0))
     expect(both, (contrast(0, 0) + contrast(90, 1) + squared(60) + squared(40)) / 2, f'CCL Eq. (2) {WHERE}')
@@ -116,7 +116,7 @@ def test_ccl_eq5_in_half_precision():
 # ---- what the paper compares with
 
 
-def test_ccl_eq6_and_eq7_in_value_and_gradient():
+def test_ccl_eq6_and_ccl_eq7_in_value_and_gradient():
     """Two images of class 0. Neither they nor their centre (1, 1) have unit length."""
     x = torch.tensor([[2.0, -1.0], [0.0, 1.0]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[1.0, 0], [0, 1], [1, 1]], dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_ccl_eq9_by_hand():
            'CCL Eq. (9) of x at 0, centres at 60, 90, 180')
 
 
-def test_ccl_eq9_and_eq10_gradients():
+def test_ccl_eq9_and_ccl_eq10_gradients():
     """With the axes of the space as centres and s = 1, the coordinates of x are its similarities. By the own one the
     derivative of Eq. (9) is -1, however large it is. Eq. (10) has the second case of the paper with its numerator
     corrected: exp(S(x,c) - S(x,c_y)), not exp(S(x,c))."""
@@ -172,7 +172,7 @@ def test_the_margin_is_as_exact_as_the_embeddings():
     expect(loss, (contrast(0, 0, S, 0.2) + contrast(90, 1, S, 0.2)) / 2, 'CCL in float64', 1e-12)
 
 
-def test_ccl_eq12_and_eq13_bounds():
+def test_ccl_eq12_and_ccl_eq13_bounds():
     """Eq. (13): max <= L_contrast <= max + log N, the maximum over the differences Delta_j, of which the own one is 0.
     Eq. (12) says the same of the sum that the loss is the logarithm of."""
     z, y, centers = four_by_three()

@@ -56,7 +56,7 @@ def test_rc_eq1_in_half_precision():
     expect_raised(lambda z: contrastive_loss(z, y), 'Reality Check Eq. (1)', z)
 
 
-def test_hse_eq1_and_eq2_by_hand():
+def test_hse_eq1_and_hse_eq2_by_hand():
     """Distances, and the squared loss: d^2 for y = 1, (m - d)^2 for y = 0."""
     d = [[chord(angle) for angle in angles] for angles in ((0, 50, 180), (50, 0, 130), (180, 130, 0))]
     expect(distances(on_circle(0, 50, 180)), d, 'HSE Eq. (1) at 0, 50, 180 degrees')

@@ -114,7 +114,7 @@ def test_hse_eq9_in_half_precision():
                   on_circle(*IMAGES))
 
 
-def test_hse_eq10_and_eq11_with_the_contrastive_loss_by_hand():
+def test_hse_eq10_and_hse_eq11_with_the_contrastive_loss_by_hand():
     """Two classes at 0 and 40 degrees, a third at 20; the hybrid of the first two images at 25."""
     z, y, h = on_circle(0, 40, 20), torch.tensor([0, 1, 2]), on_circle(25)
     chord = 2 * cos(pi / 2 - pi / 18)                            # 20 degrees; 40 are beyond the margin

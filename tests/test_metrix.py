@@ -178,7 +178,7 @@ def test_metrix_eq4_feature_and_embedding_in_half_precision():
 # ---- labels
 
 
-def test_metrix_eq5_and_eq6_positives_have_label_1_and_negatives_0(monkeypatch):
+def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkeypatch):
     """What the clean loss hands to the generic one. No anchor is its own positive."""
     seen = []
     monkeypatch.setattr(train_metrix, 'labelled_loss', lambda s, y, valid, kind: seen.extend((y, valid)) or s.sum(1))
@@ -211,7 +211,7 @@ def test_metrix_eq8_sets(pairs, expected):
 # ---- the step
 
 
-def test_metrix_eq13_to_eq15_by_hand():
+def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
     """Of the first anchor, mixtures of the positive and each of two negatives, with lambda 0.3 and 0.8, are at 0.6 and
     at 0.9: lambda counts among positives, the rest among negatives."""
     y, i, j, lam = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([0.3, 0.8])
@@ -292,7 +292,7 @@ STEPS = [*product(['contrastive', 'ms'], MIXUP, ['--pairs pos-neg', '--pairs anc
 
 
 @pytest.mark.parametrize('step', STEPS, ids=' '.join)
-def test_metrix_eq9_and_eq10_the_step_equals_loops(before_training, monkeypatch, step):
+def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monkeypatch, step):
     """Value, and gradients by all weights and proxies. Hyper-parameters and w are not the defaults."""
     def sample(self, shape):
         assert self.concentration1 == self.concentration0 == 1.5, 'lambda comes from Beta(alpha, alpha)'
@@ -416,7 +416,7 @@ def test_what_the_paper_does_not_define_is_refused(flags, reason):
 
 
 @pytest.mark.parametrize('beta, gamma, m', [(18, 75, 0.77), (2, 50, 0.5)])
-def test_metrix_eq16_to_eq18_value_and_derivatives_for_one_mixture(beta, gamma, m):
+def test_metrix_eq16_and_metrix_eq17_and_metrix_eq18_value_and_derivatives_for_one_mixture(beta, gamma, m):
     """s(a, v) with lambda as its label; the derivative by v is that by s(a, v) times a."""
     lam, s = torch.cartesian_prod(torch.linspace(0.01, 0.99, 9), torch.linspace(-1, 1, 201)).double().unbind(1)
     a, v = on_circle(0)[0], torch.stack([s, (1 - s ** 2).sqrt()], dim=1).requires_grad_()
@@ -429,7 +429,7 @@ def test_metrix_eq16_to_eq18_value_and_derivatives_for_one_mixture(beta, gamma, 
     expect(*torch.autograd.grad(loss.sum(), v), by_s[:, None] * a, f'Metrix Eq. (16), (18) {what}')
 
 
-def test_metrix_eq19_to_eq23_are_the_condition_of_eq24():
+def test_metrix_eq19_and_metrix_eq20_and_metrix_eq21_and_metrix_eq22_and_metrix_eq23_are_the_condition_of_eq24():
     lam, t = torch.cartesian_prod(torch.linspace(0.1, 0.9, 9), torch.linspace(-1, 1, 100)).double().unbind(1)
     beta, gamma, m, k = 2, 5, 0.3, 1 - lam                  # t is s - m
     a, b, both = (gamma * t).exp(), (-beta * t).exp(), lam * k * ((gamma - beta) * t).exp()
@@ -458,7 +458,7 @@ def test_the_threshold_of_a_number_is_precise_and_that_of_0_and_1_infinite():
     assert ends.tolist() == [-float('inf'), float('inf')]
 
 
-def test_metrix_eq11_and_eq25_by_hand(monkeypatch):
+def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
     """The images of class 0 are at 0 and 40 degrees. Of the anchor at 40, the mixture at 43 is above the threshold of
     Eq. (24), 0.76; of the anchor at 0, that at 41 is below its threshold, 0.80."""
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.tensor([0.25, 0.95]))
