@@ -161,7 +161,7 @@ Begin with `pip install -r requirements.txt`. The tests fail until the functions
 
 
 def make(out, names):
-    if Path(out).exists():
+    if Path(out).is_file() or Path(out).is_dir() and any(Path(out).iterdir()):
         raise SystemExit(f'error: {out} exists')
     rows = [f'| {name} | `{e.script}`: {", ".join(f"`{f}`" for f in e.cut.split())} | {e.source} | {e.level} | '
             f'`python -m pytest tests/{e.tests} -k "{e.expression}"` |'
