@@ -3,7 +3,7 @@
     python tests/soak.py [group ...]
 
 For whoever changes how files or flags are read. Prints what went wrong, and a count per group. On a busy core faults,
-which stops processes, takes 10 to 15 minutes, the others less than half a minute each. The suite runs a sample, but no
+which stops processes, takes 5 to 15 minutes, the others less than half a minute each. The suite runs a sample, but no
 faults: test_soak.py.
 
 A group yields cases (what, prepare, call, expected). prepare() makes files in an empty folder. call() is judged:
