@@ -89,7 +89,8 @@ def run(folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def before_training(run, small, monkeypatch):
-    """before_training(module, *flags): what main hands to the shared loop, which does not run, by the loop's names"""
+    """before_training(module, *flags): runs main up to the shared loop, and returns what the loop would get: args,
+    model, data, step, optimizer, learned and sampler"""
     def train(args, model, data, step, optimizer, learned=None, sampler=None):
         return SimpleNamespace(args=args, model=model, data=data, step=step, optimizer=optimizer,
                                learned=learned or {}, sampler=sampler)

@@ -11,6 +11,7 @@ rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines and tests are look
 import argparse
 import ast
 import re
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -66,6 +67,7 @@ def cited(text, file):
     return found
 
 
+@cache
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}

@@ -251,7 +251,7 @@ def hand_in(text, names, solution):
     if isinstance(solution, str):
         if not functions_of(solution, names):
             raise ValueError(f'none of {", ".join(names)} is written here: {solution}')
-        return f'{text}\n\n{solution}'              # what is defined later holds
+        return f'{text}\n\n{solution}'              # Python takes the later definition
     lines = text.splitlines(keepends=True)
     bodies = [''.join(lines[node.body[0].end_lineno:node.end_lineno]) for node in functions_of(text, names)]
     changed = bodies

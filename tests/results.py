@@ -53,8 +53,8 @@ class Table(NamedTuple):
 
 
 SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in range(4)]
-BIRDS = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112 '
-         '--epochs 9 --warmup 1 --eval-every 9')
+PHOTOS = '--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112'
+BIRDS = f'{PHOTOS} --epochs 9 --warmup 1 --eval-every 9'
 # Schedules by steps decay once in these nine epochs, after epoch 5, by the factor of the recipe.
 STEP = BIRDS + ' --decay-epochs 5'
 FIRST = {'contrastive': f'train_contrastive.py {STEP}', 'ms': f'train_ms.py {STEP}',
@@ -91,10 +91,11 @@ SCRATCH = {'alpha 0': 'hse.py --alpha 0', 'alpha 1e-9': 'hse.py --alpha 1e-9',
 NONE, FEATURE, INPUT = (f'train_metrix.py --eval-every 2 --mixup {mixup}' for mixup in ('none', 'feature', 'input'))
 BOTH, SOFT = {'none': NONE, 'feature': FEATURE}, ' --beta 2 --gamma 10 --m 0.5'
 SEARCH = ['18:75:0.3', '2:50:0.5', '2:10:0.3', '2:10:0.7', '5:25:0.5']
-LONG = BIRDS.replace('--epochs 9 --warmup 1 --eval-every 9', '--epochs 60 --warmup 3 --eval-every 4 --decay-epochs 6')
-SHORTER = LONG.replace('--epochs 60', '--epochs 36').replace('--decay-epochs 6', '--decay-epochs 3')
+LONG = f'{PHOTOS} --epochs 60 --warmup 3 --eval-every 4 --decay-epochs 6'
+SHORTER = f'{PHOTOS} --epochs 36 --warmup 3 --eval-every 4 --decay-epochs 3'
 # Evaluated thrice, so that these commands differ from those of 'metrix', which were run at an earlier commit
-AGAIN = f'train_metrix.py {FINE.replace("--eval-every 9", "--eval-every 3")} --loss ms --mixup'
+AGAIN = (f'train_metrix.py {PHOTOS} --epochs 9 --warmup 1 --eval-every 3 --decay-epochs 5 --lr 3.3e-05 --loss ms '
+         '--mixup')
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
 
 

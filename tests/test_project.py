@@ -63,7 +63,7 @@ def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
 
 
 def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
-    """Before training, 9: that is no epoch"""
+    """The first number of a run is that of the network before training, which is no epoch to choose."""
     def line(*recalls):
         rows = [{'epoch': epoch, 'R@1': r} for epoch, r in enumerate(recalls)]
         return dict(rows=rows, last=rows[-1])
