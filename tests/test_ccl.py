@@ -147,9 +147,9 @@ def test_ccl_eq9_by_hand():
 
 
 def test_ccl_eq9_and_ccl_eq10_gradients():
-    """With the axes of the space as centres and s = 1, the coordinates of x are its similarities. By the own one the
-    derivative of Eq. (9) is -1, however large it is. Eq. (10) has the second case of the paper with its numerator
-    corrected: exp(S(x,c) - S(x,c_y)), not exp(S(x,c))."""
+    """With the axes of the space as centres and s = 1, the coordinates of x are its similarities. The derivative of
+    Eq. (9) by the own similarity is always -1. For Eq. (10), the numerator of the paper's second case is corrected to
+    exp(S(x,c) - S(x,c_y)); the paper has exp(S(x,c))."""
     x = torch.tensor([[1.0, 0.3, -2.0, 1.5]], dtype=torch.float64, requires_grad=True)
     y, axes = torch.tensor([0]), torch.eye(4, dtype=torch.float64)
     excess = [exp(t - 1.0) for t in (0.3, -2.0, 1.5)]
@@ -237,7 +237,7 @@ def test_nesterov_only_with_momentum(before_training, momentum):
 
 
 def test_cluster_centres_are_running_means_without_a_gradient(before_training):
-    """Of embeddings as they are: dropout is for the loss alone. The update in place spoils no graph."""
+    """They are means of embeddings without dropout, which is for the loss alone."""
     held = before_training(train_ccl, '--variant', 'cluster', '--mu', '0.5', '--dropout', '0.5')
     images, labels, centers = torch.rand(8, 3, 32, 32), torch.arange(8) % 2, held.learned['centers']
     before, z = centers.clone(), held.model.eval()(images).detach()

@@ -51,7 +51,7 @@ def unpack(name, root, monkeypatch):
 
 @pytest.mark.parametrize('name', FORMATS)
 def test_official_formats(tmp_path, monkeypatch, name):
-    """In CUB the first 100 classes train, and files that macOS leaves beside the images are none."""
+    """In CUB the first 100 classes train. Files that macOS leaves beside the images are no images."""
     unpack(name, tmp_path, monkeypatch)
     *_, labels, classes = FORMATS[name]
     data = common.load_dataset(name, tmp_path, resize=8, cache=tmp_path / 'cache')
@@ -260,7 +260,7 @@ def test_a_dark_picture_of_16_bits_stays_dark(tmp_path):
 
 @pytest.mark.parametrize('form', ['eps', 'gif'])
 def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
-    """For PostScript, PIL would start Ghostscript. The other it could read, but it is not listed."""
+    """PIL would start Ghostscript for the first, and could read the second, but README lists neither."""
     Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', form)
     with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
         common.read_image(tmp_path / 'x.jpg', 20)

@@ -53,7 +53,7 @@ def birds(tmp_path, monkeypatch, small):
 
 
 def test_a_folder_is_evaluated_without_the_training_classes(tmp_path, birds, capsys):
-    """Of the run's own flat folder that is the test half, so the row of training; of another one, all classes."""
+    """Of the run's own flat folder the second half is evaluated, as in training; of another folder, all classes."""
     draw_folder(tmp_path / 'cars', 'klmc', per_class=4)
     result = evaluation.main(FP32)
     out = capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_analyse_measures_the_test_set_and_its_distance_to_the_training_set(bird
 
 
 def test_the_analysis_is_by_the_training_images_of_the_network(tmp_path, birds):
-    """Also where another folder is evaluated; and where they have moved, --data says where they are."""
+    """It is so when another folder is evaluated, too. If the training images have moved, --data says where they are."""
     before = evaluation.main([*FP32, '--analyse'])
     draw_folder(tmp_path / 'cars', 'mnop', per_class=2, seed=5)
     cars = evaluation.main([*FP32, '--analyse', '--data', 'cars'])

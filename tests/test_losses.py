@@ -109,7 +109,7 @@ def test_gradcheck(name):
 
 @every_loss
 def test_order_of_the_batch_does_not_matter(name, monkeypatch):
-    """But for the first two images of a class, which npair takes. Lambda is 1/2, the same for both orders of a pair."""
+    """npair takes the first two images of a class, so these keep their order. Lambda is 1/2: a pair may be swapped."""
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.5))
     z, p, y = unit(8, 3), unit(4, 3, seed=1), torch.tensor([0, 0, 1, 1, 2, 2, 3, 1])
     order = torch.tensor([2, 0, 3, 4, 5, 1, 6, 7])

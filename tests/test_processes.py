@@ -30,7 +30,7 @@ def weights(run):
 
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_four_updates_by_two_processes_are_those_of_one(trained, script):
-    """By gradients alone, in float64; the rows of the evaluations as well, whose features are shared, too."""
+    """Plain gradient descent in float64. The evaluations, whose images are shared out as well, agree, too."""
     one, two, _ = trained
     (expected, rows), (found, other_rows) = weights(one / 'runs' / script), weights(two / 'runs' / script)
     for name, value in expected.items():
@@ -42,7 +42,7 @@ def test_four_updates_by_two_processes_are_those_of_one(trained, script):
 
 
 def test_the_main_process_prints_and_writes_and_its_row_is_that_of_all(trained):
-    """Else the one with more patience would wait for the other without an end, and the fixture for both."""
+    """If each process judged its own row, the one with more patience would wait for the other for ever."""
     _, two, outputs = trained
     assert outputs[0].count('R@1 = ') == 8 and 'R@1' not in outputs[1]
     assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(['ms-folder-1', *SCRIPTS])

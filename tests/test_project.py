@@ -46,7 +46,7 @@ def test_mutants_still_fit_their_files():
 
 
 def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
-    """Of the seeds that both have"""
+    """A seed that only one of them has does not count."""
     def line(before, last):
         rows = [{'R@1': n, 'MAP@R': n, 's+': n / 10, 's-': 0, 'minutes': 1} for n in (before, last)]
         return dict(before=rows[0], last=rows[1], machine='a machine')

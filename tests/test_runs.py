@@ -188,7 +188,7 @@ def test_a_loss_that_is_no_number_stops_within_twenty_steps(run, small, monkeypa
 
 
 def test_weights_that_are_no_numbers_do_not_overwrite_a_checkpoint(run, small, monkeypatch):
-    """In epochs without an evaluation, which would notice them, too."""
+    """An evaluation would notice them, too, so here these epochs have none."""
     real = common.train_epoch
 
     def poisoned(args, run, *rest):
