@@ -99,6 +99,7 @@ class Embedder(nn.Module):
     def place(self, device):
         """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
         # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
+        torch.set_float32_matmul_precision('highest')       # some systems turn on TF32, which errs by 1e-3 in a cosine
         kind = self.to(device).linear.weight.device.type
         fast = kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16'
         self.layout = torch.channels_last if fast else torch.contiguous_format
@@ -520,7 +521,7 @@ def jitter_colours(x, strength):
     # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
     others = [torch.zeros_like, lambda x: grey(x).mean(dim=(1, 2, 3), keepdim=True), grey]
     for i in torch.randperm(3).tolist():
-        factor = (1 + strength * (2 * torch.rand(len(x), 1, 1, 1) - 1)).to(x.device, non_blocking=True)
+        factor = (1 + strength * (2 * torch.rand(len(x), 1, 1, 1) - 1)).to(x.device, non_blocking=x.is_cuda)
         x = (factor * x + (1 - factor) * others[i](x)).clamp(0, 1)
     return x
 
@@ -670,7 +671,8 @@ def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
     try:
         for split, *row in read_folder(root, known) if name == 'folder' else read_benchmark(name, root):
             splits.setdefault(split, []).append(row)
-        check_images(name, root, splits, needed=('train', 'query') if known is None else ('query',))
+        needed = ('train', 'query') if known is None else ('query',)
+        check_images(name, root, splits, needed, least=1 if known == () else 2)     # (): a photo is searched in them
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None
@@ -680,16 +682,16 @@ def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
     return splits
 
 
-def check_images(name, root, splits, needed):
+def check_images(name, root, splits, needed, least):
     """Raises ValueError where counts are not as published, images are not there, a test class trains, or one of the
-    splits that are `needed` has fewer than two classes."""
+    splits that are `needed` has fewer than `least` classes."""
     found = {split: (len(rows), len({row[1] for row in rows})) for split, rows in splits.items()}
     for split, expected in DATASETS[name].get('counts', {}).items():
         if found.get(split) != expected:
             raise ValueError(f'{split} has (images, classes) {found.get(split)}, expected are {expected}')
     for split in needed:
-        if found.get(split, (0, 0))[1] < 2:
-            raise ValueError(f'{split} has fewer than two classes')
+        if (classes := found.get(split, (0, 0))[1]) < least:
+            raise ValueError(f'{split} needs {least} classes or more, and has {classes}')
     paths = [row[0] for rows in splits.values() for row in rows]
     twice = [path for path, times in Counter(paths).items() if times > 1]
     outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
@@ -1346,7 +1348,6 @@ def dataset_from(args):
 def build(args, **options):
     """The network that the flags name, on their device. `options` go to Embedder."""
     torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
-    torch.set_float32_matmul_precision('highest')           # some systems turn on TF32, which errs by 1e-3 in a cosine
     # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
     weights = 'none' if args.resume or args.show_batch else args.weights
     model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,

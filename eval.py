@@ -7,11 +7,11 @@ Of a folder, all classes are evaluated except those that the networks were train
 checkpoints hold. If it has train/ and test/ (or val/), only test/ is evaluated; if it has query/ and gallery/, the
 images of query/ are searched in gallery/.
 
-Several checkpoints give a table with a row for each recipe: the mean over its seeds, and the 95 % confidence interval
-of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count as one run, and give
-two rows, as in Section 3.3 of the Reality Check:
+Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
+95 % confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
+as one run, and give two rows, as in Section 3.3 of the Reality Check:
     separated       each network for itself; the mean over the folds
-    concatenated    the embeddings of an image by all folds, each of unit length, one behind the other
+    concatenated    the embeddings of an image by all folds, each of unit length, joined into one vector
 --against compares two recipes seed by seed: the mean difference, and its interval.
 
 --analyse adds, for one checkpoint:
@@ -26,7 +26,8 @@ two rows, as in Section 3.3 of the Reality Check:
                         with the highest balanced accuracy on the test images, so that accuracy is optimistic.
     balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
-Alignment needs two queries of one class, and the threshold a match; without them they are left out.
+With a gallery, the test images here are the queries. Alignment needs two queries of one class, and the threshold a
+match; without them they are left out.
 The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix, and adds mixed examples to Eq. (12).
 
 Run
@@ -77,8 +78,8 @@ def utilization(queries, examples):
 
 def normalized_mutual_information(a, b):
     """2 I(a; b) / (H(a) + H(b)), in percent, of two assignments of N images to groups.  a, b (N,) integers from 0"""
-    joint = torch.bincount(a * (int(b.max()) + 1) + b, minlength=(int(a.max()) + 1) * (int(b.max()) + 1))
-    joint = joint.view(int(a.max()) + 1, -1).double() / len(a)
+    groups = int(b.max()) + 1
+    joint = torch.bincount(a * groups + b, minlength=(int(a.max()) + 1) * groups).view(-1, groups).double() / len(a)
     h_a, h_b, h = (torch.special.entr(p).sum().item() for p in (joint.sum(dim=1), joint.sum(dim=0), joint))
     return 100 * 2 * (h_a + h_b - h) / (h_a + h_b) if h_a + h_b else 100.0
 
@@ -99,7 +100,7 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
 
     The pairs are those of queries, or with a gallery (G, D) of a query and an image of it. A pair is called the same
     if its similarity is at least the threshold, one of `steps` values from -1 to 1. The accuracy, in percent, is
-    balanced: the mean of those on positive and on negative pairs.
+    balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
     """
     within = gallery is None
     z = F.normalize(z.float(), dim=1)
@@ -164,22 +165,16 @@ def draw_sheet(path, queries, gallery, rows, index, hit=None):
     common.save_pictures(path, sheet.flatten(0, 1) / 255, columns)
 
 
-def hardest_first(s, hit):
-    """Order of the queries: those with the fewest matches first; of equal ones, the most similar mistake first.
-
-    s, hit  (N, k) similarities of the nearest images, and whether they match
-    """
-    mistake = s.masked_fill(hit, -1).amax(dim=1)                         # (N,)
-    return torch.from_numpy(np.lexsort((-mistake, hit.sum(dim=1))))      # lexsort sorts by its last key first
-
-
 def draw_queries(path, data, z, gallery, top, hardest):
     """A sheet of ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
     k = min(top, len(data.gallery) - (gallery is None))
     _, s, index = (torch.cat(parts).cpu() for parts in zip(*common.k_nearest(z, gallery, k)))      # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    order = hardest_first(s, hit) if hardest else torch.arange(len(s))
-    # Queries whose class has no other image are no failures of the network: they are drawn only if there are no others.
+    order = torch.arange(len(s))
+    if hardest:     # the fewest matches first; of equal ones, the most similar mistake first
+        mistake = s.masked_fill(hit, -1).amax(dim=1)                     # (N,)
+        order = torch.from_numpy(np.lexsort((-mistake, hit.sum(dim=1))))     # lexsort sorts by its last key first
+    # A query without a match is no failure of the network: it is drawn only if no query has one.
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
     matched = same_class > (1 if gallery is None else 0)                 # without a gallery, a query counts itself
     order = order[matched[order]] if matched.any() else order
@@ -195,6 +190,8 @@ def search_photo(args, model, images, path):
     photo = common.read_image(args.query, model.args['resize'])
     query = common.Images(photo.flatten(), [photo.shape[:2]], torch.zeros(1), images.image_size, paths=[args.query])
     others = [i for i, name in enumerate(images.paths) if Path(name).resolve() != args.query.resolve()]
+    if not others:
+        raise common.UsageError(f'{args.query} is the only image of the folder: there is nothing to search in')
     images = images.subset(torch.tensor(others))
     z, gallery = common.embed(model, query), common.embed(model, images)
     _, s, index = next(common.k_nearest(z, gallery, min(args.top, len(images))))        # both (1, k)
@@ -240,7 +237,7 @@ def read_runs(paths):
         saved = common.read_checkpoint(common.best_of(path))
         fold = saved['args'].get('fold') or 'none'
         runs.append(SimpleNamespace(path=path, script=saved['script'], fold=fold, classes=saved.get('classes', []),
-                                    flags=saved['args'] | dict(folds=fold.split('/')[-1])))
+                                    epoch=saved.get('epoch'), flags=saved['args'] | dict(folds=fold.split('/')[-1])))
     for run in runs:
         others = [other.flags for other in runs if other.script == run.script]
         differs = [f' {flag}={value}' for flag, value in sorted(run.flags.items())
@@ -261,6 +258,8 @@ def group(runs):
         if len({frozenset(run.classes) for run in runs if run.recipe == recipe}) > 1:
             raise common.UsageError(f'the networks of {recipe} were trained on different classes, so they are no seeds '
                                     'of one recipe')
+        if len({run.epoch for run in runs if run.recipe == recipe and run.fold == 'none'}) > 1:
+            raise common.UsageError(f'the runs of {recipe} stopped at different epochs: go on with them by --resume')
         if len({frozenset(folds) for folds in seeds.values()}) > 1:
             raise common.UsageError(f'{recipe}: its seeds have different folds: {folds_of(seeds)}')
     return recipes
@@ -341,10 +340,14 @@ def place_of_test_set(args, trainings):
     trained_on = sorted({str(flags.get('dataset')) for flags in trainings})
     dataset = args.dataset or trained_on[0]
     if trained_on != [dataset] and not (args.dataset and (args.data or dataset == 'shapes')):
-        raise common.UsageError(f'the training was on {" and ".join(trained_on)}: where to evaluate must be said with '
+        raise common.UsageError(f'the training was on {" and ".join(trained_on)}: name the images to evaluate with '
                                 '--dataset and --data')
     if dataset == 'shapes':
         common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
+    folders = sorted({str(flags.get('data')) for flags in trainings})
+    if dataset == 'folder' and not args.data and len(folders) > 1:
+        raise common.UsageError(f'the training images were in {" and ".join(folders)}: name the folder to evaluate '
+                                'with --data')
     return dataset, args.data or trainings[0].get('data')
 
 

@@ -29,7 +29,7 @@ Symbols
     lambda      lam         --lam         weight of the centre term
     epsilon     smoothing   --smoothing   label smoothing: the probability that all other classes share
     mu          mu          --mu          weight of the old centre in Eq. (14), --variant cluster
-    N           C           -             number of classes; N here are the images of a dataset
+    N           C           -             number of classes; here N is the number of images
 
 Run
     python train_ccl.py                                     # offline, a few minutes on two CPU cores
@@ -77,8 +77,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     # L_contrast, (B,), is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a
     # margin it is Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center, (B,), is the second line of Eq. (2); the text calls it Eq. (3). Here it has the form of Eq. (4), which
-    # is linear in z: so its expected value under dropout is its value without dropout.
+    # L_center, (B,), is the second line there, which the text calls Eq. (3). Here it has the form of Eq. (4), which is
+    # linear in z: so its expected value under dropout is its value without dropout.
     center = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center).mean()                              # Eq. (5)
 
@@ -94,7 +94,7 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
 
 def scaled_proxynca_loss(z, y, centers, s=16.0):
     """CCL Eq. (9), Proxy-NCA: a softmax whose denominator leaves out the own class, averaged over the batch; can be
-    negative. Its exponents are cosines times s; that of Proxy-Anchor Eq. (1) has s = 1.
+    negative. Its exponents are cosines times s; in Proxy-Anchor Eq. (1), s is 1.
 
     Arguments as above. With a single class the denominator is empty, and only the pull is left.
     """
@@ -128,15 +128,6 @@ def momentum_centers(centers, z, y, mu):
     count = own.sum(dim=0)[:, None]                                      # (C, 1)
     mean = own.T @ z.to(centers.dtype) / count.clamp(min=1)              # (C, D)
     return torch.where(count > 0, mu * centers + (1 - mu) * mean, centers)      # Eq. (14)
-
-
-def new_centers(num_classes, dim):
-    """Centres (C, D) of length 1, uniform on the sphere.
-
-    Except for center_loss, the losses see only directions, so with SGD a centre of length r turns r^2 times more
-    slowly. Drawn from N(0, 1), r^2 would be about D = 512, and the centres would hardly move.
-    """
-    return F.normalize(torch.randn(num_classes, dim), dim=1)
 
 
 def corrupt_labels(labels, noise, generator=None):
@@ -178,8 +169,9 @@ def corrupt_labels(labels, noise, generator=None):
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px, smoothing, and that
 # CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule (with the ramp that
 # momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has square crops,
-# jitter 0.3 and a change of hue, here it is as on CUB. The size from which crops are cut is stated nowhere: 288 px is
-# that of ProxyNCA++. Section 1 says one fifth of the epochs of others, which would be 20 beside Metrix's 100.
+# jitter 0.3 and a change of hue, here it is as on CUB. The paper does not say from which size its 256 px are cut (the
+# base code mostly cuts 224 from 256): 288 px is that of ProxyNCA++. Section 1 says one fifth of the epochs of others,
+# which would be 20 beside Metrix's 100.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -211,6 +203,9 @@ def label_noise(text):
     if kind not in ('symmetric', 'longtail'):
         raise ValueError
     return f'{kind}:{common.between(0, 0.999)(rate)}'
+
+
+label_noise.__name__ = 'none, symmetric:RATE or longtail:RATE'          # in the error message
 
 
 def get_args(argv=None):
@@ -245,8 +240,11 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
     model = common.build(args, head_init='default', normalize=args.variant != 'center_loss')
-    learned = dict(centers=torch.nn.Parameter(new_centers(classes, args.dim).to(args.device)))
-    centers = learned['centers'].requires_grad_(args.variant != 'cluster')
+    # Centres of length 1, uniform on the sphere. Except for center_loss, the losses see only directions, so with SGD a
+    # centre of length r turns r^2 times more slowly. Drawn from N(0, 1), r^2 would be about D: they would hardly move.
+    centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)
+    centers = torch.nn.Parameter(centers, requires_grad=args.variant != 'cluster')
+    learned = dict(centers=centers)
     params = list(model.parameters())
     if args.variant == 'center_loss':
         classifier = learned['classifier'] = torch.nn.Linear(args.dim, classes).to(args.device)

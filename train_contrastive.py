@@ -11,9 +11,9 @@ Idea
     --form similarity, positives are always pulled.)
     All pairs of a batch take part, and most of them are negative: a random batch of 100 CUB images
     has about 97 positive and 9,800 negative pairs. So each kind has a mean of its own. And most
-    negative pairs are far enough apart. So the mean is over the pairs that miss their goal: over all
-    of them it would be almost 0. (This is the choice of the released code; the equations below are of
-    single pairs, or sums.)
+    negative pairs are far enough apart: a mean over all of them would be almost 0. So the mean is
+    over the pairs that miss their goal. (This is the choice of the released code; the equations below
+    are of single pairs, or sums.)
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -56,8 +56,8 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     pos_margin  distance up to which a positive pair costs nothing
     neg_margin  distance from which on a negative pair costs nothing
     power       1 or 2, exponent of the amount by which a pair misses its goal
-    returns     scalar >= 0; if there are no positive pairs, or all of them reach their goal, their part is 0; and
-                so is that of the negative ones
+    returns     scalar >= 0; the part of the positive pairs is 0 if there are none, or if all reach their goal, and
+                the part of the negative pairs likewise
     """
     d = distances(common.at_least_float32(z))                            # (B, B)  HSE Eq. (1)
     positive, negative = pairs(y)

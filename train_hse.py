@@ -24,7 +24,7 @@ Symbols
     Nsize       per_class     --per-class     images per class in a batch
     Cnum        combinations  --combinations  sets of `num` classes that are joined. Each gives Nsize hybrids:
                                               hybrid r joins the r-th images of its classes. H = Nsize Cnum
-    alpha       alpha         --alpha         weight of L_Hy, and nothing else in this file; 0: no hybrids, the
+    alpha       alpha         --alpha         weight of L_Hy, never a parameter of L_m; 0: no hybrids, the
                                               baseline L = L_m
     -           temperature   --temperature   divides the similarities in Eq. (9)
 
@@ -42,7 +42,6 @@ Expect
     R@1 67.4 on CUB (8 images per class) and 85.4 on Cars (16). Without hybrids it has 64.9 and 83.1, both with 16
     images per class, which on CUB needs --per-class 16.
 """
-import math
 from functools import partial
 from itertools import chain, repeat
 
@@ -61,16 +60,15 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     negative       (H, B) bool, the images among which Eq. (7) chooses
     alpha          >= 0, weight
     temperature    > 0; 1 is Eq. (9) as printed, 0.1 the released code
-    returns        scalar >= 0, without overflow; a hybrid without weak positives or negatives is 0 in the mean, and
-                   without hybrids it is 0, with a gradient of 0
+    returns        scalar >= 0, without overflow. A hybrid that lacks weak positives or negatives adds 0 to the mean;
+                   without any hybrids the loss is 0, and so is its gradient
     """
     h, z = common.at_least_float32(h, z)
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
-    # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(). Taken
-    # literally, that averages the log-probability of s_hn in as well, and is least where both are equal. Eq. (9) is
-    # meant.
+    # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(), a mean
+    # of both log-probabilities. It is least where s_ewp = s_hn, which cannot be meant: only that of s_ewp is taken.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
@@ -123,7 +121,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
         members = [(y == c).nonzero()[:, 0] for c in classes]
         rows = [m[torch.arange(per_class) % len(m)] for m in members]
         sources.append(torch.stack(rows, dim=1))                         # (per_class, num)
-    sources = torch.cat(sources).to(images.device, non_blocking=True)    # (H, num)
+    sources = torch.cat(sources).to(images.device, non_blocking=images.is_cuda)                 # (H, num)
     return blend(images[sources], kind, axis, mask_size), sources
 
 
@@ -159,13 +157,12 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
     else:                                           # strips whose sizes differ by a pixel at most
         owner = row * num // height if axis == 'top-bottom' else column * num // width
     if owner.max() < num - 1:
-        raise ValueError(f'no room for {num} images in {height} x {width} pixels')
-    owner = owner.to(parts.device, non_blocking=True).expand(len(parts), 1, parts.shape[2], height, width)
+        raise common.UsageError(f'{kind} has no room for {num} images in {height} x {width} pixels: lower --mask-size')
+    owner = owner.to(parts.device, non_blocking=parts.is_cuda).expand(len(parts), 1, parts.shape[2], height, width)
     return parts.gather(1, owner).squeeze(1)        # (H, 3, h, w), each pixel from the image that owns it
 
 
-# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar. alpha is the weight of L_Hy: a loss whose own script
-# ---- has an alpha calls it sharp_pos, or scale, here.
+# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar. What their scripts call alpha is sharp_pos or scale.
 
 
 def pairs(y):
@@ -266,7 +263,7 @@ class SuperClassSampler:
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]      # without an end
         for _ in range(self.batches):
             parts = [[m[i] for i in next(stream)] for m, stream in zip(self.members, streams)]
-            # Shuffled, or --hybrids replace, which drops the last images, would always drop the same super-classes.
+            # In random order: else --hybrids replace, which drops the last images, always drops the same super-classes.
             yield [i for p in torch.randperm(len(parts)).tolist() for i in parts[p]]
 
 
@@ -313,17 +310,14 @@ def get_args(argv=None):
     add('--combinations', type=common.at_least(1), default=1, help='Cnum, number of sets of classes per batch')
     add('--axis', choices=AXES, default='top-bottom', help='cutmix: strips above each other, or side by side')
     add('--mask-size', type=common.at_least(1), default=50, help='gridmask: side of the blocks, pixels')
-    add('--hybrids', choices=['replace', 'append'], default='replace', help='of the last images, or to the batch')
+    add('--hybrids', choices=['replace', 'append'], default='replace', help='instead of the last images, or after all')
     add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies over --lr')
     add('--show-hybrids', type=common.file_ending('.png'), metavar='PNG', help='save a picture of hybrids, and stop')
     args = common.parse(parser, DEFAULTS, argv)
     if args.loss != 'proxy_anchor':
         common.refuse(args, ['proxy_lr_mult'], f'--loss {args.loss}')
-    # A block in row r and column c shows image (r + c) % num, and r + c has 2 blocks - 1 values.
-    blocks = math.ceil(args.image_size / args.mask_size)            # along a side; the last may be cut
-    if 2 * blocks - 1 < args.num and (args.kind == 'gridmask' or args.show_hybrids):
-        raise common.UsageError(f'--mask-size {args.mask_size} --num {args.num}: crops of {args.image_size} px have '
-                                f'{blocks} x {blocks} such blocks, so a hybrid would not show all its parents')
+    for kind in KINDS if args.show_hybrids else [args.kind]:        # refuses blocks so large that a parent is hidden
+        blend(torch.empty(0, args.num, 3, args.image_size, args.image_size), kind, mask_size=args.mask_size)
     if args.show_hybrids:
         common.refuse(args, ['show_batch'], '--show-hybrids')
         return args
@@ -368,7 +362,7 @@ def main(argv=None):
         super_class[y] = groups
 
     def hybridise(images, labels):
-        y = labels.cpu()                            # once: a GPU is waited for here
+        y = labels.cpu()                            # waits for the GPU, so only once
         return make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations,
                             args.axis, args.mask_size, groups=super_class[y])
 
@@ -406,6 +400,7 @@ def show(args, data, sampler, hybridise):
     joined = [blend(parts, kind, args.axis, args.mask_size)[:, None] for kind in KINDS]
     x = torch.cat([parts, *joined], dim=1).flatten(0, 1)
     common.save_pictures(args.show_hybrids, common.as_pictures(x), columns=args.num + len(KINDS))
+    print(f'{len(parts)} hybrids of each kind: {args.show_hybrids}')
 
 
 NOTES = """

@@ -154,7 +154,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     negative = ~same                                                                            # N(a) in Eq. (6)
     if epsilon is not None:
         # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
-        # negatives that are less similar than every positive by that much. "not >=" and not "<" keeps pairs with NaN.
+        # negatives that are less similar than every positive by that much. Negated comparisons keep pairs with NaN.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -290,7 +290,7 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     else:
         i, j = cross_class_pairs(end_y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
-    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=True)                    # Eq. (8)
+    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)               # Eq. (8)
     weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
@@ -564,7 +564,8 @@ NOTES = """
 What differs from the paper
     1. An unordered pair has one lambda and one mixture, which all anchors share; Eq. (8) reads as one for each
        anchor. Mixed embeddings are scaled to unit length, as in the released code.
-    2. Contrastive divides its two sums by their numbers of terms; --reduction sum is the equation as printed.
+    2. Contrastive divides its two sums, by the number of positives and by that of the negatives above m;
+       --reduction sum is the equation as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be divided
        by all C proxies. Its anc-neg pairs exist in embedding mixing only: a proxy has no image or feature map.
@@ -587,8 +588,9 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
     --pairs and --hard-negatives. Fig. 6: the same with --strength. Fig. 2: --analyse. Section 4.3, with contrastive:
-    alignment and uniformity by eval.py --analyse, utilization by both. Table 4 counts 5,894 / 8,092 / 60,026 / 26,356
-    training images. The files of the datasets, which are used here, have others, see README.
+    alignment, uniformity and utilization by eval.py --analyse, utilization with mixed examples by --analyse. Table 4
+    counts 5,894 / 8,092 / 60,026 / 26,356 training images. The files of the datasets, used here, have other numbers,
+    see README.
 Cost
     Input mixing sends up to 300 more images through the network per step with anc-neg pairs, and up to 1,200 with
     pos-neg pairs of 20 x 5 batches. They count in the running statistics of trained BatchNorm, which the evaluation

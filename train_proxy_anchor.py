@@ -140,18 +140,17 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The main tables of the paper have BN-Inception; here the network is a ResNet-50. The second sum of
-       Eq. (4) is over a set P- that the paper does not define; the released code takes all C proxies.
+    1. The main tables of the paper have BN-Inception; here the network is a ResNet-50.
     2. Average plus max pooling, 60 epochs on CUB and Cars, batches of 120, warm-up, clipping, frozen
-       BatchNorm, weight decay on the proxies and the steps of the learning rate come from the released
+       BatchNorm, weight decay, also on the proxies, and the steps of the learning rate come from the released
        code. The authors say that this pooling adds about one point of R@1 on CUB and Cars.
 What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)
     3. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.
 Tables and figures of the paper
-    Tables 5 and 6: --batch-size. Table 7: --arch. Fig. 5: --dim. Fig. 6: --alpha and --delta. All but the rows of
-    ResNets in Table 7 have BN-Inception in the paper.
+    Tables 5 and 6: --batch-size. Table 7: --arch and --image-size. Fig. 5: --dim. Fig. 6: --alpha and --delta. All
+    have BN-Inception in the paper, but for the ResNets and GoogleNet of Table 7.
 """
 
 

@@ -51,10 +51,10 @@ class Exercise(NamedTuple):
 
 EXERCISES = {
     'contrastive_loss': Exercise(
-        'train_contrastive.py', 'contrastive_loss mean_nonzero', 'rc_eq1_', 1, 'Reality Check Eq. (1)',
+        'train_contrastive.py', 'contrastive_loss mean_nonzero', 'rc_eq1_', 2, 'Reality Check Eq. (1)',
         {'train_hse.py': 'contrastive_loss'}),
     'contrastive_similarity_loss': Exercise(
-        'train_contrastive.py', 'contrastive_similarity_loss', 'metrix_eq1_', 1, 'Metrix Eq. (1)',
+        'train_contrastive.py', 'contrastive_similarity_loss', 'metrix_eq1_', 2, 'Metrix Eq. (1)',
         {'train_metrix.py': 'contrastive'}),
     'multi_similarity_loss': Exercise(
         'train_ms.py', 'multi_similarity_loss mine', 'metrix_eq2_', 2, 'Metrix Eq. (2); the miner from its docstring',

@@ -155,14 +155,17 @@ def test_runs_that_do_not_go_together(runs):
 
 
 def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
-    """Other classes under the same flags; networks of two datasets; runs on all classes or of another n beside folds"""
+    """Other classes or epochs; networks of two datasets; runs on all classes or of another n beside folds"""
     draw_folder(tmp_path / 'other' / 'train', 'mnop', per_class=4)
     draw_folder(tmp_path / 'other' / 'test', 'uvwx', per_class=4, seed=1)
     for name, flags in (('elsewhere', ['--data', str(tmp_path / 'other'), '--seed', '1']),
                         ('whole', []), ('third', ['--fold', '1/3'])):
         run(train_ms, '--name', name, '--precision', 'fp32', '--batch-size', '6', *flags)
-    with pytest.raises(common.UsageError, match='trained on different classes'):
-        evaluation.main(['--checkpoint', 'runs/whole', 'runs/elsewhere', *EVAL])
+    saved = common.read_checkpoint('runs/whole')
+    torch.save(saved | dict(args=saved['args'] | dict(seed=2), epoch=0), 'stopped.pt')
+    for other, message in (('runs/elsewhere', 'trained on different classes'), ('stopped.pt', 'different epochs')):
+        with pytest.raises(common.UsageError, match=message):
+            evaluation.main(['--checkpoint', 'runs/whole', other, '--data', str(tmp_path / 'other'), *EVAL])
     train_ms.main('--epochs 0 --image-size 17 --device cpu --name drawn'.split())
     with pytest.raises(common.UsageError, match='training was on folder and shapes: .* --dataset'):
         evaluation.main(['--checkpoint', 'runs/whole', 'runs/drawn', *EVAL])
@@ -182,6 +185,8 @@ def test_all_networks_of_a_table_see_the_same_classes(tmp_path, monkeypatch, sma
                        '--beta', beta, '--name', data])
     loaded, real = [], common.load_dataset
     monkeypatch.setattr(common, 'load_dataset', lambda *a, **kw: loaded.append(kw['known']) or real(*a, **kw))
+    with pytest.raises(common.UsageError, match='were in all and few: name the folder'):
+        evaluation.main(['--checkpoint', 'runs/all', 'runs/few', *EVAL])
     evaluation.main(['--checkpoint', 'runs/all', 'runs/few', '--data', 'all', *EVAL])
     assert loaded == [set('abcdef')], 'opened once'
 
@@ -270,6 +275,11 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
     for arguments in ([*flags, '--sheet', 'photo.png'], [*flags, *data], [*flags[:2], *EVAL, *data]):
         with pytest.raises(common.UsageError, match='would replace the photo'):
             evaluation.main(arguments)
+    (tmp_path / 'one' / 'all').mkdir(parents=True)
+    shutil.copy('photo.png', 'one/all/only.png')            # a collection need not be sorted into classes
+    assert len(evaluation.main([*flags, '--data', 'one'])['nearest']) == 1
+    with pytest.raises(common.UsageError, match='nothing to search in'):
+        evaluation.main([*flags[:2], '--query', 'one/all/only.png', *EVAL, '--data', 'one'])
     (tmp_path / 'photo.png').write_text('no picture')
     with pytest.raises(common.UsageError, match='cannot read the image'):
         evaluation.main(flags)
