@@ -15,7 +15,7 @@ protocol in section 8. Sections 1 to 4 are worth reading beside any script; the 
     9. processes      one for each GPU, under torchrun
    10. errors
 
-Letters in the shapes of all files. In a formula they are the paper's; the script's table of symbols explains those.
+All files write shapes with these letters. Formulas have those of the paper, which the script's table explains.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
@@ -29,6 +29,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
 import shutil
 import sys
@@ -91,15 +92,13 @@ class Embedder(nn.Module):
             nn.init.kaiming_normal_(self.linear.weight, mode='fan_out')
             nn.init.zeros_(self.linear.bias)
         self.frozen = [m for m in self.trunk.modules() if isinstance(m, nn.BatchNorm2d)] if freeze_bn else []
-        for module in self.frozen:
-            module.requires_grad_(False)
-        self.trunk_weights = [p for p in self.trunk.parameters() if p.requires_grad]
+        self.train_trunk(True)
         self.place('cpu').train()           # once, so that frozen BatchNorm is in evaluation mode from the start
 
     def place(self, device):
         """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
-        # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
         torch.set_float32_matmul_precision('highest')       # some systems turn on TF32, which errs by 1e-3 in a cosine
+        # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
         kind = self.to(device).linear.weight.device.type
         fast = kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16'
         self.layout = torch.channels_last if fast else torch.contiguous_format
@@ -113,9 +112,10 @@ class Embedder(nn.Module):
         return self
 
     def train_trunk(self, on):
-        """Turns the trunk's gradients on or off. Frozen BatchNorm is not among trunk_weights: it never trains."""
-        for weight in self.trunk_weights:
-            weight.requires_grad_(on)
+        """Turns the trunk's gradients on or off; those of frozen BatchNorm are always off."""
+        self.trunk.requires_grad_(on)
+        for module in self.frozen:
+            module.requires_grad_(False)
 
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
@@ -228,8 +228,8 @@ def learning_rate_factor(iteration, args, per_epoch, total):
     """What all learning rates are multiplied with at `iteration`, which runs from 0 to total - 1.
 
     step      --decay-rate to the power of the number of decays, one every --decay-epochs
-    cosine    half a cosine, from 1 to 0; but in the first tenth of the run, or the first 100 iterations if that is
-              less, not more than a ramp from 0 to 1
+    cosine    half a cosine, from 1 to 0. At the start, a straight ramp from 0 to 1 limits it; it takes a tenth of the
+              run, but 100 iterations at most
     constant  1
     """
     if args.schedule == 'step':
@@ -313,7 +313,7 @@ def embed(model, images, batch_size=128):
     """Embeddings of a whole set, from centre crops -> (N, D) float32 on the CPU, in the order of the images."""
     device, training = next(model.parameters()).device, model.training
     model.eval()
-    lists = [part.tolist() for part in torch.arange(len(images)).split(batch_size)]
+    lists = BatchSampler(range(len(images)), batch_size, drop_last=False)
     z = torch.cat([model(x).float().cpu() for x, _ in batches(images, lists, device)])
     model.train(training)
     return z
@@ -400,8 +400,9 @@ def k_nearest(query, gallery, k):
 def mean_similarities(z, y):
     """Mean cosine of all positive and of all negative pairs, None if there are none; z (N, D), y (N,) -> two numbers"""
     z, n = F.normalize(z.double(), dim=1), torch.bincount(y).double()    # n (C,) images of each class
-    # The cosines of all N x N pairs of vectors add up to the squared length of the vectors' sum; N of them, of a vector
-    # with itself, are 1. So no (N, N) matrix is needed. positive and negative are sums, pairs and others are counts.
+    # The cosines of all N x N pairs of vectors add up to the squared length of the vectors' sum. N pairs are a vector
+    # with itself: their cosines, 1 each, are subtracted. So no (N, N) matrix is needed. positive and negative are sums,
+    # pairs and others are counts.
     sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)           # (C, D)
     positive, pairs = sums.square().sum().item() - len(z), int(n.square().sum()) - len(z)
     negative, others = z.sum(dim=0).square().sum().item() - len(z) - positive, len(z) * (len(z) - 1) - pairs
@@ -483,7 +484,7 @@ def batches(images, index_lists, device, augment=None):
 
     augment  None for centre crops; else an object with min_crop, flip and jitter, the flags of these names
 
-    Threads crop the next batch while the device works on this one. They draw nothing: all random numbers
+    Threads crop the next batch while the device works on this one. They draw no random numbers: all of these
     come from the caller's thread in a fixed order, whatever the number of threads.
     """
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (MEAN, STD))
@@ -509,14 +510,14 @@ def batches(images, index_lists, device, augment=None):
         return (x - mean) / std, y.to(device, non_blocking=gpu)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # A pair is there once its second batch has been started.
+        # pairwise hands out a batch only after it has started the one behind it.
         for batch, _ in itertools.pairwise(itertools.chain(map(start, index_lists), [None])):
             yield finish(*batch)
 
 
 def jitter_colours(x, strength):
-    """Brightness, contrast and saturation of x (B, 3, S, S) in [0, 1], as torchvision's ColorJitter changes them one
-    image at a time, in 9 ms. Each image has factors of its own, evenly between 1 - strength and 1 + strength."""
+    """Changes brightness, contrast and saturation of x (B, 3, S, S) in [0, 1] as torchvision's ColorJitter does, which
+    would take one image at a time. Each image has factors of its own, evenly from 1 - strength to 1 + strength."""
     grey = transforms.functional.rgb_to_grayscale                        # (B, 3, S, S) -> (B, 1, S, S)
     # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
     others = [torch.zeros_like, lambda x: grey(x).mean(dim=(1, 2, 3), keepdim=True), grey]
@@ -548,29 +549,28 @@ def show_batch(args, data, sampler):
 def decode(paths, resize, what, cache):
     """Pixels and sizes of images, shorter side `resize`: decoded once, into a file that later runs map into memory.
 
-    The file holds the pixels of all images and then their sizes, (N, 2) int32; with another length than these say, it
-    is damaged. Its name has a hash of the images' paths, lengths and times, so that a changed image is decoded anew:
-    the system sets st_ctime, even where a program puts the old st_mtime back.
+    The file holds the pixels of all images and then their sizes, (N, 2) int32; if its length does not agree with these,
+    it is damaged. Its name has a hash of the images' paths, lengths and times, so that a changed image is decoded anew:
+    st_ctime changes even if a program puts the old st_mtime back.
     """
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     key = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats])
     file = Path(cache) / f'{what.replace(" ", "-")}-{resize}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin'
-    for _ in range(3):                                      # more than once only if the file is damaged
-        if file.exists() and file.stat().st_size > 8 * len(paths):
-            content = np.memmap(file, dtype=np.uint8, mode='c')          # torch warns of arrays that are read-only
-            sizes = np.array(content[-8 * len(paths):]).view(np.int32).reshape(-1, 2).astype(np.int64)
-            if sizes.prod(axis=1).sum() == (len(content) - 8 * len(paths)) / 3:
-                return content, sizes
-        print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
-        sizes = []
-        with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
-            for start in range(0, len(paths), 512):         # in pieces, or memory would hold all images at once
-                for pixels in pool.map(partial(read_image, side=resize), paths[start:start + 512]):
-                    out.write(pixels.tobytes())
-                    sizes.append(pixels.shape[:2])
-                show_progress(f'{len(sizes):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(sizes) == len(paths))
-            out.write(np.array(sizes, dtype=np.int32).tobytes())
-    raise UsageError(f'{file} does not keep what is written to it: take another folder, with --cache')
+    if file.exists() and file.stat().st_size > 8 * len(paths):
+        content = np.memmap(file, dtype=np.uint8, mode='c')              # torch warns of arrays that are read-only
+        sizes = np.array(content[-8 * len(paths):]).view(np.int32).reshape(-1, 2).astype(np.int64)
+        if sizes.prod(axis=1).sum() == (len(content) - 8 * len(paths)) / 3:
+            return content, sizes
+    print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
+    sizes = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
+        for start in range(0, len(paths), 512):             # in pieces, or memory would hold all images at once
+            for pixels in pool.map(partial(read_image, side=resize), paths[start:start + 512]):
+                out.write(pixels.tobytes())
+                sizes.append(pixels.shape[:2])
+            show_progress(f'{len(sizes):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(sizes) == len(paths))
+        out.write(np.array(sizes, dtype=np.int32).tobytes())
+    return np.memmap(file, dtype=np.uint8, mode='c'), np.array(sizes)
 
 
 def read_image(path, side):
@@ -619,8 +619,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     root        folder that holds what the dataset's site unpacks;  cache  folder for the decoded images
     resize      shorter side of the stored images, pixels;  image_size  side of the square crops. If only one of them
                 is given, the other follows from it; if neither is, both are those of the training recipes.
-    known       for an evaluation, which reads no .train: names of the classes that a network knows; () for none.
-                Of a folder, they are left out of the test set; without train/ and test/ all others belong to it.
+    known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
+                read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
     share theirs. Raises UsageError if files or counts are not as published.
@@ -767,6 +767,8 @@ def read_folder(root, known=None):
         splits = {split: classes_below(folder) if folder else {} for split, folder in parts.items()}
     else:
         classes = sorted(classes_below(root).items())
+        if known is None and any(name.lower().startswith('train/') for name, _ in classes):
+            raise ValueError('train/ holds classes, but there is no test/ or val/ beside it')
         half = len(classes) // 2 if known is None else 0
         splits = dict(train=dict(classes[:half]), query=dict(classes[half:]))
     if known is not None:
@@ -861,9 +863,14 @@ class Run:
     def __init__(self, args, data, total, states):
         self.args, self.data, self.total, self.states = args, data, total, states
         self.epoch, self.rows, self.minutes, self.began, self.titled = 0, [], 0.0, time.time(), False
+        # The network knows the validation classes as well, since they choose the epoch.
+        classes = data.train.classes + (data.query.classes if args.fold else [])
+        self.known = dict(classes=classes, images=len(data.train))
         self.folder = args.resume or from_main_process(lambda: new_folder(args))
         if args.resume:
             saved = read_checkpoint(args.resume)
+            if any(saved.get(name, value) != value for name, value in self.known.items()):
+                raise UsageError(f'{args.resume} was trained on other images than {args.data} holds; start a new run')
             with distrusting(args.resume):
                 for name, part in states.items():
                     part.load_state_dict(saved[name])
@@ -881,13 +888,11 @@ class Run:
         if 'R@1' in row:
             self.rows.append(row)
         states = {name: part.state_dict() for name, part in self.states.items() if name != 'model'}
-        # The network knows the validation classes as well, since they choose the epoch.
-        classes = self.data.train.classes + (self.data.query.classes if self.args.fold else [])
         is_best = self.args.fold and row['epoch'] and row is self.best()
         # best.pt first: if a kill comes between the two, a resumed run repeats this epoch.
         for name in ['best.pt', 'last.pt'] if is_best else ['last.pt']:
-            save_checkpoint(self.folder / name, self.args, self.states['model'], classes=classes, epoch=row['epoch'],
-                            rows=self.rows, minutes=row['minutes'], **states)
+            save_checkpoint(self.folder / name, self.args, self.states['model'], epoch=row['epoch'], rows=self.rows,
+                            minutes=row['minutes'], **self.known, **states)
         self.epoch = row['epoch']
         self.write_log()
         self.show(row)
@@ -1056,12 +1061,13 @@ def load_resnet(arch, weights):
 def written_whole(path):
     """Writes a temporary file and renames it at the end, so a full disk or Ctrl-C leaves the old file intact."""
     path = Path(path)
-    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    mark = f'{path.name}.{platform.node()}.'                # on a shared disk, other machines may write the same file
+    temporary = path.with_name(f'{mark}{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob('*.tmp'):              # of this file, by a process that was killed
-            name, _, process = left.stem.rpartition('.')
-            if name == path.name and process.isdigit():
+        for left in path.parent.glob('*.tmp'):              # of this file, by a killed process of this machine
+            process = left.stem.removeprefix(mark)
+            if left.stem.startswith(mark) and process.isdigit():
                 try:
                     os.getpgid(int(process))
                 except ProcessLookupError:
@@ -1109,9 +1115,9 @@ BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every
 # Momentum and weight decay, which the text does not name, are those of the released configuration; so are crops of at
 # least 0.16 of the area, where the text has "between 40 and 256" px (40 is 0.16 of 256). BatchNorm is frozen as in the
 # text; the configuration freezes its statistics only. Its patience on CUB is 9 evaluations, one every 200 steps; here
-# it is --patience. The network there is BN-Inception. Losses that learn a vector per class have batches of 32 classes
-# x 1 image and search the rate of these vectors. At 1e-6 they would hardly move; the released results for CUB have
-# 2.5e-3 to 6.0e-3, which the scripts take over.
+# it is --patience. The network there is BN-Inception. For losses that learn a vector per class, the authors take
+# batches of 32 classes x 1 image, and tune the learning rate of the vectors. At 1e-6 these would hardly move; the
+# released results for CUB have 2.5e-3 to 6.0e-3, which the scripts take over.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,
                 batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
@@ -1239,7 +1245,7 @@ def parse(parser, DEFAULTS, argv=None):
         saved = read_checkpoint(run)
         if saved['script'] != script:
             raise UsageError(f'{run} was made by {saved["script"]}.py, not by {script}.py')
-        # Only flags that our checkpoints keep: one that somebody made up must not choose which files are written.
+        # Only flags that save_checkpoint writes: a made-up checkpoint must not choose which files are overwritten.
         kept = flags_of(argparse.Namespace(**vars(asked) | row)).keys() | {'fold', 'protocol'}
         row |= {name: value for name, value in saved['args'].items() if name in kept}
     if unknown := sorted(row.keys() - vars(asked).keys()):
@@ -1321,7 +1327,7 @@ def pick_device(name):
         if name.startswith('cuda:'):
             torch.cuda.set_device(name)     # before any tensor, or each process would take memory on the first GPU
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise UsageError(f'--device {name} cannot be used here: {str(error).strip().splitlines()[0]}') from None
 
 
@@ -1337,12 +1343,12 @@ def pick_precision(name, device):
 def dataset_from(args):
     """The dataset that the flags name"""
     load = partial(load_dataset, args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
-    if world() > 1:                         # the main process decodes the images; the others may wait long for it
-        patient = distributed.new_group(backend='gloo', timeout=timedelta(days=1))
-        if not rank():
-            load()
-        distributed.barrier(patient)
-    return load()
+    if world() == 1:
+        return load()
+    patient = distributed.new_group(backend='gloo', timeout=timedelta(days=1))
+    data = None if rank() else load()       # the main process decodes the images; the others may wait long for it
+    distributed.barrier(patient)
+    return data or load()
 
 
 def build(args, **options):
@@ -1442,7 +1448,7 @@ def cli(main):
     sys.stdout.reconfigure(errors='replace')                # a terminal that lacks a letter must not end a run
     try:
         main()
-        if distributed.is_available() and distributed.is_initialized():
+        if world() > 1:
             distributed.destroy_process_group()
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """Datasets and images: annotation files, folders, decoding, crops, colours, batches."""
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -128,8 +129,9 @@ def names(rows):
     ('Latin/a Greek/beta Greek/alpha Latin/deep/b', 'Greek/alpha Greek/beta', 'Latin/a Latin/deep/b'),
     ('a b c d e', 'a b', 'c d e'), ('train/x train/y test/a test/b', 'x y', 'a b'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'x y', 'a b'), ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'),
-    ('train/x test/a test/b', '', 'train needs'),
-    ('train/x train/y test/a', '', 'query needs'), ('a b c', '', 'train needs')])
+    ('train/x test/a test/b', '', 'train needs 2 classes'),
+    ('train/x train/y test/a', '', 'query needs 2 classes'), ('a b c', '', 'train needs 2 classes'),
+    ('Train/x Train/y valid/x valid/y', '', 'train/ holds classes, but there is no test/ or val/')])
 def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
     draw_folder(tmp_path, folders.split(), per_class=2)
@@ -142,7 +144,7 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
         splits = common.list_images('folder', root)
         assert names(splits['train'])[::2] == train.split() and names(splits['query'])[::2] == test.split()
     else:
-        with pytest.raises(UsageError, match=f'folder cannot be loaded: {test} 2 classes'):
+        with pytest.raises(UsageError, match=f'folder cannot be loaded: {test}'):
             common.list_images('folder', root)
 
 
@@ -321,12 +323,13 @@ def test_a_full_disk_leaves_the_old_file_intact(tmp_path, error):
 
 
 def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next_that_writes_it(tmp_path):
-    """But not what a living process still writes, and nothing of other files."""
+    """But not what a living process still writes, or one of another machine, and nothing of other files."""
     gone = subprocess.Popen([sys.executable, '-c', ''])
     gone.wait()
-    kept = [f'x.bin.{os.getppid()}.tmp', f'y.bin.{gone.pid}.tmp', f'x.bin.old.{gone.pid}.tmp', f'{gone.pid}.tmp',
-            'x.bin.tmp', 'x.bin.mine.tmp', f'x.bin.{gone.pid}']
-    for name in (*kept, f'x.bin.{gone.pid}.tmp'):
+    here = platform.node()
+    kept = [f'x.bin.{here}.{os.getppid()}.tmp', f'y.bin.{here}.{gone.pid}.tmp', f'x.bin.other.{gone.pid}.tmp',
+            f'{gone.pid}.tmp', 'x.bin.tmp', f'x.bin.{here}.mine.tmp', f'x.bin.{here}.{gone.pid}']
+    for name in (*kept, f'x.bin.{here}.{gone.pid}.tmp'):
         (tmp_path / name).touch()
     with common.written_whole(tmp_path / 'x.bin') as file:
         file.write(b'whole')

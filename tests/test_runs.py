@@ -3,6 +3,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,17 @@ def test_resume_with_another_number_of_steps_says_that_it_is_another_run(run, sm
         train_ms.get_args(['--resume', 'runs/mine', flag, '9'])
         said = 'the learning rate takes another course' in capsys.readouterr().out
         assert said == (schedule == 'cosine' and flag != '--eval-every')
+
+
+@pytest.mark.parametrize('classes, per_class', [('bcde', 5), ('abcde', 4)])
+def test_a_run_goes_on_with_the_images_that_it_began_with(run, small, tmp_path, classes, per_class):
+    """Not with more images, nor with other classes: with a new class a, it would train a and b, and test c."""
+    draw_folder(tmp_path / 'mine', 'bcde', per_class=4)
+    run(train_ms, '--name', 'x', '--data', 'mine')
+    shutil.rmtree('mine')
+    draw_folder(tmp_path / 'mine', classes, per_class)
+    with pytest.raises(UsageError, match='runs/x was trained on other images than mine holds'):
+        train_ms.main(['--resume', 'runs/x', '--device', 'cpu'])
 
 
 def test_a_resumed_run_needs_no_file_of_weights(run, small, monkeypatch):
