@@ -5,10 +5,10 @@ Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sec
 
 Idea
     Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In metric learning
-    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So lambda
-    times a positive plus 1 - lambda times a negative has label lambda. It enters the
-    loss's sum over positives with weight lambda, and its sum over negatives with weight 1 - lambda. So training
-    also covers the space between the classes, where there are no images.
+    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So a mixture,
+    lambda times a positive plus 1 - lambda times a negative, has label lambda: it enters the loss's sum over
+    positives with weight lambda, and its sum over negatives with weight 1 - lambda. So training also covers the
+    space between the classes, where there are no images.
 
 Equations
     Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
@@ -16,7 +16,8 @@ Equations
               with sums over the examples (x, y) of anchor a, and functions from Table 1
     Eq. (8)   V(a), the mixed examples of anchor a with their labels. By default (Section 4.1) a positive and a
               negative of a are mixed (pos-neg pairs), or a itself and a negative (anc-neg pairs).
-    Eq. (9)   l~(a): Eq. (7) over V(a); for contrastive this is Eq. (14), for Multi-Similarity (ms) Eq. (15)
+    Eq. (9)   l~(a): Eq. (7) over V(a); for contrastive (--reduction sum) it is Eq. (14), for Multi-Similarity (ms)
+              Eq. (15)
     Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
@@ -49,7 +50,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.distributions import Beta
-from torch.utils.checkpoint import checkpoint
 
 import common
 
@@ -66,8 +66,8 @@ def labelled_loss(s, y, valid, kind, **hyper):
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
     pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)   # (A,), (A,)
-    # Eq. (7). With the labels of Eq. (5) and (6) it is Eq. (3). Over mixed examples it is Eq. (9), and Eq. (13) writes
-    # that out for pos-neg pairs, whose y is lambda.
+    # Eq. (7); tau is the identity, but for lifted, whose row applies it. With the labels of Eq. (5) and (6) this is
+    # Eq. (3). Over mixed examples it is Eq. (9), and Eq. (13) writes that out for pos-neg pairs, whose y is lambda.
     return pull + push
 
 
@@ -154,7 +154,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     negative = ~same                                                                            # N(a) in Eq. (6)
     if epsilon is not None:
         # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
-        # negatives that are less similar than every positive by that much. Negated comparisons keep pairs with NaN.
+        # negatives that are less similar than every positive by that much. ~(>=), unlike <, keeps pairs that are NaN.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -208,27 +208,18 @@ def max_of_mixed(f, i, j, lam):
     The mixed maps of all pairs would take gigabytes. So maps are mixed a few pairs at a time, without gradients, only
     to find where the maxima are. Then both ends are mixed at these positions, with gradients.
     """
-    _, c, h, w = f.shape
-    lam = lam[:, None]                                                                          # (M, 1)
-    position = torch.empty(len(i), c, dtype=torch.uint8 if h * w <= 256 else torch.int32, device=f.device)
-
-    def in_chunks(pairs):                               # i, j, lam and position of so many pairs at a time
-        return zip(*(t.split(max(1, pairs)) for t in (i, j, lam, position)))
-
-    def mix_there(i, j, lam, position):
-        maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                              # (B T, c)
-        f_i, f_j = (maps.gather(0, end[:, None] * (h * w) + position) for end in (i, j))        # (pairs, c)
-        return f_j.lerp(f_i, lam)                       # f_j + lam (f_i - f_j)
-
-    size = 2 ** 27 if f.is_cuda else 2 ** 21            # values at a time: on a GPU, few large chunks are faster
+    h, w = f.shape[2:]
+    lam, positions = lam[:, None], []                                                           # (M, 1)
+    # So many pairs at a time: 2^27 values on a GPU, where few large chunks are faster, and 2^21 on a CPU
+    n = max(1, 2 ** (27 if f.is_cuda else 21) // f[0].numel())
     with torch.no_grad():
-        for i_, j_, lam_, found in in_chunks(size // f[0].numel()):
-            mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (pairs, c, h, w)
-            found.copy_(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))
-    # Without the checkpoint, gather would store an index of eight bytes for its gradient; now one byte is stored, the
-    # position. The chunks are at most about four, because the gradient of each is as large as f.
-    chunks = in_chunks(max(size // c, len(i) // 4))
-    return torch.cat([checkpoint(mix_there, *chunk, use_reentrant=False) for chunk in chunks])
+        for i_, j_, lam_ in zip(i.split(n), j.split(n), lam.split(n)):
+            mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (n, c, h, w)
+            positions.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))    # (n, c)
+    position = torch.cat(positions)                                                             # (M, c)
+    maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                                  # (B T, c)
+    f_i, f_j = (maps.gather(0, end[:, None] * (h * w) + position) for end in (i, j))            # (M, c)
+    return f_j.lerp(f_i, lam)                           # f_j + lam (f_i - f_j)
 
 
 def cross_class_pairs(y):
@@ -258,12 +249,13 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     weights, valid = pair_labels(y, anchor_y, i, j, lam)
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
         return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j]) & ~with_anchor
-    valid = valid & (negatives[:, i] | negatives[:, j])             # the end that is a negative may be mixed
+    valid = valid & (negatives[:, i] | negatives[:, j])             # only with a negative that may be mixed
     return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # M(a) in Eq. (8)
 
 
 def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
-    """The second term of Eq. (10), without w: the mean over the anchors of Eq. (9), for proxynca_pp over the mixtures
+    """The second term of Eq. (10), without w: the mean over the anchors of Eq. (9). For proxy_anchor these are the
+    proxies of the classes in the batch; for proxynca_pp the mean is over the mixtures.
 
     kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict, because proxy_anchor has an alpha of its own
     mixup   input, feature or embed;  pairs  as in mixtures
@@ -311,17 +303,17 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
 def drop_invalid(s, y, valid):
     """Keeps in each row as many columns as the row with the most valid ones has: s, y, valid (A, V) -> (A, most)
 
-    The valid ones come first; shorter rows are filled up with columns that are not valid. This saves time and memory:
-    in a batch of 20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
+    All valid ones stay, in any order; shorter rows are filled up with others. This saves time and memory: in a batch of
+    20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
     """
     most = int(valid.sum(dim=1).max())
-    valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                      # ones before zeros
+    valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                      # the ones
     return s.gather(1, columns), y.gather(1, columns), valid.bool()
 
 
 @contextmanager
 def keeping_statistics(trunk, on):
-    """While it lasts, trained BatchNorm still normalises by the batch, but its running statistics stay, if `on`."""
+    """Inside `with`, trained BatchNorm normalises by the batch as always; if `on`, its running statistics stay."""
     momenta = {layer: layer.momentum for layer in trunk.modules() if on and hasattr(layer, 'running_mean')}
     for layer in momenta:
         layer.momentum = 0.0                        # the share that a batch has in the running statistics
@@ -350,7 +342,8 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
 
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
     Returns for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)). measured
-    is the share of pairs with a derivative <= 0, predicted the share at or below the threshold of Eq. (24).
+    is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share where s(a, v) is at
+    or below the threshold of Eq. (24) for the lambda of the pair.
     """
     samples, hyper = [], dict(beta=beta, gamma=gamma, m=m)
     for index in batches:
@@ -362,10 +355,10 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
         labelled_loss(s, weights, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        below = s <= positivity_threshold(weights, **hyper)     # its mean is F_lambda there: Eq. (11), Eq. (25)
+        below = s <= positivity_threshold(weights, **hyper)     # the share of True is F_lambda: Eq. (11), (25)
         samples.append(torch.stack([weights, positive, below, s.detach()])[:, valid])           # (4, pairs)
     lam, *columns = torch.cat(samples, dim=1)
-    tenths = [(tenth / 10 + 0.05, (lam * 10).long() == tenth) for tenth in range(10)]
+    tenths = [(tenth / 10 + 0.05, (lam * 10).long().clamp_max(9) == tenth) for tenth in range(10)]
     return [(middle, *(t[b].mean().item() for t in columns), int(b.sum())) for middle, b in tenths if b.any()]
 
 
@@ -376,6 +369,8 @@ def analyse(args):
     z, q, y = common.embed(model, data.train), common.embed(model, data.query), data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
+    if args.loss == 'contrastive' and 'm' not in args.changed:
+        print(f'note: m {args.m:g} is the margin with which contrastive was trained; Metrix has --m 0.77 for ms')
     print(f'P(Pos(a, v)) with beta {args.beta:g}, gamma {args.gamma:g}, m {args.m:g}: measured, and by Eq. (25)\n'
           '  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs')
     for lam, measured, predicted, s, number in rows:
@@ -392,7 +387,8 @@ def analyse(args):
     for index in batches:
         i, j = cross_class_pairs(y[index])
         lam = Beta(args.alpha, args.alpha).sample(i.shape)
-        mixed = mixed.minimum(distances_to(mix_embeddings(z[index], i, j, lam)))
+        examples = torch.cat([z[index], mix_embeddings(z[index], i, j, lam)])       # never empty: clean ones as well
+        mixed = mixed.minimum(distances_to(examples))
     print(f'utilization, Eq. (12): {clean.mean():.3f} by clean examples, {mixed.mean():.3f} by these and the mixed '
           f'ones of {len(batches)} batches')
     try:
@@ -405,7 +401,7 @@ def analyse(args):
         axes = Figure().subplots()
         axes.plot(lam, measured, 'o-', lam, predicted, 's--')
         axes.set(xlabel='lambda', ylabel='P(Pos(a, v)): measured (circles), Eq. (25) (squares)')
-        picture = (args.analyse if args.analyse.is_dir() else args.analyse.parent) / 'positivity.png'
+        picture = common.best_of(args.analyse).parent / 'positivity.png'
         axes.figure.savefig(picture)
         print(f'the figure: {picture}')
     return rows
@@ -486,8 +482,7 @@ def get_args(argv=None):
     add('--clean-bn', action=argparse.BooleanOptionalAction, default=False,
         help='input: the running statistics of trained BatchNorm are those of clean images only')
     add('--analyse', type=Path, metavar='RUN',
-        help='print Fig. 2 and utilization with mixed examples of a run, and stop; eval.py --analyse prints '
-             'alignment, uniformity, a threshold and more of any checkpoint')
+        help='print Fig. 2 and the utilization with mixed examples of a run, and stop; eval.py --analyse measures more')
     args = common.parse(parser, DEFAULTS, argv)
     check(args)
     return args
@@ -497,18 +492,14 @@ def check(args):
     """Refuses flags that have no effect, and what the paper leaves undefined."""
     if args.analyse:
         read = 'analyse alpha beta gamma m dataset data cache batch_size per_class seed device precision'.split()
-        common.refuse(args, sorted(args.changed - {*read}), '--analyse')
-        if args.loss == 'contrastive' and 'm' not in args.changed:
-            raise common.UsageError(f'{args.analyse} was trained with contrastive, and its m {args.m} is no margin of '
-                                    'ms, which Fig. 2 is about: give one with --m, in the paper 0.77')
-        return
+        return common.refuse(args, sorted(args.changed - {*read}), '--analyse')
     flags = {loss: {*names.values(), *OTHER_FLAGS.get(loss, [])} for loss, names in HYPER.items()}
     common.refuse(args, sorted(set().union(*flags.values()) - flags[args.loss]), f'--loss {args.loss}')
     if 'input' not in args.mixup or args.freeze_bn:
         common.refuse(args, ['clean_bn'], 'frozen BatchNorm, or where the network sees no mixtures')
     if args.mixup == ['none']:
         common.refuse(args, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
-    if 'none' in args.mixup[:-1] + args.mixup[1:]:
+    if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
     if args.pairs == 'pos-pos':
         common.refuse(args, ['hard_negatives'], '--pairs pos-pos')
@@ -572,8 +563,8 @@ What differs from the paper
     5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing cannot mix,
        though the paper has results for both. Here a mixture of two images of different classes is a query, with
        an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
-    6. Fig. 2 and utilization are measured on 20 batches with embedding mixing; in the paper on the whole dataset
-       (Fig. 2 before training), and on what Metrix mixed over a number of epochs.
+    6. Fig. 2 and utilization are measured with embedding mixing on 20 batches. The paper draws Fig. 2 from the whole
+       dataset before training, and measures utilization with the mixtures of a number of epochs.
 What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730c) for contrastive, and
 github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
     7. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
@@ -588,9 +579,7 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
     --pairs and --hard-negatives. Fig. 6: the same with --strength. Fig. 2: --analyse. Section 4.3, with contrastive:
-    alignment, uniformity and utilization by eval.py --analyse, utilization with mixed examples by --analyse. Table 4
-    counts 5,894 / 8,092 / 60,026 / 26,356 training images. The files of the datasets, used here, have other numbers,
-    see README.
+    alignment, uniformity and utilization by eval.py --analyse, utilization with mixed examples by --analyse.
 Cost
     Input mixing sends up to 300 more images through the network per step with anc-neg pairs, and up to 1,200 with
     pos-neg pairs of 20 x 5 batches. They count in the running statistics of trained BatchNorm, which the evaluation

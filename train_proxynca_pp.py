@@ -21,8 +21,8 @@ Equations
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
     Since |x - p|^2 = 2 - 2 s(x,p), a softmax of -|x - p|^2 / T is one of 2 s(x,p) / T; so Eq. (1), whose
-    exponents are s(x,p), has T = 2. Papers call three losses Proxy-NCA: Eq. (1); CCL Eq. (9), with cosines
-    times s, which is T = 2 / s; and that of the Reality Check, see note 8.
+    exponents are s(x,p), has T = 2. Papers call three losses Proxy-NCA: Eq. (1); CCL Eq. (9), whose
+    exponents are s times a scale, so T = 2 / scale; and that of the Reality Check, see note 8.
 
 Symbols
     paper    here          flag            meaning

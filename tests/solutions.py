@@ -319,10 +319,9 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     mixed, pooling = lam * f[i] + (1 - lam) * f[j], dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
     return sum(pooling[name](mixed, 1) for name in pool.split('+')).flatten(1)
 ''',
-    'all mixed maps in forward': ('max(1, pairs)', 'len(i)'),
+    'all mixed maps in forward': ('2 ** (27 if f.is_cuda else 21) // f[0].numel()', 'len(i)'),
     'all maps of the ends': ('maps.gather(0, end[:, None] * (h * w) + position)',
-                             'f.flatten(2)[end].gather(2, position.long()[..., None])[..., 0]',
-                             'in_chunks(max(size // c, len(i) // 4))', '[(i, j, lam, position)]'),
+                             'f.flatten(2)[end].gather(2, position[..., None])[..., 0]'),
     'maps kept for the backward pass': '''
 def max_of_mixed(f, i, j, lam):
     mixed = ((l * f[a] + (1 - l) * f[b])[None] for a, b, l in zip(i, j, lam))
@@ -332,9 +331,10 @@ def max_of_mixed(f, i, j, lam):
     'shares swapped': ('f[j_].lerp_(f[i_]', 'f[i_].lerp_(f[j_]', 'f_j.lerp(f_i, lam)', 'f_i.lerp(f_j, lam)'),
     'one end detached': ('f_j.lerp(f_i, lam)', 'f_j.detach().lerp(f_i, lam)'),
     'half precision stays': ('f = common.at_least_float32(f)', 'pass'),
-    'positions in a byte': ('torch.uint8 if h * w <= 256 else torch.int32', 'torch.uint8'),
+    'positions in a byte': ('return_indices=True)[1]', 'return_indices=True)[1].byte().long()'),
     'equal maxima share the gradient': '''
 def max_of_mixed(f, i, j, lam):
+    from torch.utils.checkpoint import checkpoint
     def peak(a, b, l):
         return (l * f[a] + (1 - l) * f[b]).amax(dim=(1, 2))
     return torch.stack([checkpoint(peak, *t, use_reentrant=False) for t in zip(i, j, lam)])
@@ -343,12 +343,12 @@ def max_of_mixed(f, i, j, lam):
 RIGHT['mix_features'] = {
     'checkpoint': '''
 def max_of_mixed(f, i, j, lam):
+    from torch.utils.checkpoint import checkpoint
     def part(i, j, lam):
         lam = lam[:, None, None, None]
         return F.adaptive_max_pool2d(lam * f[i] + (1 - lam) * f[j], 1).flatten(1)
     return torch.cat([checkpoint(part, *t, use_reentrant=False) for t in zip(i.split(9), j.split(9), lam.split(9))])
 ''',
-    'positions of eight bytes': ('torch.uint8 if h * w <= 256 else torch.int32', 'torch.int64'),
     'argmax and gather': '''
 def max_of_mixed(f, i, j, lam):
     flat, channel, where = f.flatten(2), torch.arange(f.shape[1]), []

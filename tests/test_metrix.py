@@ -467,6 +467,8 @@ def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
     v = F.normalize(torch.stack([0.25 * z[0] + 0.75 * z[2], 0.95 * z[1] + 0.05 * z[2]]), dim=1)
     expect(rows, [[0.25, 0, 0, z[1] @ v[0], 2], [0.95, 1, 1, z[0] @ v[1], 2]],
            'lambda, Metrix Eq. (11) and (25), mean s(a, v), number of pairs', 1e-6)
+    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.tensor([1e-38, 1.0]))     # as for a small alpha
+    assert [row[-1] for row in train_metrix.positivity(z, y, [[0, 1, 2]])] == [1, 1], 'all pairs are counted'
 
 
 # ---- the analysis
@@ -489,20 +491,21 @@ def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run,
     assert nearest(z, *mixed[5:]) < nearest(z, mixed[-1]) - 0.002, 'not the last batch alone'
 
 
-def test_the_analysis_takes_the_runs_parameters_unless_others_are_typed(run, small, monkeypatch):
+def test_the_analysis_takes_the_runs_parameters_unless_others_are_typed(run, small, monkeypatch, capsys):
     run(train_metrix, '--name', 'start', '--epochs', '0', '--beta', '7', '--alpha', '1.5')
     run(train_metrix, '--name', 'pairs', '--epochs', '0', '--loss', 'contrastive')
     taken, drawn, positivity, real = [], [], train_metrix.positivity, train_metrix.Beta
     monkeypatch.setattr(train_metrix, 'positivity', lambda z, y, batches, *hyper: taken.append(hyper) or positivity(
         z, y, batches, *hyper))
     monkeypatch.setattr(train_metrix, 'Beta', lambda a, b: drawn.append((float(a), float(b))) or real(a, b))
-    for flags in ('runs/start', 'runs/start/last.pt --gamma 50 --m 0.5', 'runs/pairs --m 0.77 --alpha 0.7'):
+    for flags in ('runs/start', 'runs/start/last.pt --gamma 50 --m 0.5', 'runs/pairs --m 0.77 --alpha 7', 'runs/pairs'):
+        assert 'm 0.5 is the margin' not in capsys.readouterr().out
         train_metrix.main(['--analyse', *flags.split(), '--device', 'cpu'])
-    assert taken == [(1.5, 7, 75, 0.77), (1.5, 7, 50, 0.5), (0.7, 18, 75, 0.77)], 'alpha, beta, gamma, m'
-    assert set(drawn) == {(1.5, 1.5), (0.7, 0.7)}, 'for the figure, and for the utilization'
-    for flags, reason in (('runs/pairs', 'no margin of ms'), ('runs/start --strength 1', 'no effect with --analyse')):
-        with pytest.raises(common.UsageError, match=reason):
-            train_metrix.main(['--analyse', *flags.split()])
+    assert 'm 0.5 is the margin' in capsys.readouterr().out
+    assert taken == [(1.5, 7, 75, 0.77), (1.5, 7, 50, 0.5), (7, 18, 75, 0.77), (2, 18, 75, 0.5)], 'alpha, beta, ...'
+    assert set(drawn) == {(1.5, 1.5), (7.0, 7.0), (2.0, 2.0)}, 'for the figure, and for the utilization'
+    with pytest.raises(common.UsageError, match='no effect with --analyse'):
+        train_metrix.main(['--analyse', 'runs/start', '--strength', '1'])
 
 
 def test_the_analysis_prints_a_table_and_draws_the_figure(run, small, monkeypatch, capsys):
@@ -511,7 +514,8 @@ def test_the_analysis_prints_a_table_and_draws_the_figure(run, small, monkeypatc
     axes = SimpleNamespace(plot=lambda *a: curves.extend(a), set=lambda **kw: None,
                            figure=SimpleNamespace(savefig=lambda path: files.append(str(path))))
     figure = SimpleNamespace(Figure=lambda: SimpleNamespace(subplots=lambda: axes))
-    run(train_metrix, '--name', 'start', '--epochs', '0')
+    for name, batch_size in (('start', '8'), ('one', '2')):
+        run(train_metrix, '--name', name, '--epochs', '0', '--batch-size', batch_size)
     rows = [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)]
     monkeypatch.setattr(train_metrix, 'positivity', lambda *_: rows)
     for module, hint in ((figure, 'the figure: runs/start/positivity.png'), (None, 'pip install matplotlib')):
@@ -525,4 +529,4 @@ def test_the_analysis_prints_a_table_and_draws_the_figure(run, small, monkeypatc
         ['0.75', '0.400', '0.500', '0.600', f'{log(3) / 93 + 0.77:.3f}', '8']]
     assert curves == [(0.25, 0.75), (0.1, 0.4), 'o-', (0.25, 0.75), (0.2, 0.5), 's--']
     rows.clear()
-    assert train_metrix.main(['--analyse', 'runs/start', '--device', 'cpu']) == [] and len(files) == 1
+    assert train_metrix.main(['--analyse', 'runs/one', '--device', 'cpu']) == [] and len(files) == 1, 'one class'
