@@ -6,13 +6,12 @@
     python tests/bench.py search             60,502 x 512 against one plain matrix product
     python tests/bench.py decode             11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
     python tests/bench.py metrix             steps of train_metrix.py against clean ones; --px 224 --batch 400
-    python tests/bench.py hse                steps of train_hse.py against its baseline
 
 Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine may be busy with
 other work. Memory is the most that was taken beyond what was there before; that of steps is measured on a GPU only.
 
-Measured at commit 2abae0e, on two cores of a CPU that multiplies in bfloat16. A ratio is a time divided by that of what
-stands behind 'to'.
+Measured at commit 2abae0e, on two cores of a CPU that multiplies in bfloat16. `a step of X, to Y: 1.02` means that X
+takes 1.02 times as long as Y.
 
     loop     a step of the shared loop, to the same step on crops that are ready (ResNet-18, 64 px, batches of
              100): 1.02 in float32, 1.06 to 1.09 in bfloat16. Making the crops takes 3 to 5 % of an epoch.
@@ -119,8 +118,9 @@ def bench_loop(options):
     ready = list(common.batches(data.train, sampler, args.device, augment=args))
 
     def shared():
-        run = argparse.Namespace(epoch=0, start=-1, total=10 ** 9)
-        common.train_epoch(args, run, data, sampler, *trained, schedule)
+        run = argparse.Namespace(epoch=0, total=10 ** 9)
+        with mock.patch.object(common, 'show_progress'):
+            common.train_epoch(args, run, data, sampler, *trained, schedule)
 
     def loading():
         for _ in common.batches(data.train, sampler, args.device, augment=args):
@@ -211,31 +211,26 @@ def bench_search(options, n=60502, d=512):
               f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}; {more:.1f} GB more memory')
 
 
-def bench_steps(options, script, kinds):
-    """Steps with several flags, {name: flags}, in turn; on a GPU also the memory that the first step of each takes"""
+def bench_metrix(options):
+    """Steps without and with mixing, in turn; on a GPU also the memory that the first step of each takes"""
     works, more, data = {}, {}, random_images(options, batches=2)
-    for kind, flags in kinds.items():
-        args, step, optimizer = prepared(options, script, f'--freeze-bn {flags}', data)
+    for mixup in ('none', 'embed', 'feature'):
+        args, step, optimizer = prepared(options, 'train_metrix', f'--freeze-bn --mixup {mixup}', data)
         crops = list(common.batches(data.train, [range(options.batch)], args.device, augment=args))
-        works[kind] = partial(train_on, crops, step, optimizer)
-        more[kind] = f', {more_memory(works[kind], args.device):.2f} GB' if args.device.type == 'cuda' else ''
+        works[mixup] = partial(train_on, crops, step, optimizer)
+        more[mixup] = f', {more_memory(works[mixup], args.device):.2f} GB' if args.device.type == 'cuda' else ''
     took = in_turn(works, options.repeats)
-    base, *_ = took.values()
-    for kind in kinds:
-        print(f'{kind:16} {options.arch}, {options.px} px, batch {options.batch:4}: {took[kind]:.3f} s a step '
-              f'({took[kind] / base:.2f}){more[kind]}', flush=True)
+    for mixup in works:
+        print(f'metrix: {mixup:8} {options.arch}, {options.px} px, batch {options.batch:4}: {took[mixup]:.3f} s a step '
+              f'({took[mixup] / took["none"]:.2f}){more[mixup]}', flush=True)
 
 
-BENCHES = dict(
-    loop=bench_loop, losses=bench_losses, search=bench_search, decode=bench_decode,
-    metrix=partial(bench_steps, script='train_metrix',
-                   kinds={f'metrix:{mixup}': f'--mixup {mixup}' for mixup in ('none', 'embed', 'feature')}),
-    hse=partial(bench_steps, script='train_hse', kinds={'hse:baseline': '--alpha 0', 'hse:hybrids': '--alpha 0.1'}))
+BENCHES = dict(loop=bench_loop, losses=bench_losses, search=bench_search, decode=bench_decode, metrix=bench_metrix)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', nargs='*', choices=[*BENCHES, []], default=[])
+    parser.add_argument('what', nargs='*', metavar='NAME', choices=[*BENCHES, []], default=[])
     parser.add_argument('--arch', default='resnet50')
     parser.add_argument('--px', type=int, default=64)
     parser.add_argument('--batch', type=int, default=100)

@@ -106,7 +106,7 @@ def main(argv=None):
     parser.add_argument('paper', nargs='?', choices=list(SAYS))
     parser.add_argument('number', nargs='?', type=int)
     args = parser.parse_args(argv)
-    if args.number and not 1 <= args.number <= len(SAYS[args.paper]):
+    if args.number is not None and not 1 <= args.number <= len(SAYS[args.paper]):
         parser.error(f'the equations of {args.paper} have numbers from 1 to {len(SAYS[args.paper])}')
     code, checks = lines(), tests()
     for paper in [args.paper] if args.paper else SAYS:

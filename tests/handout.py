@@ -1,8 +1,8 @@
-"""Exercises of a course: folders for students, points for what they hand in, and a check of the tests themselves.
+"""Makes exercises of the project's functions, and grades what students write. README lists the exercises.
 
-    python tests/handout.py make OUT NAME...     makes the folder OUT for the exercises that are named
-    python tests/handout.py grade NAME FILE...   a line for each file: points for each equation, and in all
-    python tests/handout.py check [NAME...]      whether tests catch what is wrong and accept what is right; -v: which
+    python tests/handout.py make OUT NAME...     writes the folder OUT for students: these functions have no bodies
+    python tests/handout.py grade NAME FILE...   prints a line for each file: points for each equation, and their sum
+    python tests/handout.py check [NAME...]      tests solutions.py: wrong ones fail, right ones pass; -v prints all
 
 A student gets the folder, fills in the functions of the exercise, and hands in the whole script. `grade` tests this
 file in a process of its own, with the tests of the project. It runs the file as it is: do so where it can do no harm.
@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from symtable import symtable
@@ -30,7 +29,7 @@ LIMIT = 120                                         # seconds for the tests of o
 class Exercise(NamedTuple):
     script: str
     cut: str            # functions that the student writes, and their helpers that would give them away
-    graded: str         # a test is graded if its name has one of these words
+    graded: str         # tests that are graded, as an expression for pytest -k
     level: int          # 1: a formula. 2: also masks, means or special cases. 3: also memory, or many rules
     source: str
     copies: dict = {}   # {script: functions that hold the same solution}
@@ -39,10 +38,6 @@ class Exercise(NamedTuple):
     def solutions(self):
         """{script: functions that hold a solution}"""
         return {self.script: self.cut} | self.copies
-
-    @property
-    def expression(self):
-        return ' or '.join(self.graded.split())
 
     @property
     def tests(self):
@@ -60,16 +55,17 @@ EXERCISES = {
         'train_ms.py', 'multi_similarity_loss mine', 'metrix_eq2_', 2, 'Metrix Eq. (2); the miner from its docstring',
         {'train_metrix.py': 'ms clean_loss', 'train_hse.py': 'multi_similarity_loss'}),
     'proxy_anchor_loss': Exercise(
-        'train_proxy_anchor.py', 'proxy_anchor_loss', 'pa_eq4_ pa_eq6_', 2, 'Proxy-Anchor Eq. (4) and its gradient (6)',
+        'train_proxy_anchor.py', 'proxy_anchor_loss', 'pa_eq4_ or pa_eq6_', 2,
+        'Proxy-Anchor Eq. (4) and its gradient (6)',
         {'train_metrix.py': 'proxy_anchor clean_loss', 'train_hse.py': 'proxy_anchor_loss'}),
     'proxynca_loss': Exercise(
-        'train_proxynca_pp.py', 'proxynca_loss', 'pa_eq1_ pa_eq3_', 1, 'Proxy-Anchor Eq. (1) and its gradient (3)',
+        'train_proxynca_pp.py', 'proxynca_loss', 'pa_eq1_ or pa_eq3_', 1, 'Proxy-Anchor Eq. (1) and its gradient (3)',
         {'train_ccl.py': 'scaled_proxynca_loss'}),
     'proxynca_pp_loss': Exercise(
         'train_proxynca_pp.py', 'proxynca_pp_loss', 'test_proxynca_pp_', 1, 'ProxyNCA++, as at the top of the script',
         {'train_metrix.py': 'proxynca_pp'}),
     'center_contrastive_loss': Exercise(
-        'train_ccl.py', 'center_contrastive_loss', 'ccl_eq5_ ccl_eq8_ ccl_eq11_', 2,
+        'train_ccl.py', 'center_contrastive_loss', 'ccl_eq5_ or ccl_eq8_ or ccl_eq11_', 2,
         'CCL Eq. (5); (8) and (11) are special cases'),
     'positivity_threshold': Exercise(
         'train_metrix.py', 'positivity_threshold', 'metrix_eq24_', 1, 'Metrix Eq. (24)'),
@@ -79,11 +75,11 @@ EXERCISES = {
         'train_metrix.py', 'mix_features max_of_mixed', 'metrix_eq4_feature_', 3,
         'Metrix Eq. (4), without a tensor of all mixed feature maps'),
     'hybrid_loss': Exercise(
-        'train_hse.py', 'hybrid_loss', 'hse_eq7_ hse_eq8_ hse_eq9_', 2, 'HSE Eq. (7), (8) and (9)'),
+        'train_hse.py', 'hybrid_loss', 'hse_eq7_ or hse_eq8_ or hse_eq9_', 2, 'HSE Eq. (7), (8) and (9)'),
     'epshn_loss': Exercise(
         'train_hse.py', 'epshn_loss', 'test_epshn_', 2, 'its docstring; it is one L_m of HSE Eq. (10)'),
     'retrieval_metrics': Exercise(
-        'common.py', 'retrieval_metrics', 'rc_eq3_ rc_eq4_ test_retrieval_', 3,
+        'common.py', 'retrieval_metrics', 'rc_eq3_ or rc_eq4_ or test_retrieval_', 3,
         'Reality Check Eq. (3) and (4); R@K and three rules from the docstring'),
 }
 
@@ -137,7 +133,7 @@ def handout(names):
     paths = ['tests/conftest.py', *(path for e in exercises for path in (e.script, f'tests/{e.tests}'))]
     for path in paths:                              # it grows on the way
         if path not in files:
-            words = [word for e in exercises if path == f'tests/{e.tests}' for word in e.graded.split()]
+            words = [word for e in exercises if path == f'tests/{e.tests}' for word in e.graded.split(' or ')]
             text = (ROOT / path).read_text()
             files[path] = prune(text, words) if words else cut(text, solutions_in(path, names))
             paths += local(files[path])
@@ -162,9 +158,11 @@ Begin with `pip install -r requirements.txt`. The tests fail until the functions
 
 def make(out, names):
     if Path(out).is_file() or Path(out).is_dir() and any(Path(out).iterdir()):
-        raise SystemExit(f'error: {out} exists')
+        raise SystemExit(f'error: {out} exists and is not empty')
+    if Path(out).resolve().is_relative_to(ROOT):
+        print(f'note: {out} lies in the project, whose own tests pytest cannot run beside it: take ../{Path(out).name}')
     rows = [f'| {name} | `{e.script}`: {", ".join(f"`{f}`" for f in e.cut.split())} | {e.source} | {e.level} | '
-            f'`python -m pytest tests/{e.tests} -k "{e.expression}"` |'
+            f'`python -m pytest tests/{e.tests} -k "{e.graded}"` |'
             for name, e in ((name, EXERCISES[name]) for name in names)]
     files = handout(names) | {'README.md': PAGE.format(rows='\n'.join(rows))}
     files |= {name: (ROOT / name).read_text() for name in ('requirements.txt', 'LICENSE')}
@@ -204,9 +202,10 @@ def run_tests(folder, arguments, sender):
     import pytest
     gc.freeze()                                     # pytest collects garbage, and torch has much to look through
     record = Record()
-    with open(os.devnull, 'w') as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        code = pytest.main([*arguments, '-q', '-p', 'no:cacheprovider', '--rootdir', folder], plugins=[record])
-    sender.send((record.tests, '' if record.tests else record.broken or f'no test was run, exit code {int(code)}'))
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
+    code = pytest.main([*arguments, '-q', '-p', 'no:cacheprovider', '--rootdir', folder], plugins=[record])
+    why = record.broken or f'no test was run, pytest ended with code {int(code)}: can the file be imported?'
+    sender.send((record.tests, '' if record.tests else why))
 
 
 def results(exercise, files, script, *options):
@@ -218,7 +217,7 @@ def results(exercise, files, script, *options):
         write(folder, files)
         Path(folder, exercise.script).write_bytes(script)
         receiver, sender = context.Pipe(duplex=False)
-        arguments = [f'tests/{exercise.tests}', '-k', exercise.expression, *options]
+        arguments = [f'tests/{exercise.tests}', '-k', exercise.graded, *options]
         process = context.Process(target=run_tests, args=(folder, arguments, sender), daemon=True)
         process.start()
         sender.close()

@@ -5,9 +5,8 @@
 
 The list is tests/mutants.txt. A heading names a file, and the test files that are likely to notice its mistakes. A line
 `old ==> new ## why` is a mistake; `old` stands once in the file, which test_project.py checks. Each mistake is made in
-a copy of the project, and the tests run there until one fails: first those that the heading names, then the others, and
-in each group those that start processes last. Where none fails, the mutant survives: that line could be wrong without
-anybody noticing.
+a copy of the project, and the tests run there until one fails: first those that the heading names, then the others.
+Where none fails, the mutant survives: that line could be wrong without anybody noticing.
 """
 import faulthandler
 import os
@@ -37,11 +36,6 @@ def read():
             yield file, first.split(), old, new.removeprefix(' '), why
 
 
-class SlowTestsLast:
-    def pytest_collection_modifyitems(self, items):
-        items.sort(key=lambda item: item.get_closest_marker('slow') is not None)
-
-
 def start(folder, file, first, old, new):
     """Starts a process that runs the tests in a copy with this mistake, and writes to folder/output -> its number"""
     if pid := os.fork():
@@ -57,7 +51,7 @@ def start(folder, file, first, old, new):
         others = {path.stem.removeprefix('test_') for path in Path().glob('tests/test_*.py')} - {*first, *READERS}
         options = '-xq --tb=no -p no:cacheprovider -p no:faulthandler --basetemp'.split() + [str(folder / 'pytest')]
         for names in (first, sorted(others)):
-            status = pytest.main(options + [f'tests/test_{name}.py' for name in names], plugins=[SlowTestsLast()])
+            status = pytest.main(options + [f'tests/test_{name}.py' for name in names])
             if status:
                 break
     os._exit(status)
@@ -84,7 +78,12 @@ def main(words):
             row, folder = waiting.pop(0), TemporaryDirectory()
             running[start(Path(folder.name), *row[:-1])] = row, folder
         else:
-            pid, status = os.wait()
+            try:
+                pid, status = os.wait()
+            except KeyboardInterrupt:                       # it reaches this process only
+                for pid in running:
+                    os.killpg(pid, signal.SIGKILL)
+                sys.exit(130)
             (file, _, old, new, why), folder = running.pop(pid)
             if judge(pid, status, Path(folder.name), file, why):
                 alive.append(f'    {file}: {why}\n        {old} ==> {new}')

@@ -7,8 +7,8 @@
     python tests/results.py --patched push train_metrix.py --mixup feature     a run whose step is changed: see PATCHES
 
 A finished run becomes a line of tests/results.jsonl, with its commit and all its evaluations; no two lines have the
-same command. A run that was stopped is resumed. Its checkpoint, of 100 to 150 MB, stays in runs/ and may be deleted
-then. Any row may be added to TABLES.
+same command. A run that was stopped goes on at the next start. Once its line is written, its checkpoints in runs/, of
+100 to 150 MB each, may be deleted. Add a row to TABLES for a run of your own.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
@@ -110,8 +110,7 @@ def against(rows, *bases):
 
 def finished():
     """{command: its line}"""
-    lines = LINES.read_text().splitlines() if LINES.exists() else []
-    return {line['command']: line for line in map(json.loads, lines)}
+    return {line['command']: line for line in map(json.loads, LINES.read_text().splitlines())}
 
 
 def trials(script):
@@ -308,38 +307,34 @@ rows share, and `--seed` or `--fold`.
 # ---- runs whose step is changed. A patch returns the functions of train_metrix.py that it replaces, by their names.
 
 
-def in_mixed_loss(**replaced):
-    """mixed_loss, in which functions are replaced; in the clean loss they stay as they are."""
+def with_kind(kind, **hyper):
+    """mixed_loss with a kind and hyper-parameters of its own; the clean loss keeps those of the flags"""
     real = train_metrix.mixed_loss
-
-    def mixed_loss(*args, **kwargs):
-        with mock.patch.multiple(train_metrix, **replaced):
-            return real(*args, **kwargs)
-    return dict(mixed_loss=mixed_loss)
-
-
-def with_kind(change):
-    """mixed_loss with another kind and other hyper-parameters than the clean loss"""
-    real = train_metrix.mixed_loss
-    return dict(mixed_loss=lambda kind, hyper, *args, **kwargs: real(*change(kind, hyper), *args, **kwargs))
+    return dict(mixed_loss=lambda _kind, _hyper, *args, **kwargs: real(kind, hyper, *args, **kwargs))
 
 
 def softer(beta, gamma, m):
     """`mixed_loss('ms', dict(beta=..., gamma=..., m=...), ...)`: the clean loss keeps 18, 75 and 0.77"""
-    return with_kind(lambda kind, hyper: (kind, dict(beta=beta, gamma=gamma, m=m)))
+    return with_kind('ms', beta=beta, gamma=gamma, m=m)
 
 
 def contrast(m):
     """`mixed_loss('contrastive', dict(m=0.5), ...)`: the mixed loss is contrastive, the clean one is ms"""
-    return with_kind(lambda kind, hyper: ('contrastive', dict(m=m)))
+    return with_kind('contrastive', m=m)
 
 
 def push():
     """`1 / gamma log(1 + sum (1 - y) exp(gamma (s - m)))`: mixtures only push, without the term that pulls"""
+    real = train_metrix.mixed_loss
+
     def labelled_loss(s, y, valid, kind, beta, gamma, m):
         exponents = gamma * (s - m) + ((1 - y) * valid).log()                                   # (A, V)
         return F.pad(exponents, (1, 0)).logsumexp(dim=1) / gamma                                # exp(0) is the 1
-    return in_mixed_loss(labelled_loss=labelled_loss)
+
+    def mixed_loss(*args, **kwargs):                        # the clean loss keeps its pull
+        with mock.patch.object(train_metrix, 'labelled_loss', labelled_loss):
+            return real(*args, **kwargs)
+    return dict(mixed_loss=mixed_loss)
 
 
 def mined():
@@ -382,10 +377,10 @@ PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, re
 def run_patched(name, script, *words):
     """Runs train_metrix.py with flags, as PATCHES[name] changes it; `softer:2:10:0.5` gives a patch its numbers."""
     name, *numbers = name.split(':')
+    if script != 'train_metrix.py' or name not in PATCHES:
+        raise SystemExit(f'error: patches are of train_metrix.py, and are {", ".join(PATCHES)}')
     for function, replacement in PATCHES[name](*map(float, numbers)).items():
         setattr(train_metrix, function, replacement)
-    if script != 'train_metrix.py':
-        raise SystemExit(f'patches are for train_metrix.py, not {script}')
     common.cli(lambda: train_metrix.main(list(words)))
 
 
@@ -507,7 +502,7 @@ def draw(name, path):
     axes = figure.subplots()
     for number, (row, lines) in enumerate(runs_of(name).items()):
         for repeat, line in enumerate(lines.values()):
-            epochs, r = zip(*((one['epoch'], one['R@1']) for one in line['rows']))
+            epochs, r = zip(*((one['epoch'], one['R@1']) for one in line.get('rows', [line['last']])))
             best = max(range(1, len(r)), key=r.__getitem__)
             axes.plot(epochs, r, color=f'C{number}', label='' if repeat else row)
             axes.plot(epochs[best], r[best], 'o', epochs[-1], r[-1], 's', color=f'C{number}')
@@ -541,10 +536,9 @@ def main():
     if sys.argv[1:2] == ['--patched']:
         return run_patched(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('tables', nargs='*', choices=[*TABLES, []], default=[])
+    parser.add_argument('tables', nargs='*', metavar='NAME', choices=[*TABLES, []], default=[])
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
     parser.add_argument('--draw', metavar='PNG', help='draw R@1 over the epochs of a table (pip install matplotlib)')
-    parser.add_argument('--threads', type=int, help='cores of a run; default: all, divided by --jobs')
     options = parser.parse_args()
     if not options.tables:
         return PAGE.write_text(page())
@@ -554,7 +548,7 @@ def main():
             done, table = finished(), TABLES[name]
             wanted = [f'{command} {flag}' for flag in table.repeats for command in table.rows.values()]
             missing = [command for command in wanted if command not in done]
-            threads = options.threads or max(1, os.cpu_count() // options.jobs)
+            threads = max(1, os.cpu_count() // options.jobs)
             with ThreadPoolExecutor(options.jobs) as pool:
                 worked += pool.map(partial(run, threads=threads), missing)
         print('\n'.join(tables(name) + choosing(name)))

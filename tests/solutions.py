@@ -133,15 +133,17 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
 ''',
     'images normalised again': ('@ z.T', '@ F.normalize(z, dim=1).T'),
 }
-WRONG['proxynca_loss'] = {
-    'own proxy in the denominator': ("others = logits.masked_fill(own, float('-inf'))", 'others = logits'),
-    'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
-    'temperature ignored': ('2 / temperature * cosines', 'cosines'),
+OF_COSINES = {
     'scale 1/T': ('2 / temperature', '1 / temperature'),
     'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.at_least_float32(z, proxies.T))'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
     'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
     'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
+}
+WRONG['proxynca_loss'] = OF_COSINES | {
+    'own proxy in the denominator': ("others = logits.masked_fill(own, float('-inf'))", 'others = logits'),
+    'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
+    'temperature ignored': ('2 / temperature * cosines', 'cosines'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
 }
 RIGHT['proxynca_loss'] = {
@@ -154,14 +156,9 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     return loss
 ''',
 }
-WRONG['proxynca_pp_loss'] = {
-    'scale 1/T': ('2 / temperature', '1 / temperature'),
+WRONG['proxynca_pp_loss'] = OF_COSINES | {
     'distances not squared': ('2 / temperature * cosines(z, proxies)',
                               '-torch.cdist(*common.at_least_float32(z, F.normalize(proxies))) / temperature'),
-    'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
-    'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
-    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.at_least_float32(z, proxies.T))'),
-    'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
     'log of a softmax of exp': '''
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     p = (-(2 - 2 * cosines(z, proxies)) / temperature).exp()

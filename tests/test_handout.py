@@ -36,7 +36,7 @@ def test_each_exercise_names_what_there_is():
             found = handout.functions_of((ROOT / script).read_text(), functions.split())
             assert len(found) == len(functions.split()) and all(ast.get_docstring(f) for f in found), script
         tests = files[f'tests/{exercise.tests}']
-        assert all(f'def test_{word.removeprefix("test_")}' in tests for word in exercise.graded.split())
+        assert all(f'def test_{word.removeprefix("test_")}' in tests for word in exercise.graded.split(' or '))
     assert 'found, precision, average' not in files['common.py']
 
 
@@ -66,7 +66,7 @@ def test_a_check_and_grades_of_a_quick_exercise(tmp_path, monkeypatch, capsys):
     right, wrong, broken = capsys.readouterr().out.splitlines()
     assert re.search(r'a.py: metrix_eq24 ([1-9])/\1, in all \1/\1$', right)
     assert re.search(r'b.py: metrix_eq24 0/[1-9], in all 0/[1-9]$', wrong)
-    assert broken.endswith(' (no test was run, exit code 3)')
+    assert broken.endswith(' (no test was run, pytest ended with code 3: can the file be imported?)')
     monkeypatch.setattr(handout, 'LIMIT', 1)
     exercise = EXERCISES['positivity_threshold']
     found = handout.results(exercise, handout.handout(['positivity_threshold']), b'while True: pass')

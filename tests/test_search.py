@@ -1,11 +1,10 @@
-"""tests/search.py, where optuna is installed."""
+"""tests/search.py"""
 import pytest
 import search
 
-optuna = pytest.importorskip('optuna')
-
 
 def test_a_search_goes_on_and_takes_the_best_mean_of_the_folds(small, folder, tmp_path, monkeypatch, capsys):
+    pytest.importorskip('optuna')
     monkeypatch.chdir(tmp_path)
     flags = ('train_ms.py --folds 2 --storage sqlite:///trials.db --dataset folder --steps 1 --device cpu '
              f'--batch-size 4 --per-class 2 --image-size 32 --dim 16 --data {folder} --trials').split()

@@ -5,7 +5,7 @@ import torch
 
 
 def expect(got, expected, what, tolerance=1e-9):
-    """Numbers, lists or tensors are equal up to rounding; or else an error says what: the equation and its input"""
+    """Raises an error that says `what` was computed, expected and got, unless both are equal up to rounding"""
     __tracebackhide__ = True
     got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, expected))
     if got.shape == expected.shape and torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
@@ -30,8 +30,8 @@ def moving(*degrees):
 
 
 def expect_gradients(by_s, what, tolerance=1e-9, **angles):
-    """The derivatives by angles t (A,) and u (B,) of a loss whose derivatives by the cosines of t_i - u_k are by_s (A,
-    B). With one set of angles u is t."""
+    """Compares the gradients of the angles. by_s (A, B) has the derivatives of the loss by the similarities cos(t_i -
+    u_k) of points at the angles t (A,) and u (B,). With one set of angles, u is t."""
     __tracebackhide__ = True
     t, u = (*angles.values(), *angles.values())[:2]
     by_difference = -torch.as_tensor(by_s, dtype=torch.float64) * (t.detach()[:, None] - u.detach()).sin()
