@@ -38,7 +38,6 @@ def four_by_three():
 
 # ---- the loss and its two parts
 
-
 def test_ccl_eq1_is_what_eq2_reduces_to():
     """InfoNCE of Eq. (1) with samples k in the place of centres: the centre term is all that is new."""
     tau, x, k = 1 / S, on_circle(10), on_circle(20, 100, 250)          # k_+ at 20 degrees
@@ -114,7 +113,6 @@ def test_ccl_eq5_in_half_precision():
 
 
 # ---- what the paper compares with
-
 
 def test_ccl_eq6_and_ccl_eq7_in_value_and_gradient():
     """Two images of class 0. Neither they nor their centre (1, 1) have unit length."""
@@ -193,7 +191,6 @@ def test_ccl_eq14_moves_the_centres_of_the_classes_present():
 
 
 # ---- the script
-
 
 def test_symmetric_noise_moves_its_rounded_share_of_the_images_to_other_classes():
     for total, rate, wrong in (10, 0.19, 2), (40, 0.24, 10), (600, 0.25, 150):

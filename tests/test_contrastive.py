@@ -22,7 +22,6 @@ def four_points():
 
 # ---- on distances
 
-
 @pytest.mark.parametrize('margins, pull, push', [
     ({}, (chord(20) + chord(60)) / 2, 0.5 - chord(20)),
     (dict(pos_margin=0.4), chord(60) - 0.4, 0.5 - chord(20)),       # the other positive pair leaves the mean, too
@@ -86,7 +85,6 @@ def test_coinciding_negatives_cost_the_margin_and_have_no_direction():
 
 
 # ---- on similarities
-
 
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
 def test_metrix_eq1_by_hand(reduction):

@@ -35,18 +35,11 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
         for part in (data.train, data.query):
             assert part.labels.tolist() == (torch.arange(len(part)) // 2).tolist(), 'numbered anew from 0'
             assert part.num_classes == len(part.classes)
-
-
-def test_a_block_needs_two_classes():
+            numbers = [int(part[k].mean()) for k in range(len(part))]           # of the images: their pixels show it
+            assert [part.classes[c] for c in part.labels] == [f'class {n // 2}' for n in numbers]
+            assert part.groups.tolist() == [n // 6 for n in numbers]
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         held_out(7, '0/4')
-
-
-def test_a_subset_has_its_own_images_sizes_and_super_classes():
-    part = numbered(9).subset(torch.tensor([3, 4, 12]))
-    assert [part[i].mean() for i in range(len(part))] == [3, 4, 12] and part[0].shape == (2, 2, 3)
-    assert part.labels.tolist() == [0, 1, 2] and part.classes == ['class 1', 'class 2', 'class 6']
-    assert part.groups.tolist() == [0, 0, 2]
 
 
 def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
@@ -65,7 +58,6 @@ def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
 
 
 # ---- the best epoch
-
 
 @pytest.fixture
 def train_with(tmp_path, monkeypatch, small):

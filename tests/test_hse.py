@@ -14,7 +14,6 @@ import train_hse
 from train_hse import (
     SuperClassSampler,
     blend,
-    candidates,
     choose_classes,
     contrastive_loss,
     epshn_loss,
@@ -120,17 +119,6 @@ def test_hse_eq10_and_hse_eq11_with_the_contrastive_loss_by_hand():
     chord = 2 * cos(pi / 2 - pi / 18)                            # 20 degrees; 40 are beyond the margin
     loss = hse_loss(contrastive_loss, z, y, h, torch.tensor([[0, 1]]), alpha=0.3, temperature=1)
     expect(loss, (0.5 - chord) ** 2 + 0.3 * l_hy(25, 40, 20, 1), 'HSE Eq. (10), (11), alpha 0.3, temperature 1')
-
-
-# ---- candidates
-
-def test_masks_against_a_loop():
-    _, y = batch(shuffle=True)
-    sources = torch.tensor([[0, 1, 2], [5, 9, 14], [3, 7, 11]])
-    weak, negative = candidates(y, sources)
-    for i, row in enumerate(sources):
-        assert weak[i].tolist() == [c in y[row].tolist() for c in y.tolist()], 'the sources included'
-    assert torch.equal(negative, ~weak)
 
 
 def test_without_hybrids_the_loss_is_the_base_loss():
@@ -254,7 +242,6 @@ def test_npair_by_hand():
 
 
 # ---- the script
-
 
 def test_super_class_sampler_has_two_classes_of_each():
     labels = torch.arange(30).repeat_interleave(torch.arange(30) % 4 + 2)         # 2 to 5 images per class

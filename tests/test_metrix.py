@@ -27,7 +27,6 @@ def shares(n, dtype=torch.float64):
 
 # ---- the generic loss
 
-
 def test_metrix_eq3_by_hand():
     """The negative at -0.2 is below the margin, the positive at 0 counts, and the last example is not valid."""
     s, y, valid = torch.tensor([[0.8, 0, 0.7, -0.2, 0.9]]), torch.tensor([[1, 1, 0, 0, 1]]), torch.ones(1, 5).bool()
@@ -91,7 +90,6 @@ def test_a_side_without_examples_adds_nothing(kind):
 
 
 # ---- mixing
-
 
 def test_metrix_eq4_input_and_embedding_by_hand():
     x, i, j = torch.rand(3, 3, 4, 4, dtype=torch.float64), torch.tensor([0, 1]), torch.tensor([1, 2])
@@ -177,7 +175,6 @@ def test_metrix_eq4_feature_and_embedding_in_half_precision():
 
 # ---- labels
 
-
 def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkeypatch):
     """What the clean loss hands to the generic one. No anchor is its own positive."""
     seen = []
@@ -209,7 +206,6 @@ def test_metrix_eq8_sets(pairs, expected):
 
 
 # ---- the step
-
 
 def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
     """Of the first anchor, mixtures of the positive and each of two negatives, with lambda 0.3 and 0.8, are at 0.6 and
@@ -280,8 +276,8 @@ def mixed_by_loops(kind, embed, z, y, proxies, pairs, k, lam):
 
 
 # As in PRINTED, and for the miner and proxynca_pp as in the loops
-HYPER = {'contrastive': '--m 0.3 --reduction sum', 'ms': '--beta 3 --gamma 4 --m 0.3 --epsilon 0.02',
-         'proxy_anchor': '--proxy-alpha 3 --delta 0.3', 'proxynca_pp': '--temperature 0.3'}
+HYPER = {'contrastive': '--m 0.3 --reduction sum --pool max', 'ms': '--beta 3 --gamma 4 --m 0.3 --epsilon 0.02',
+         'proxy_anchor': '--proxy-alpha 3 --delta 0.3 --pool avg', 'proxynca_pp': '--temperature 0.3'}
 MIXUP = ['--mixup input', '--mixup feature', '--mixup embed']
 K = ['--hard-negatives all', '--hard-negatives 2']
 STEPS = [*product(['contrastive', 'ms'], MIXUP, ['--pairs pos-neg', '--pairs anc-neg'], K),
@@ -375,7 +371,6 @@ def test_clean_statistics_are_those_of_clean_images(before_training):
 
 # ---- flags
 
-
 @pytest.mark.parametrize('flags, printed', [
     ('--mixup input embed --hard-negatives 4 all', 'ms, mixing input: pos-neg or anc-neg, 4 negatives\n'
                                                    'ms, mixing embed: pos-neg or anc-neg, all negatives\n'),
@@ -413,7 +408,6 @@ def test_what_the_paper_does_not_define_is_refused(flags, reason):
 
 
 # ---- what a mixture does to its anchor
-
 
 @pytest.mark.parametrize('beta, gamma, m', [(18, 75, 0.77), (2, 50, 0.5)])
 def test_metrix_eq16_and_metrix_eq17_and_metrix_eq18_value_and_derivatives_for_one_mixture(beta, gamma, m):
@@ -472,7 +466,6 @@ def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
 
 
 # ---- the analysis
-
 
 def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
     run(train_metrix, '--name', 'x', '--epochs', '0', '--batch-size', '6', '--per-class', '3')

@@ -58,7 +58,6 @@ def test_metrix_eq2_in_half_precision():
 
 # ---- the miner
 
-
 def test_metrix_eq2_miner_keeps_what_is_harder_than_the_hardest_of_the_other_kind():
     """Of the anchor at 0, the hardest negative is at 40 (0.766), the hardest positive at 50 (0.643)."""
     z, y = on_circle(0, 25, 50, 40, 120), torch.tensor([0, 0, 0, 1, 1])

@@ -24,7 +24,6 @@ def s(image, *proxies):
 
 # ---- ProxyNCA++
 
-
 def test_proxynca_pp_by_hand():
     """Squared distances over T, the own proxy in the denominator too, a mean over the batch"""
     of_0, of_70 = ([exp(-(2 - 2 * c) / 0.5) for c in s(image, *PROXIES)] for image in (0, 70))
@@ -60,7 +59,6 @@ def test_networks_of_the_protocol_have_no_layer_norm(before_training):
 
 
 # ---- Proxy-NCA
-
 
 @pytest.mark.parametrize('temperature', [2, 0.25])
 def test_pa_eq1_by_hand(temperature):

@@ -27,7 +27,6 @@ def rows_of(name):
 
 # ---- logs and folders
 
-
 def test_a_run_logs_and_prints_a_row_per_epoch(run, small, capsys):
     """A flat object per evaluated epoch is logged, and the last epoch is always evaluated."""
     run(train_ms, '--epochs', '5', '--steps', '0', '--eval-every', '2', '--name', 'mine')
@@ -64,7 +63,6 @@ def test_default_names_count_up_and_any_other_is_that_of_a_new_folder(run, small
 
 
 # ---- resuming
-
 
 @pytest.mark.parametrize('script, flags', [
     ('train_ms', ''), ('train_proxy_anchor', '--optimizer rmsprop --momentum 0.5'), ('train_ccl', '--variant cluster'),
@@ -116,20 +114,20 @@ def test_a_resumed_run_needs_no_file_of_weights(run, small, monkeypatch):
 
 def test_a_made_up_checkpoint_does_not_choose_what_is_written(run, small):
     """Of its arguments only flags count, and no paths and no names of files."""
-    run(train_ms, '--name', 'mine', '--no-flip', '--epsilon', 'off', '--fold', '0/3')
+    run(train_ms, *'--name mine --no-flip --epsilon off --fold 0/3 --protocol reality-check --weights imagenet'.split())
     parts = common.read_checkpoint('runs/mine')
     assert not {'cache', 'resume', 'name', 'device', 'show_batch', 'changed', 'script'} & parts['args'].keys()
     odd = dict(cache='/elsewhere', name='../x', resume='y', show_batch='z.png', script='train_ccl', changed=1, help=1)
     torch.save(parts | dict(args=odd | parts['args']), 'runs/mine/last.pt')
     args = train_ms.get_args(['--resume', 'runs/mine'])
     assert (args.flip, args.epsilon, args.dim, args.dataset, args.fold) == (False, 'off', 16, 'folder', '0/3')
+    assert (args.protocol, args.lr, args.optimizer) == ('reality-check', 1e-6, 'rmsprop')
     assert (args.cache, args.name, args.show_batch) == (common.Path('cache'), None, None)
     assert (args.resume, args.script, args.changed) == (common.Path('runs/mine'), 'train_ms', {'resume'})
     assert not hasattr(args, 'help')
 
 
 # ---- checkpoints and run folders
-
 
 def test_a_checkpoint_embeds_a_picture_as_the_run_did(run, folder):
     """With a real ResNet"""
@@ -158,17 +156,6 @@ def test_a_malicious_pickle_is_not_opened(tmp_path, monkeypatch, save):
     assert not os.path.exists('hacked')
 
 
-def test_only_a_run_folder_of_the_same_script_goes_on(run, small):
-    """Damaged checkpoints: tests/soak.py"""
-    run(train_ms, '--name', 'mine')
-    with pytest.raises(UsageError, match='in a folder: runs/mine, not runs/mine/last.pt'):
-        train_ms.main(['--resume', 'runs/mine/last.pt', '--steps', '4', '--device', 'cpu'])
-    assert sorted(os.listdir('runs/mine')) == ['last.pt', 'log.jsonl']
-    torch.save(common.read_checkpoint('runs/mine') | dict(script='train_other'), 'runs/mine/last.pt')
-    with pytest.raises(UsageError, match='made by train_other.py'):
-        train_ms.main(['--resume', 'runs/mine', '--device', 'cpu'])
-
-
 def test_what_a_killed_process_left_is_put_in_order(run, small):
     """A row that the log lost, and one that no checkpoint knows; temporary files: test_datasets.py"""
     run(train_ms, '--name', 'my [best] run', '--epochs', '2', '--steps', '0')
@@ -182,7 +169,6 @@ def test_what_a_killed_process_left_is_put_in_order(run, small):
 
 
 # ---- NaN
-
 
 @pytest.mark.parametrize('bad_step, noticed', [(2, 20), (20, 20), (21, 40)])
 def test_a_loss_that_is_no_number_stops_within_twenty_steps(run, small, monkeypatch, bad_step, noticed):
@@ -216,7 +202,6 @@ def test_weights_that_are_no_numbers_do_not_overwrite_a_checkpoint(run, small, m
 
 # ---- the command line
 
-
 def test_help_shows_the_defaults_of_the_dataset(capsys):
     with pytest.raises(SystemExit) as stop:
         train_ms.main(['--help', '--dataset', 'sop'])
@@ -237,7 +222,7 @@ def test_pretrained_weights_choose_the_recipe_of_a_folder_and_random_ones_train_
 
 
 @pytest.mark.parametrize('flags, message', [
-    ('--dataset', 'expected one argument'), ('--batch-sise 3', 'unrecognized'), ('--device cuda:99', 'cuda:99'),
+    ('--dataset', 'expected one argument'), ('--batch-siz 3', 'unrecognized'), ('--device cuda:99', 'cuda:99'),
     ('--image-size 64 --resize 32', '--resize 32')])
 def test_a_mistake_in_use_is_one_line(flags, message, tmp_path, monkeypatch):
     """main raises it like any other exception, so that a notebook can go on; the shell gets exit code 2."""

@@ -22,7 +22,6 @@ EVAL = ['--device', 'cpu', '--precision', 'fp32']
 
 # ---- measures
 
-
 @pytest.mark.parametrize('a, b, expected', [
     ([0, 0, 1, 1], [0, 0, 0, 1], 34.371),                   # in nats, 2 (0.6931 + 0.5623 - 1.0397) / (0.6931 + 0.5623)
     ([0, 0, 1, 1, 2], [2, 2, 0, 0, 1], 100),                # the same groups under other names
@@ -54,7 +53,7 @@ def test_the_best_threshold_by_hand():
 
 def test_the_threshold_with_a_gallery_is_about_pairs_of_a_query_and_an_image_of_it():
     """Matches are 10 degrees apart, others 80 or 100; the queries, all of different classes, are 90 degrees apart."""
-    z, gallery = on_circle(0, 90), on_circle(10, 100, -80)
+    z, gallery = 9 * on_circle(0, 90), 9 * on_circle(10, 100, -80)      # of any length
     threshold, accuracy = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([0, 1, 2]))
     assert accuracy == 100 and cosine(80) < threshold <= cosine(10)
     swapped = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([1, 0, 2]))[1]
@@ -69,7 +68,6 @@ def test_the_threshold_of_thousands_of_images_is_by_all_their_pairs():
 
 
 # ---- means and intervals
-
 
 def test_interval_by_hand(monkeypatch):
     """Mean 12, standard deviation 2; t with two degrees of freedom is 4.3027 at 97.5 %."""
@@ -143,17 +141,6 @@ def test_where_and_how_a_network_computes_is_no_recipe(run, small):
     assert names == 7 * ['ms dim=16 freeze_bn=True'] + ['ms dim=8 freeze_bn=True', 'ms dim=16 freeze_bn=False']
 
 
-def test_runs_that_do_not_go_together(runs):
-    for flags, message in (
-            ('ms-0-0 runs/ms-0-0', 'have the same recipe, seed and fold'),
-            ('ms-0-0 runs/ms-0-1 runs/ms-1-0', 'different folds: seed 0 has fold 0/2, 1/2; seed 1 has fold'),
-            ('ms-0-0 --against runs/ms-1-0', r'two recipes .* these are ms \('),
-            ('ms-0-0 --against runs/con-1-0', r'ms \(seed 0 has fold 0/2\); contrastive \(seed 1 has fold 0/2\)'),
-            ('ms-0-0 --against runs/con-0-1', 'the same seeds and folds')):
-        with pytest.raises(common.UsageError, match=message):
-            evaluation.main([*f'--checkpoint runs/{flags}'.split(), *EVAL])
-
-
 def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
     """Other classes or epochs; networks of two datasets; runs on all classes or of another n beside folds"""
     draw_folder(tmp_path / 'other' / 'train', 'mnop', per_class=4)
@@ -173,6 +160,14 @@ def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
     assert [row['recipe'] for row in rows] == ['ms folds=2', 'ms folds=none', 'ms folds=3']
     assert {row['setting'] for row in rows} == {'one network (16-dim)'} and rows[0]['R@1']['interval'] is None
     assert 'one seed of each recipe, so there is no interval' in capsys.readouterr().out
+    for flags, message in (
+            ('ms-0-0 runs/ms-0-0', 'have the same recipe, seed and fold'),
+            ('ms-0-0 runs/ms-0-1 runs/ms-1-0', 'different folds: seed 0 has fold 0/2, 1/2; seed 1 has fold'),
+            ('ms-0-0 --against runs/ms-1-0', r'two recipes .* these are ms \('),
+            ('ms-0-0 --against runs/con-1-0', r'ms \(seed 0 has fold 0/2\); contrastive \(seed 1 has fold 0/2\)'),
+            ('ms-0-0 --against runs/con-0-1', 'the same seeds and folds')):
+        with pytest.raises(common.UsageError, match=message):
+            evaluation.main([*f'--checkpoint runs/{flags}'.split(), *EVAL])
 
 
 def test_all_networks_of_a_table_see_the_same_classes(tmp_path, monkeypatch, small):
@@ -192,7 +187,6 @@ def test_all_networks_of_a_table_see_the_same_classes(tmp_path, monkeypatch, sma
 
 
 # ---- pictures
-
 
 def picture(path):
     return np.asarray(Image.open(path)).astype(int)
@@ -238,7 +232,6 @@ def test_queries_that_nothing_can_match_are_no_failures(tmp_path):
 
 
 # ---- one's own images
-
 
 def test_a_photo_is_searched_in_all_images_but_itself(tmp_path, monkeypatch, small, capsys):
     monkeypatch.chdir(tmp_path)
@@ -334,5 +327,5 @@ def test_one_query_of_each_class(run, small, tmp_path):
     assert not {'s+', 'alignment'} & result.keys() and -1 < result['threshold'] < 1
     (tmp_path / 'one/gallery/x').rename(tmp_path / 'one/gallery/v')
     (tmp_path / 'one/gallery/y').rename(tmp_path / 'one/gallery/z')
-    result = evaluation.main(['--checkpoint', 'runs/mine', '--analyse', *EVAL])
+    result = evaluation.main(['--checkpoint', 'runs/mine', '--analyse', '--sheet', 'x.png', *EVAL])
     assert result['unmatched'] == 2 and not {'threshold', 'balanced accuracy'} & result.keys()

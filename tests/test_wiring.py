@@ -3,7 +3,6 @@
 Metrix's step with mixtures, which has many parts, is compared with loops in test_metrix.py.
 """
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,10 +63,10 @@ CASES = [
      lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
     (train_ccl, '--variant cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
      lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
-    (train_ccl, '--variant proxynca --s 5',
-     lambda x, y, t: train_ccl.scaled_proxynca_loss(embed(x), y, t['centers'], 5)),
-    (train_ccl, '--variant center_loss --lam 0.7 --smoothing 0.3', lambda x, y, t: train_ccl.center_loss(
-        embed(x), y, t['classifier'].weight, t['classifier'].bias, t['centers'], 0.7, 0.3)),
+    (train_ccl, '--variant proxynca --s 5 --dropout 0.5',
+     lambda x, y, t: train_ccl.scaled_proxynca_loss(F.dropout(embed(x), 0.5), y, t['centers'], 5)),
+    (train_ccl, '--variant center_loss --lam 0.7 --smoothing 0.3 --dropout 0.5', lambda x, y, t: train_ccl.center_loss(
+        F.dropout(embed(x), 0.5), y, t['classifier'].weight, t['classifier'].bias, t['centers'], 0.7, 0.3)),
     (train_ccl, '--dropout 0.5', lambda x, y, t: ccl(F.dropout(embed(x), 0.5), y, t, s=16, lam=2, smoothing=0.1)),
     (train_metrix, '--mixup none --epsilon off', lambda x, y, _: train_ms.multi_similarity_loss(
         embed(x), y, 18, 75, 0.77, None)),
@@ -159,27 +158,15 @@ def test_eps_reaches_the_optimizer_of_proxynca_pp(before_training, optimizer):
 
 
 @pytest.mark.parametrize('flags, expected', [
-    ('--pool max --dim 24', dict(pool='max', dim=24, freeze_bn=False)), ('--freeze-bn', dict(freeze_bn=True)),
-    ('--pool avg', dict(pool='avg', dim=16)), ('--arch resnet34', dict(arch='resnet34'))])
+    ('--pool max --dim 24', dict(pool='max', dim=24, freeze_bn=False)), ('--pool avg', dict(pool='avg', dim=16)),
+    ('--arch resnet34', dict(arch='resnet34')), ('--freeze-bn --chunk 3', dict(freeze_bn=True, chunk=3)),
+    ('--precision fp32', dict(precision='fp32')), ('--precision bf16', dict(precision='bf16')),
+    ('', dict(precision=common.pick_precision('auto', torch.device('cpu'))))])
 def test_network_flags_reach_the_network(before_training, flags, expected):
-    held = before_training(train_ms, *flags.split())
-    assert {key: held.model.config[key] for key in expected} == expected
-    assert held.model(torch.randn(2, 3, 32, 32)).shape == (2, expected.get('dim', 16))
-
-
-@pytest.mark.parametrize('precision', ['fp32', 'bf16', 'auto'])
-def test_precision_reaches_the_network(before_training, precision):
-    expected = common.pick_precision(precision, torch.device('cpu'))
-    assert before_training(train_ms, '--precision', precision).model.precision == expected
-    assert expected in ('fp32', 'bf16') and precision in (expected, 'auto')
-
-
-def test_mixed_features_are_pooled_as_the_network_pools(before_training, monkeypatch):
-    watched = Mock(wraps=train_metrix.mix_features)
-    monkeypatch.setattr(train_metrix, 'mix_features', watched)
-    for pool in ('avg', 'max', 'avg+max'):
-        before_training(train_metrix, '--pool', pool).step(torch.randn(8, 3, 32, 32), LABELS)
-        assert watched.call_args.args[-1] == pool
+    model = before_training(train_ms, *flags.split()).model
+    found = model.config | dict(chunk=model.chunk, precision=model.precision)
+    assert {key: found[key] for key in expected} == expected
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, expected.get('dim', 16))
 
 
 @pytest.mark.parametrize('script, flags, name, size', [
