@@ -1,6 +1,6 @@
-"""The runs behind tests/results.md, and that page. Not collected by pytest.
+"""The runs behind tests/results.md, and its tables. Not collected by pytest.
 
-    python tests/results.py                  writes tests/results.md from tests/results.jsonl
+    python tests/results.py                  writes the tables of tests/results.md from tests/results.jsonl
     python tests/results.py pilots           makes the runs of this table that results.jsonl lacks, and prints it
     python tests/results.py birds --jobs 2   two runs at a time, each on half of the cores
     python tests/results.py birds --jobs 0   only prints
@@ -8,7 +8,8 @@
 
 A finished run becomes a line of tests/results.jsonl, with its commit and all its evaluations; no two lines have the
 same command. A run that was stopped goes on at the next start. Once its line is written, its checkpoints in runs/, of
-100 to 150 MB each, may be deleted. Add a row to TABLES for a run of your own.
+100 to 150 MB each, may be deleted. Add a row to TABLES for a run of your own, and the text around a
+new table to the page.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
@@ -45,8 +46,6 @@ LINES, PAGE = ROOT / 'tests' / 'results.jsonl', ROOT / 'tests' / 'results.md'
 
 
 class Table(NamedTuple):
-    title: str
-    text: str           # what the table asks, and how it was made
     repeats: list       # flags; each command is run once with each of them
     rows: dict          # {row: command}
     pairs: list         # [(row, row that it is compared with)]
@@ -128,131 +127,44 @@ NOISY = {f'{noise}, lam {lam}': f'train_ccl.py --label-noise {noise} --lam {lam}
 MINED = {'mined': patched('mined'), 'embed': 'train_metrix.py --eval-every 2 --mixup embed',
          'released': patched('released', 'train_metrix.py --eval-every 2 --mixup embed --strength 1')}
 TABLES = {
-    'pilots': Table('Which learning rate?', '''
-A third of the recipe's rate, the rate itself, and three times the rate: one seed, on the seven validation classes of
-`--fold 0/4`. The rate with the highest MAP@R is the one of the next tables; for train_metrix.py and train_hse.py it was
-searched without mixing and without hybrids. Except for ms and CCL it is the lowest or the highest of the three, so the
-best rate may lie outside.''',
-                    ['--seed 0'], {f'{name}, lr {rate:.2g}': f'{FIRST[name]} --fold 0/4 --lr {rate:.2g}'
+    'pilots': Table(['--seed 0'], {f'{name}, lr {rate:.2g}': f'{FIRST[name]} --fold 0/4 --lr {rate:.2g}'
                                    for name in FIRST for rate in (RATES[name] / 3, RATES[name], RATES[name] * 3)}, []),
-    'birds': Table('Do losses matter?', '''
-This is the question of the Reality Check. Each row is a recipe with its loss. Recipes differ in batches, pooling and
-optimizer as well, so a difference is not one of losses alone. Every row gains over the network before training. As in
-the Reality Check, the order in which the papers appeared does not show. For its centre term (lam 2), CCL reports a gain
-of 0.7 points of R@1 on CUB, which these intervals neither show nor exclude.''',
-                   SEEDS, TUNED, against(TUNED, 'contrastive') + [('ccl, lam 2', 'ccl, lam 0')]),
-    'recipes': Table('Recipe or loss?', '''
-Losses with the recipe of their own script, and with that of train_metrix.py, without mixing. There, contrastive is one
-of cosines and not of distances, and ms has other parameters. Recipes matter at least as much as losses.''',
-                     SEEDS, {name: TUNED[name] for name in TWICE}
+    'birds': Table(SEEDS, TUNED, against(TUNED, 'contrastive') + [('ccl, lam 2', 'ccl, lam 0')]),
+    'recipes': Table(SEEDS, {name: TUNED[name] for name in TWICE}
                      | {f'{name}, as in train_metrix.py': METRIX[f'{name}, none'] for name in TWICE},
                      [(f'{name}, as in train_metrix.py', name) for name in TWICE]
                      + [('proxy_anchor, as in train_metrix.py', 'contrastive, as in train_metrix.py')]),
-    'metrix': Table('Does mixing help?', '''
-Metrix. The two sides of a difference differ in `--mixup` and in nothing else. Their learning rate, 3.3e-5, was chosen
-for ms without mixing; for ms that favours the side without. With feature mixing the paper reports gains of R@1 on CUB
-of 3.6 points for ms, 1.3 for Proxy-Anchor, 2.7 for contrastive and 1.3 for ProxyNCA++. The intervals here exclude
-those of ms and of Proxy-Anchor; the wider one of ms in the table `again` does not. That does not refute the paper,
-which trains a larger network on 100 classes for up to 100 epochs.''',
-                    SEEDS, METRIX,
+    'metrix': Table(SEEDS, METRIX,
                     [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXING if mixup != 'none']),
-    'fast': Table('Does mixing help at the rate of the recipe?',
-                  'The rate of the recipe, 1e-4, is three times that of the table `metrix`.',
-                  SEEDS, {f'proxy_anchor, {mixup}': f'train_metrix.py {FAST} --loss proxy_anchor --mixup {mixup}'
+    'fast': Table(SEEDS, {f'proxy_anchor, {mixup}': f'train_metrix.py {FAST} --loss proxy_anchor --mixup {mixup}'
                           for mixup in ('none', 'feature')}, [('proxy_anchor, feature', 'proxy_anchor, none')]),
-    'hse': Table('Do hybrids help?', '''
-HSE. The two sides of a difference differ in `--alpha` and in nothing else. With alpha 0 there are no hybrids, and a
-batch has a class more. The paper reports gains of R@1 on CUB of 1.9 points for ms, 1.2 for Proxy-Anchor and 2.5 for
-EPSHN. The interval excludes that of EPSHN.''',
-                 SEEDS, HSE, [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
-    'shapes': Table('The built-in dataset', '''
-`shapes`, with defaults. Learning rates and epochs were chosen on this test set, so the table shows that each script
-learns and how far apart its seeds are, and not which one is best. Rounding moves these numbers, too: on two cores,
-train_metrix.py with seed 0 reached R@1 64.0, on one 60.7, and 58.5 when sums were written in another order.''',
-                    SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
-    'omniglot': Table('Omniglot', '''
-A folder of handwritten characters, with defaults: 136 characters of five alphabets train (2,720 images), 106 characters
-of three other alphabets test. The defaults of a folder were chosen on `shapes`; nothing was chosen on Omniglot.''',
-                      SEEDS, {name: f'train_{name}.py --dataset folder --data data/omniglot' for name in SCRIPTS}, []),
-    'scratch': Table('Why do hybrids and mixing lose?', '''
-On `shapes`, ms: one seed on the four folds of the training classes, measured on the validation classes. At alpha 1e-9
-there are hybrids in the batch and in the statistics of BatchNorm, but their loss weighs nothing. `append` adds hybrids
-to a batch; otherwise they replace one of its eight classes. Hybrids lose for two reasons: a class less in each batch,
-and L_Hy itself. What enters the statistics of BatchNorm is not the reason, neither for hybrids nor for input mixing.
-Mixing raises s-: feature mixing takes more than half of the gap s+ - s-, input mixing three tenths of it. Hybrids, at
-any alpha and temperature here, leave the gap as it is.''',
-                     FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
+    'hse': Table(SEEDS, HSE, [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
+    'shapes': Table(SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
+    'omniglot': Table(SEEDS, {name: f'train_{name}.py --dataset folder --data data/omniglot' for name in SCRIPTS}, []),
+    'scratch': Table(FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
                      against([name for name in SCRATCH if name.startswith('alpha ')], 'alpha 0')
                      + [('alpha 1e-9, append', 'alpha 1e-9'), ('alpha 0.05, append', 'alpha 1e-9, append'),
                         ('alpha 0.05, append', 'alpha 0.05'), ('alpha 0.05, temperature 1', 'alpha 0.05')]
                      + against(('feature', 'input', 'input, clean BatchNorm'), 'none')
                      + [('feature, 16 epochs', 'none, 16 epochs')]),
-    'term': Table('Another mixed term', '''
-The mixed term only pushes, or is contrastive, or has an eighth of its weight. With all three, s- is lower than with
-the paper's mixed term. Without the pull, MAP@R is higher than with feature mixing, and about as high as without
-mixing; no row is beyond doubt better than no mixing.''',
-                  FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
-    'push': Table('Other mixed terms, with three seeds', '''
-Seeds 0, 1 and 2 on each of the four folds: mixtures that only push, of the table before, and the best row of the table
-`search`, which chose it on these folds with seed 0. Feature mixing loses to no mixing. Without the term that pulls, or
-with a softer mixed term, it loses nothing, or much less; nor does it gain. Pairs of one fold share their images, so the
-12 are not independent. Of three means, one for each seed, the intervals are wider: MAP@R changes by -5.5 ± 2.6, by
--0.5 ± 2.4 and by -0.3 ± 2.0. Without seed 0, which chose it, the softer term has -0.8 ± 1.4.''',
-                  [fold + seed for seed in ('', ' --seed 1', ' --seed 2') for fold in FOLDS],
+    'term': Table(FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
+    'push': Table([fold + seed for seed in ('', ' --seed 1', ' --seed 2') for fold in FOLDS],
                   BOTH | SEEDED, against(('feature', *SEEDED), 'none') + against(SEEDED, 'feature')),
-    'again': Table('Mixtures that only push, on birds', '''
-ms as in the table `metrix`: the same recipe, learning rate and nine epochs, run again. The pull is the smaller part of
-what is lost here: 0.5 points of MAP@R out of 1.6. The interval of R@1 is several times as wide as in `metrix`: an
-interval of three seeds is itself uncertain.''',
-                   SEEDS, {'none': f'{AGAIN} none', 'feature': f'{AGAIN} feature',
+    'again': Table(SEEDS, {'none': f'{AGAIN} none', 'feature': f'{AGAIN} feature',
                            'push': patched('push', f'{AGAIN} feature')},
                    [('feature', 'none'), ('push', 'none'), ('push', 'feature')]),
-    'soft': Table('Softer parameters in both terms', '''
-Beta 2, gamma 10 and m 0.5 in the clean and in the mixed term. The gap s+ - s- is larger than with the paper's
-parameters. Mixing lowers it here, too, and yet loses little or nothing.''',
-                  FOLDS, {'none': NONE + SOFT, 'feature': FEATURE + SOFT}, [('feature', 'none')]),
-    'search': Table('Is there a mixed term that wins?', '''
-The clean term of ms keeps beta 18, gamma 75 and m 0.77; the mixed term gets the three numbers in the name of the row.
-With 2 and 10, s- is 0.52 at every m; with 18 and 75 it falls from 0.68 to 0.50 where m falls from 0.77 to 0.3. None
-is beyond doubt better than no mixing. The best by MAP@R, 2, 10 and 0.3, was chosen by this table, and is repeated
-with other seeds in the table `push`.''',
-                    FOLDS, BOTH | SOFTER, [('feature', 'none'), *against(SOFTER, 'none', 'feature')]),
-    'pairs': Table('Other pairs, and the released loss', '''
-Mixtures of mined pairs only; embedding mixing; and the loss of the code that was released for ms with embedding
-mixing, whose mixtures only pull. This one has the highest s- and loses most.''',
-                   FOLDS, BOTH | MINED, against(MINED, 'none', 'feature')),
-    'tuned': Table('A search of hyper-parameters', '''
-`python tests/search.py train_ms.py --trials 10 --epochs 4 --eval-every 4`: Optuna chooses alpha, beta, lambda and
-epsilon of ms by the mean MAP@R of the four folds; here are its ten trials and the defaults, one seed, 4 epochs.
-Trial 4 is the best one, on the folds that chose it. Ten trials are few; the Reality Check has fifty. (One run was
-paused, hence its 40.4 minutes.)''',
-                   FOLDS, {'defaults': 'train_ms.py --epochs 4 --eval-every 4'} | trials('train_ms.py'), []),
-    'input': Table('Input mixing', '''
-Mixed images, with and without the term that pulls. The pull is what raises s- here, too: from 0.39 to 0.55, without it
-to 0.41. Without the pull MAP@R is 1.9 ± 2.9 points higher. Four folds do not show that either row is worse than no
-mixing.''',
-                   FOLDS, {'none': NONE, 'input': INPUT, 'push': patched('push', INPUT)},
+    'soft': Table(FOLDS, {'none': NONE + SOFT, 'feature': FEATURE + SOFT}, [('feature', 'none')]),
+    'search': Table(FOLDS, BOTH | SOFTER, [('feature', 'none'), *against(SOFTER, 'none', 'feature')]),
+    'pairs': Table(FOLDS, BOTH | MINED, against(MINED, 'none', 'feature')),
+    'tuned': Table(FOLDS, {'defaults': 'train_ms.py --epochs 4 --eval-every 4'} | trials('train_ms.py'), []),
+    'input': Table(FOLDS, {'none': NONE, 'input': INPUT, 'push': patched('push', INPUT)},
                    [('input', 'none'), ('push', 'none'), ('push', 'input')]),
-    'hybrids': Table('Hybrids for twice as many epochs', '''
-On `shapes`, ms with 16 epochs instead of 8: do hybrids help once the clean loss has little left to teach?''',
-                     FOLDS, {row: f'train_hse.py --epochs 16 {flags}' for row, flags in HYBRIDS.items()},
+    'hybrids': Table(FOLDS, {row: f'train_hse.py --epochs 16 {flags}' for row, flags in HYBRIDS.items()},
                      [('alpha 0.05', 'alpha 0'), ('alpha 0.05, append', 'alpha 0')]),
-    'noise': Table('The centre term of CCL and label noise', '''
-On `shapes`: 20 % of the images get the label of another class, or classes with 25 % of the images dissolve into
-clusters. In Table 3 of the paper lam 2 has an R@1 on CUB that is 13 and 12 points above NSoftmax, which is lam 0.''',
-                   FOLDS, NOISY, [(row, row.replace('lam 2', 'lam 0')) for row in NOISY if 'lam 2' in row]),
-    'centres': Table('The centre term of CCL in long training', 'On `shapes`, 60 epochs instead of 8.',
-                     FOLDS, {f'lam {lam}': f'train_ccl.py --epochs 60 --eval-every 10 --lam {lam}' for lam in (0, 2)},
+    'noise': Table(FOLDS, NOISY, [(row, row.replace('lam 2', 'lam 0')) for row in NOISY if 'lam 2' in row]),
+    'centres': Table(FOLDS, {f'lam {lam}': f'train_ccl.py --epochs 60 --eval-every 10 --lam {lam}' for lam in (0, 2)},
                      [('lam 2', 'lam 0')]),
-    'long': Table('As long as the papers train', '''
-Birds for 60 epochs, 840 steps, with the rate of the recipe and its schedule scaled to them. The commands released with
-Metrix train ms for 60 epochs without mixing, where the rate is halved every 5, and for 100 with it, halved every 10: so
-there is a row of 36 epochs, with a decay every 3, as well. `push` is the row of the table 'Another mixed term'. Rows
-that are not shown have not been run. With one seed: without mixing, ms is best at epoch 24 and loses 1.3 points of R@1
-after it; mixing prevents that, at a lower level. Proxy-Anchor does not overfit. Mixing raises its s- from 0.40 to 0.60,
-and costs it nothing; that it gains is a matter of the best epoch on the test set, which is the twelfth. `--draw` has
-drawn assets/epochs.png.''',
-                  SEEDS, {f'ms, {mixup}': f'train_metrix.py {LONG} --mixup {mixup}' for mixup in ('none', 'feature')}
+    'long': Table(SEEDS, {f'ms, {mixup}': f'train_metrix.py {LONG} --mixup {mixup}' for mixup in ('none', 'feature')}
                   | {f'proxy_anchor, {mixup}': f'train_metrix.py {LONG} --loss proxy_anchor --mixup {mixup}'
                      for mixup in ('none', 'feature')}
                   | {'ms, push': patched('push', f'train_metrix.py {LONG} --mixup feature'),
@@ -260,51 +172,6 @@ drawn assets/epochs.png.''',
                   [('ms, feature', 'ms, none'), ('ms, push', 'ms, none'), ('ms, none, 36 epochs', 'ms, none'),
                    ('proxy_anchor, feature', 'proxy_anchor, none')]),
 }
-# What the page shows, in its order
-CHAPTERS = [
-    ('Fine-tuning on birds', '''
-The first 50 classes of CUB-200-2011 are a folder: 25 classes train (1,402 photographs), the other 25 test (1,487). A
-ResNet-18 starts from torchvision's ImageNet weights, in half precision and with statistics of BatchNorm that were
-estimated anew on 600 other photographs; with torchvision's own file the numbers will differ. ImageNet has birds, so the
-weights may have seen some of these species. Crops have 112 px. In the first of nine epochs only the head trains.
-Schedules by steps decay once, after epoch 5. All else is the recipe of the script for CUB. The test set chose
-nothing.''', ['pilots', 'birds', 'recipes', 'metrix', 'fast', 'again', 'hse', 'long']),
-    ('From random weights', '', ['shapes', 'omniglot', 'scratch', 'hybrids', 'noise', 'centres', 'tuned']),
-    ('Why does feature mixing lose?', '''
-By Eq. (24) of Metrix, a mixture is at rest at the similarity m + ln(lambda / (1 - lambda)) / (beta + gamma). With the
-paper's 18, 75 and 0.77 that is between 0.74 and 0.80 for every lambda from 0.05 to 0.95. So a mixture that is nearly a
-pure negative is held at about 0.77 as well. These runs of ms on `shapes`, on its four folds with 8 epochs, ask whether
-this keeps s- high, and whether that is what costs R@1.
-
-It does keep s- high: 0.68 where mixtures pull and push, 0.74 where they only pull (`released`), and 0.38 where they
-only push, as without mixing. The pull also costs most of what is lost here: without it little or nothing is lost
-(`push`, three seeds), and the loss that only pulls loses most. But a high s- alone does not explain it. With beta 2
-and gamma 10 in the mixed term, s- is 0.52 and nothing is lost (`push`); with Proxy-Anchor on birds mixing takes a
-third of the gap s+ - s- and no R@1 in 840 steps (`long`). And on birds mixtures that only push lose 1.1 points of
-MAP@R, and feature mixing 1.6 (`again`); there s- is 0.72 without mixing, too. So what else costs MAP@R on birds is
-not found. No mixed term here is better than none; the best that was found loses nothing.
-
-The baselines were run again for these tables. On one of the folds feature mixing then reached R@1 83.2, and 76.0 in the
-table `scratch`, on another machine, with another torch and an earlier commit. So a run can move this far without a
-change of the method, and differences of single folds say little.''',
-     ['term', 'push', 'search', 'soft', 'pairs', 'input']),
-]
-HEAD = '''# Results
-
-Written by `python tests/results.py` from tests/results.jsonl; do not edit this file.
-
-`python tests/results.py NAME` makes those runs of a table that results.jsonl lacks; what has to lie in `data/` is
-named at the top of tests/results.py. No benchmark has been run yet: there was no GPU, and no ImageNet weights of a
-ResNet-50.
-
-All numbers are of the last epoch. R@1 and MAP@R are in percent; s+ and s- are mean similarities of two images of the
-same class and of different classes. *Before* is the network before training, *gain* the number minus that before.
-*Runs* counts the seeds or folds, or both (table `push`). A number after ± is half of the 95 % confidence interval of
-the mean (Student's t). Differences are taken between runs of the same seed or fold. A mean of three or more is in
-bold if its interval excludes 0, which by chance happens to one difference in twenty. Machines are CPUs that multiply
-in bfloat16, in which the trunk ran. A row's command is `python`, what stands in its last column, the flags that all
-rows share, and `--seed` or `--fold`.
-'''
 
 
 # ---- runs whose step is changed. A patch returns the functions of train_metrix.py that it replaces, by their names.
@@ -515,24 +382,17 @@ def draw(name, path):
 
 
 def section(name):
-    """A table with its title, its text and the changed steps of its rows, as lines of Markdown"""
-    lines, table = tables(name), TABLES[name]
-    if not lines:
-        return []
-    names = re.findall(r'--patched (\w+)', ' '.join(table.rows.values()))
-    notes = [f'* `{patch}`: {" ".join(PATCHES[patch].__doc__.split())}' for patch in dict.fromkeys(names)]
-    return [f'### {table.title}', '', f'`python tests/results.py {name}`', '', *table.text.strip().splitlines(), '',
-            *notes, *([''] if notes else []), *lines, '', *choosing(name)]
+    """The changed steps of a table's rows, and its tables, as lines of Markdown"""
+    names = dict.fromkeys(re.findall(r'--patched (\w+)', ' '.join(TABLES[name].rows.values())))
+    notes = [f'* `{patch}`: {" ".join(PATCHES[patch].__doc__.split())}' for patch in names]
+    return [*notes, *([''] if notes else []), *(tables(name) or ['Not run yet.']), '', *choosing(name)]
 
 
 def page():
-    """The text of tests/results.md"""
-    out = HEAD.splitlines() + ['']
-    for title, text, names in CHAPTERS:
-        sections = [line for name in names for line in section(name)]
-        if sections:
-            out += [f'## {title}', '', *text.strip().splitlines(), *([''] if text else []), *sections]
-    return '\n'.join(out).rstrip() + '\n'
+    """tests/results.md, where what stands between <!-- NAME --> and <!-- end --> is written anew"""
+    def written(found):
+        return '\n'.join([found[1], '', *section(found[2]), '<!-- end -->'])
+    return re.sub(r'(?s)(<!-- (\w+) -->).*?<!-- end -->', written, PAGE.read_text())
 
 
 def main():

@@ -52,7 +52,7 @@ def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
         return dict(before=rows[0], last=rows[1], machine='a machine')
     runs = {'t.py --a 1 --c 0': line(1, 6), 't.py --a 2 --c 0': line(2, 4), 't.py --a 1 --c 1': line(1, 9)}
     rows = {'with': 't.py --a 1', 'without': 't.py --a 2', 'not run': 't.py --a 3'}
-    table = results.Table('Title', 'Text', ['--c 0', '--c 1'], rows, [('with', 'without'), ('not run', 'with')])
+    table = results.Table(['--c 0', '--c 1'], rows, [('with', 'without'), ('not run', 'with')])
     monkeypatch.setattr(results, 'TABLES', {'made up': table})
     monkeypatch.setattr(results, 'finished', lambda: runs)
     out = '\n'.join(results.tables('made up'))
@@ -69,7 +69,7 @@ def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
         return dict(rows=rows, last=rows[-1])
     runs = {'t.py --a 1 --seed 0': line(9, 5, 8, 7, 6), 't.py --a 2 --seed 0': line(9, 1, 2, 3, 4)}
     rows = {'with': 't.py --a 1', 'without': 't.py --a 2'}
-    monkeypatch.setattr(results, 'TABLES', {'long': results.Table('', '', ['--seed 0'], rows, [('with', 'without')])})
+    monkeypatch.setattr(results, 'TABLES', {'long': results.Table(['--seed 0'], rows, [('with', 'without')])})
     monkeypatch.setattr(results, 'finished', lambda: runs)
     assert results.choosing('long')[-4:-1] == [
         '| with | 1 | 6.0 | 8.0 | 2.0 |', '| without | 1 | 4.0 | 4.0 | 0.0 |',
@@ -80,7 +80,10 @@ def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
 
 
 def test_the_page_of_results_is_that_of_the_finished_runs():
-    assert results.page() == results.PAGE.read_text(), 'write it: python tests/results.py'
+    page = results.page()
+    assert page == results.PAGE.read_text(), 'write it: python tests/results.py'
+    places = re.findall(r'(?m)^<!-- (?!end)(\w+) -->$', page)
+    assert sorted(places) == sorted(results.TABLES)
     commands = [json.loads(line)['command'] for line in results.LINES.read_text().splitlines()]
     shown = {f'{command} {flag}' for table in results.TABLES.values() for command in table.rows.values()
              for flag in table.repeats}
