@@ -612,7 +612,7 @@ DATASETS = dict(
                 counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))))
 
 
-def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None):
+def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None, least=2):
     """A dataset as an object with .train, .query and .gallery, each an `Images`.
 
     name        shapes, cub, cars, sop, inshop or folder
@@ -622,6 +622,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
                 read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
+    least       how many classes each split needs; 1 is enough to search a photo in them
     `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
     share theirs. Raises UsageError if files or counts are not as published.
     """
@@ -636,7 +637,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     if name == 'shapes':
         data.train, data.query = draw_shapes(resize, image_size)
     else:
-        splits = list_images(name, root, known, wanted=('train',) if fold else ('train', 'query', 'gallery'))
+        splits = list_images(name, root, known, ('train',) if fold else ('train', 'query', 'gallery'), least)
         for split, rows in splits.items():
             paths, classes, groups = zip(*rows)
             # Query and gallery are numbered together.
@@ -665,14 +666,13 @@ def hold_out(data, fold):
     data.train = data.train.subset((~held).nonzero()[:, 0])
 
 
-def list_images(name, root, known=None, wanted=('train', 'query', 'gallery')):
+def list_images(name, root, known=None, wanted=('train', 'query', 'gallery'), least=2):
     """{split: rows [path, class name, super-class]} for those wanted, and for an evaluation not for train"""
     root, splits = Path(root).expanduser(), {}
     try:
         for split, *row in read_folder(root, known) if name == 'folder' else read_benchmark(name, root):
             splits.setdefault(split, []).append(row)
-        needed = ('train', 'query') if known is None else ('query',)
-        check_images(name, root, splits, needed, least=1 if known == () else 2)     # (): a photo is searched in them
+        check_images(name, root, splits, ('train', 'query') if known is None else ('query',), least)
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None

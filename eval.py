@@ -382,7 +382,7 @@ def evaluate_one(args):
     dataset, folder = place_of_test_set(args, [model.args])
     # What a photo is searched in need not be new to the network.
     data = common.load_dataset(dataset, folder, model.args['resize'], model.args['image_size'], args.cache,
-                               known=() if args.query else model.classes)
+                               known=() if args.query else model.classes, least=1 if args.query else 2)
     if args.query:
         picture = args.sheet or (path if path.is_dir() else path.parent) / 'query.png'
         return search_photo(args, model, data.gallery, picture)

@@ -307,7 +307,7 @@ def drop_invalid(s, y, valid):
     20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
     """
     most = int(valid.sum(dim=1).max())
-    valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                      # the ones
+    valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                      # ones are largest
     return s.gather(1, columns), y.gather(1, columns), valid.bool()
 
 

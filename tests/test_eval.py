@@ -22,7 +22,7 @@ def test_metrix_eq12_by_hand():
 
 
 def test_alignment_and_uniformity_by_hand():
-    """At 0 and 60 degrees (class 0) and 180 degrees (class 1), the squared distances are 1, 3 and 4. Lengths differ."""
+    """At 0 and 60 degrees (class 0) and 180 degrees (class 1), the squared distances are 1, 3 and 4 at any length."""
     z = on_circle(0, 60, 180) * torch.tensor([[0.1], [3], [9]])
     assert evaluation.alignment(z, torch.tensor([0, 0, 1])) == pytest.approx(1)
     assert evaluation.uniformity(z) == pytest.approx(math.log((math.exp(-2) + math.exp(-6) + math.exp(-8)) / 3))

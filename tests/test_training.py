@@ -40,7 +40,7 @@ def watched(before_training):
 
 @pytest.mark.parametrize('clip, moved', [('2', [2, -2, 1.5]), ('0', [30, -30, 1.5])])
 def test_gradients_are_clipped_by_value_at_plus_minus_clip(before_training, clip, moved):
-    """Those of all groups of weights are. With --clip 0, none is."""
+    """The gradients of all groups of weights are clipped; with --clip 0, none is."""
     held = before_training(train_proxy_anchor, '--clip', clip, '--proxy-lr-mult', '1', '--weight-decay', '0',
                            '--optimizer', 'sgd', '--lr', '0.1')
     weights, slopes = (held.model.linear.bias, held.learned['proxies']), torch.tensor([30, -30, 1.5])

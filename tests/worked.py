@@ -5,7 +5,7 @@ import torch
 
 
 def expect(got, expected, what, tolerance=1e-9):
-    """Raises an error that says `what` was computed, expected and got, unless both are equal up to rounding"""
+    """Raises an error unless both are equal up to rounding. It names `what` was computed, and shows both values."""
     __tracebackhide__ = True
     got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, expected))
     if got.shape == expected.shape and torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
