@@ -297,8 +297,8 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
             if not math.isfinite(mean):
-                raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
-                                 f'try a lower --lr, or --precision fp32')
+                raise NotFinite(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
+                                f'try a lower --lr, or --precision fp32')
             minutes = (time.time() - start) / max(1, number - 1) * (run.total - schedule.last_epoch) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
     return dict(epoch=epoch, loss=mean, no_positive=float(without_positive) / (steps * len(y)),
@@ -344,7 +344,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     if not len(query) or len(searched) < 1 + within:
         raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(searched)} images to search in')
     if not (query.isfinite().all() and searched.isfinite().all()):
-        raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
+        raise NotFinite('some embeddings are NaN or infinite; in training, a lower --lr may help')
     query_labels, searched_labels = query_labels.to(query.device), searched_labels.to(query.device)
     present = torch.bincount(searched_labels, minlength=int(query_labels.max()) + 1)    # (C,) images of each class
     matches = present[query_labels] - int(within)                        # (N,) R of each query
@@ -974,7 +974,7 @@ def save_checkpoint(path, args, model, **more):
     if rank():
         return
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
-        raise UsageError(f'{broken[0]} is not finite; {path} stays as it was; try a lower --lr, or --precision fp32')
+        raise NotFinite(f'{broken[0]} is not finite; {path} stays as it was; try a lower --lr, or --precision fp32')
     versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
         torch.save(dict(script=args.script, args=flags_of(args), seed=args.seed, versions=versions,
@@ -1429,6 +1429,10 @@ def average_gradients(weights):
 
 class UsageError(ValueError):
     """A mistake in use. Its text says in one line what is wrong, where, and what to do."""
+
+
+class NotFinite(UsageError):
+    """The loss, an embedding or a weight is NaN or infinite: the flags are legal, but training diverged."""
 
 
 def failure(error):

@@ -14,6 +14,7 @@ def test_a_search_goes_on_and_takes_the_best_mean_of_the_folds(small, folder, tm
     assert study.best_value == max(trial.value for trial in study.trials)
     assert f'best of 3 trials: MAP@R {study.best_value:.2f} with python train_ms.py --alpha' in capsys.readouterr().out
     assert len(list((tmp_path / 'runs').iterdir())) == 6, 'two folds of three trials'
+    assert search.main([*flags, '1', '--lr', '1e30']).best_value == 0, 'a trial that diverges is the worst, no error'
 
 
 def test_every_flag_that_is_searched_is_one_of_its_script():
