@@ -8,17 +8,18 @@ Idea
     A memory bank, embeddings kept from earlier batches, offers many samples to contrast with, but
     they go stale while the network moves.
     CCL keeps one vector per class instead, its centre, as a parameter that every step updates. A
-    softmax over all centres separates the classes, but it pulls an image to its own centre ever more
-    weakly as this centre wins: with s = 16 and one rival, the derivative by the own cosine has size
-    8.0 where both centres are equally near, and 0.6 where the own cosine is larger by 0.2. So a
-    second term goes on pulling: the squared distance to the own centre.
+    softmax over all centres separates the classes, but its pull to the own centre fades once this
+    centre is the nearest. With two classes and cosines times 16, the derivative by the cosine with the
+    own centre has size 8.0 where both cosines are equal, and 0.6 where this one is larger by 0.2. A
+    second term goes on pulling, the squared distance to the own centre: it "minimizes the intra-class
+    variations" (Section 3.2).
 
 Equation, averaged over the batch
     CCL Eq. (5), whose first line is written out here
                                L = L_contrast + lambda L_center
                                  = -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
                                    + lambda ||x - c_y||^2
-    Section 3.3 of the paper compares it with earlier losses, Eq. (6) to (11) and (14).
+    Section 3.3 of the paper compares it with earlier losses: Eq. (6) to (9), (11) and (14).
 
 Symbols
     paper       here        flag          meaning
@@ -41,7 +42,7 @@ Run
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.5 to 72.1 ± 5.3 on
-    shapes, and from 51.8 to 57.8 ± 3.9 on 25 species of birds, by fine-tuning a ResNet-18 (see README).
+    shapes, and from 51.8 to 57.8 ± 3.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results.md).
     The paper (Table 2) reports, with ResNet-50, 512 dimensions and margin 0, R@1 71.8 on CUB, 89.6 on
     Cars, 82.3 on SOP and 92.1 on In-Shop; for its baseline 71.1, 87.7, 80.8 and 90.2.
 """
@@ -77,8 +78,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     # L_contrast, (B,), is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a
     # margin it is Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center, (B,), is the second line there, which the text calls Eq. (3). Here it has the form of Eq. (4), which is
-    # linear in z: so its expected value under dropout is its value without dropout.
+    # L_center, (B,), is the second line of Eq. (2), called Eq. (3) in the text. Here it has the form of Eq. (4), which
+    # is linear in z: so its expected value under dropout is its value without dropout.
     center = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center).mean()                              # Eq. (5)
 
@@ -134,16 +135,15 @@ def corrupt_labels(labels, noise, generator=None):
     """Wrong labels for a training set, two of the three kinds in Section 4.4 (the third is a dataset).
 
     labels     (N,) 0..C-1
-    noise      symmetric:RATE  this share of the images gets a label drawn uniformly from the other classes
+    noise      symmetric:RATE  this share of the images gets a label drawn uniformly from the other classes.
+                               With 0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3, say.
                longtail:RATE   random classes, together at most this share of the images, are dissolved: the
-                               images of each, in dataset order, are cut into groups of 5, and each group gets
-                               the label of one of the other classes
+                               images of each, in dataset order, are cut into groups of 5, and each group joins
+                               one of the classes that remain. These are numbered anew, in random order.
+                               With 0.25, if class 1 is dissolved, its only group joins class 3, and 3, 0, 2
+                               become 0, 1, 2: then 0 0 1 1 2 2 3 3 becomes 1 1 0 0 2 2 0 0.
     generator  None: torch's global generator
     returns    (N,) labels 0..C'-1; longtail leaves C' = C minus the classes that were dissolved
-
-    With labels 0 0 1 1 2 2 3 3, symmetric:0.25 changes two labels, perhaps to 0 0 1 3 2 2 0 3. longtail:0.25 dissolves
-    one class; if that is class 1, its two images are one group, which gets the label of class 3, say. The other
-    classes are numbered in a random order: if this is 3, 0, 2, the labels become 1 1 0 0 2 2 0 0.
     """
     kind, rate = noise.split(':')
     labels, rate = labels.clone(), float(rate)
@@ -153,15 +153,13 @@ def corrupt_labels(labels, noise, generator=None):
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
         return labels % classes                                          # plus 1 to C - 1: never the own class
     order = torch.randperm(classes, generator=generator)
-    held = torch.bincount(labels, minlength=classes)[order].cumsum(0)    # held[k]: images of the first k + 1 of them
+    held = torch.bincount(labels, minlength=classes)[order].cumsum(0)    # held[k]: images of the first k + 1 classes
     num_gone = int((held <= rate * total).sum().clamp(max=classes - 2))  # two classes always remain
-    gone, kept = order[:num_gone], order[num_gone:]
-    new_label = torch.full((classes,), -1)
-    new_label[kept] = torch.arange(len(kept))
-    new = new_label[labels]                                              # -1 where an image still needs a label
-    for c in gone.tolist():
+    # The place of each class in `order`, minus num_gone: 0, 1, ... for classes that remain, below 0 for dissolved ones
+    new = (order.argsort() - num_gone)[labels]
+    for c in order[:num_gone].tolist():
         for cluster in (labels == c).nonzero()[:, 0].split(5):
-            new[cluster] = torch.randint(len(kept), (1,), generator=generator)
+            new[cluster] = torch.randint(classes - num_gone, (1,), generator=generator)
     return new
 
 
@@ -170,8 +168,8 @@ def corrupt_labels(labels, noise, generator=None):
 # CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule (with the ramp that
 # momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has square crops,
 # jitter 0.3 and a change of hue, here it is as on CUB. The paper does not say from which size its 256 px are cut (the
-# base code mostly cuts 224 from 256): 288 px is that of ProxyNCA++. Section 1 says one fifth of the epochs of others,
-# which would be 20 beside Metrix's 100.
+# base code mostly cuts 224 from 256); here it is 288 px, as in ProxyNCA++. Section 1 says one fifth of the epochs of
+# others, which would be 20 beside Metrix's 100.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -196,16 +194,14 @@ READS = {'ccl': CCL | {'center_lr_mult'}, 'stop_grad': CCL | {'center_lr_mult'},
 
 
 def label_noise(text):
-    """An argparse type: none, symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999"""
-    if text == 'none':
-        return text
+    """An argparse type: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999"""
     kind, rate = text.split(':')
     if kind not in ('symmetric', 'longtail'):
         raise ValueError
     return f'{kind}:{common.between(0, 0.999)(rate)}'
 
 
-label_noise.__name__ = 'none, symmetric:RATE or longtail:RATE'          # in the error message
+label_noise.__name__ = 'symmetric:RATE or longtail:RATE'                # in the error message
 
 
 def get_args(argv=None):
@@ -219,7 +215,7 @@ def get_args(argv=None):
     add('--mu', type=common.between(0, 1), default=0.9, help='variant cluster: weight of the old centre')
     add('--center-lr-mult', type=common.at_least(0, float), default=1.0, help='rate of the centres, times --lr')
     add('--dropout', type=common.between(0, 0.999), default=0.0, help='share of an embedding dropped before the loss')
-    add('--label-noise', type=label_noise, default='none',
+    add('--label-noise', type=common.number_or(label_noise, 'none'), default='none',
         help='wrong training labels: symmetric:RATE or longtail:RATE')
     args = common.parse(parser, DEFAULTS, argv)
     unread = set().union(*READS.values()) - READS[args.variant]
@@ -286,8 +282,8 @@ What differs from the paper, or is not stated in it
        how the centres start, and the mu of Eq. (14).
     4. --variant cluster averages the images that a class has in the batch, and then applies Eq. (14).
     5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
-    6. Dropout comes after the normalisation, as in the base code, and divides what stays by 0.8. So in training an
-       embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
+    6. Dropout comes after the normalisation, as in the base code, and --dropout 0.2 divides what stays by 0.8. So in
+       training an embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
     7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
     8. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has it in
        their place. Centres move in the same direction in both, but in stop_grad the learning rate and lambda set

@@ -4,9 +4,9 @@ Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Le
 
 Idea
     Join two to four images of different classes, the parents, into one image, the hybrid. It is hard to
-    place: it looks like each parent and is of none of their classes. It has no label. To call it 'half A,
-    half B' would mean little, because the half cut from an image may show only its background. HSE
-    asks for less: a hybrid should be nearer to some image of its parents' classes than to any image of
+    place: it looks like each parent and is of none of their classes. Half a label of each parent would mean
+    little, because the half cut from an image may show only its background. So a hybrid has no label, and
+    HSE asks for less: it should be nearer to some image of its parents' classes than to any image of
     another class in the batch. So the network has to see what a hybrid shares with its parents. Only
     one image is pulled towards the hybrid: that image of the parents' classes which is nearest anyway.
 
@@ -37,10 +37,10 @@ Run
 Expect
     Measured with ms, three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 55.2 ± 2.8 on
     shapes, with hybrids. On birds, by fine-tuning a ResNet-18, it rises from 52.8 to 56.7 ± 1.6 with hybrids,
-    and to 55.9 ± 2.5 without: no gain can be claimed there (see README).
+    and to 55.9 ± 2.5 without. The difference, 0.8 ± 4.1, shows no gain (tests/results.md).
     The paper (Table 2) reports with EPSHN (easy positive, semi-hard negative), ResNet-50 and 512 dimensions
-    R@1 67.4 on CUB (8 images per class) and 85.4 on Cars (16). Without hybrids it has 64.9 and 83.1, both with 16
-    images per class, which on CUB needs --per-class 16.
+    R@1 67.4 on CUB (8 images per class; 66.9 with 16) and 85.4 on Cars (16). Without hybrids it has 64.9 and 83.1,
+    both with 16 images per class, which on CUB needs --per-class 16.
 """
 from functools import partial
 from itertools import chain, repeat
@@ -67,8 +67,8 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
-    # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(), a mean
-    # of both log-probabilities. It is least where s_ewp = s_hn, which cannot be meant: only that of s_ewp is taken.
+    # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(), so it
+    # takes the log-probability of s_hn, too. That loss is least where s_ewp = s_hn, which cannot be meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
@@ -76,15 +76,16 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 def most_similar(s, allowed):
     """For each row of s, its largest allowed similarity, and whether any is allowed: (A, B), (A, B) -> (A,), (A,)
 
-    For unit vectors the nearest is the most similar. A row without an allowed entry returns an arbitrary one.
+    For unit vectors the nearest is the most similar. A row without an allowed entry returns one that is not allowed,
+    a finite number, so that the caller can multiply it by 0.
     """
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (A, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
 
 def candidates(y, sources):
-    """The images among which Eq. (8) and Eq. (7) choose: weak positives of a hybrid, its sources included, and
-    negatives. Other hybrids are in neither mask.  y (B,), sources (H, num) -> (H, B) twice"""
+    """The masks from which Eq. (8) and Eq. (7) choose an image for each hybrid: its weak positives, among them its
+    sources, and its negatives. Both hold labelled images only.  y (B,), sources (H, num) -> (H, B), (H, B)"""
     of_parent = y[sources][:, :, None] == y         # (H, num, B), whether C(x) is the class of this parent
     weak_positive = of_parent.any(dim=1)            # HSE Eq. (8): C(x) = C(x_A) or C(x) = C(x_B)
     return weak_positive, ~weak_positive            # HSE Eq. (7): neither
@@ -195,8 +196,8 @@ def contrastive_loss(z, y, margin=0.5):
     averaged separately, each over the pairs that miss their goal; train_contrastive.py explains it."""
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
-    d2 = s.diagonal()[:, None] + s.diagonal()[None, :] - 2 * s
-    floor = 16 * torch.finfo(d2.dtype).eps                               # equal points: distance 0, gradient 0
+    d2 = s.diagonal()[:, None] + s.diagonal()[None, :] - 2 * s           # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
+    floor = 16 * torch.finfo(d2.dtype).eps          # up to here d2 is rounding: distance 0, gradient 0
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
     pull = d.square() * positive                                         # HSE Eq. (2) for a positive pair
@@ -362,9 +363,9 @@ def main(argv=None):
         super_class[y] = groups
 
     def hybridise(images, labels):
-        y = labels.cpu()                            # waits for the GPU, so only once
-        return make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations,
-                            args.axis, args.mask_size, groups=super_class[y])
+        labels = labels.cpu()                       # waits for the GPU, so only once
+        return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
+                            args.axis, args.mask_size, groups=super_class[labels])
 
     if args.show_hybrids:
         return show(args, data, sampler, hybridise)
@@ -409,8 +410,8 @@ within and between classes. With weak positives as anchors, each parent would pu
 these pulls may be in conflict. With negatives as anchors, the hybrid would only be pushed away, and nothing would be
 learned within the classes.
 What differs from the paper
-    1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and its values of alpha only have
-       their meaning with it. --temperature 1 is Eq. (9) as printed.
+    1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and the values of alpha in its
+       commands belong to that. --temperature 1 is Eq. (9) as printed.
     2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars. Here the classes are drawn at
        random, as Section 1 says, from those that stay in the batch. Only --hybrids replace relies on the order of the
        batch, class by class, because it replaces the last ones.
@@ -426,8 +427,7 @@ What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
        takes ten random images of each super-class, and negatives from the same ten. Here a batch has two classes of
        each super-class for every loss, so the negatives of a hybrid all come from other super-classes.
     8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. Here it stays.
-    9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen. (An
-       earlier commit, 6d93f64, trains BatchNorm there: its train.sh has --bn-freeze 0, the later one 1.)
+    9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen.
 Tables and figures of the paper
     Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:
     --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N. Fig. 6: --combinations N.

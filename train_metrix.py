@@ -5,10 +5,10 @@ Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sec
 
 Idea
     Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In metric learning
-    a label belongs to a pair: seen from an anchor, a positive has label 1 and a negative has label 0. So a mixture,
-    lambda times a positive plus 1 - lambda times a negative, has label lambda: it enters the loss's sum over
-    positives with weight lambda, and its sum over negatives with weight 1 - lambda. So training also covers the
-    space between the classes, where there are no images.
+    a label belongs to a pair: an anchor with a positive, an image of its class, has label 1, and with a negative,
+    an image of another class, label 0. So a mixture of lambda times a positive and 1 - lambda times a negative has
+    label lambda: it enters the loss's sum over positives with weight lambda, and its sum over negatives with
+    weight 1 - lambda. Training then also covers the space between the classes, where there are no images.
 
 Equations
     Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
@@ -22,7 +22,9 @@ Equations
 
 Symbols
     paper     here          flag              meaning
-    y         y, weights    -                 (A, V), (A, M) labels from 0 to 1; elsewhere y are classes (B,)
+    f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
+    y         y, weights    -                 labels from 0 to 1: (A, V) of V examples for each of A anchors, (A, M) of
+                                              M mixtures. Elsewhere y are the classes (B,) of the images
     x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
     w         strength      --strength        weight of the mixed loss
@@ -36,8 +38,9 @@ Run
 
 Expect
     With ms and feature mixing, R@1 rises from 7.4 to 61.3 ± 1.5 on shapes (three seeds on a CPU in bfloat16, 95 %
-    intervals). On 25 species of birds, with a fine-tuned ResNet-18 (see README), it rises from 52.8 to 55.8 ± 1.4,
-    and without mixing to 57.2 ± 0.6: the paper's gain does not show there. The paper (Table 2) reports for ms R@1
+    intervals; rounding alone has moved seed 0 from 58.5 to 64.0). On 25 species of birds, with a fine-tuned ResNet-18
+    (tests/results.md), it rises from 52.8 to 55.8 ± 1.4, and without mixing to 57.2 ± 0.6: the paper's gain does not
+    show there. The paper (Table 2) reports for ms R@1
     71.4 on CUB, 89.6 on Cars, 81.0 on SOP and 92.2 on In-Shop, with ResNet-50 and 512 dimensions; without mixing
     67.8, 87.8, 76.9 and 90.1.
 """
@@ -80,8 +83,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
     sum_v (1 - lambda) [s(a,v) - m]+
 
     'sum' is the equation as printed. 'mean' divides the sum over positives by their number, and the sum over negatives
-    by the number of those above m. As sums, the 380 pos-neg mixtures that an anchor has in a batch of 20 x 5 would
-    outweigh its 99 clean pairs.
+    by the number of those above m. As sums, the 380 pos-neg mixtures that an anchor has in a batch of 20 classes x 5
+    images would outweigh its 99 clean pairs.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -131,10 +134,8 @@ TABLE_1 = {
 
 
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
-    """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar
-
-    For ms and contrastive it is the mean over the anchors of Eq. (3), with the labels U+(a) = {(p, 1) : p in P(a)} of
-    Eq. (5), and U-(a) = {(n, 0) : n in N(a)} of Eq. (6).
+    """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar. For ms and
+    contrastive, it is the mean over the anchors of Eq. (3): label 1 for P(a), Eq. (5), and label 0 for N(a), Eq. (6).
 
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
@@ -154,7 +155,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     negative = ~same                                                                            # N(a) in Eq. (6)
     if epsilon is not None:
         # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
-        # negatives that are less similar than every positive by that much. ~(>=), unlike <, keeps pairs that are NaN.
+        # negatives that are less similar than every positive by that much. "<" is written as "not >=", as there: so a
+        # pair whose similarity is NaN is kept, and the loss shows it.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -165,7 +167,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
 def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
     """ProxyNCA++ for queries v (M, D) whose class is y_i with share lam, and y_j with share 1 - lam -> scalar
 
-    Cross-entropy of -|v - p|^2 / temperature over the C proxies p; lengths cancel, and 2 v.p / temperature is left.
+    Cross-entropy of -|v - p|^2 / temperature over the C proxies p. The softmax over p cancels |v|^2, and |p|^2 = 1:
+    2 v.p / temperature is left.
     """
     v, proxies = common.at_least_float32(v, proxies)
     logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
@@ -190,13 +193,12 @@ def mix_embeddings(z, i, j, lam):
 
 def mix_features(f, i, j, lam, pool='avg+max'):
     """Eq. (4), feature mixup: f_m(lam g_m(x) + (1 - lam) g_m(x')). Here m is the last layer of the trunk, the maps f
-    are g_m(x), and f_m begins with the pooling: pool(lam f_i + (1 - lam) f_j), exact in value and gradient.
+    are g_m(x), and f_m begins with the pooling. This returns its result, pool(lam f_i + (1 - lam) f_j).
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    Average pooling is linear, so it is enough to mix the pooled maps. The maximum is not linear. No tensor holds the
-    mixed maps of all pairs, neither here nor for the gradient, which goes to the first of equal maxima.
+    Value and gradient are exact, though no tensor ever holds the mixed maps of all pairs. Average pooling is linear, so
+    it is enough to mix the pooled maps. The maximum is not; of equal maxima, the first takes the gradient.
     """
-    # f comes in the layout of the network; on a CPU that is channels_last, in which max_pool2d is many times faster.
     f = common.at_least_float32(f)
     pooling = dict(avg=lambda: mix(f.mean(dim=(2, 3)), i, j, lam), max=lambda: max_of_mixed(f, i, j, lam.to(f.dtype)))
     return sum(pooling[name]() for name in pool.split('+'))
@@ -215,6 +217,7 @@ def max_of_mixed(f, i, j, lam):
     with torch.no_grad():
         for i_, j_, lam_ in zip(i.split(n), j.split(n), lam.split(n)):
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (n, c, h, w)
+            # f has the layout of the network, on a CPU channels_last. max_pool2d is many times faster in it.
             positions.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))    # (n, c)
     position = torch.cat(positions)                                                             # (M, c)
     maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                                  # (B T, c)
@@ -301,10 +304,10 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
 
 
 def drop_invalid(s, y, valid):
-    """Keeps in each row as many columns as the row with the most valid ones has: s, y, valid (A, V) -> (A, most)
+    """The valid columns of each row: s, y, valid (A, V) -> (A, most), where no row has more than `most` of them
 
-    All valid ones stay, in any order; shorter rows are filled up with others. This saves time and memory: in a batch of
-    20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
+    They come in any order, and a row with fewer is filled up with columns that are not valid. This saves time and
+    memory: in a batch of 20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
     """
     most = int(valid.sum(dim=1).max())
     valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                      # ones are largest
@@ -338,12 +341,12 @@ def positivity_threshold(lam, beta, gamma, m):
 
 def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     """Fig. 2: how often a mixture acts as a positive of an anchor, in ms with embedding mixing, Eq. (11) and (25):
-    P(Pos(a, v)) = F_lambda( 1 / (beta + gamma) ln(lambda / (1 - lambda)) + m ), with F_lambda the CDF of s(a, v)
+    P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
 
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
     Returns for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)). measured
-    is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share where s(a, v) is at
-    or below the threshold of Eq. (24) for the lambda of the pair.
+    is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share at or below the
+    threshold for their own lambda.
     """
     samples, hyper = [], dict(beta=beta, gamma=gamma, m=m)
     for index in batches:
@@ -383,7 +386,7 @@ def analyse(args):
     def distances_to(examples):                     # squared distance of each query to the nearest example
         return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])
 
-    clean = mixed = distances_to(z)                 # Eq. (12): the mean of the smallest distance, also to mixed ones
+    clean = mixed = distances_to(z)                 # Eq. (12) is their mean; mixed examples below lower `mixed`
     for index in batches:
         i, j = cross_class_pairs(y[index])
         lam = Beta(args.alpha, args.alpha).sample(i.shape)
@@ -411,9 +414,9 @@ def analyse(args):
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates (none for
-# ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come warm-up, clipping, proxies at 100 times
-# the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, its default; some of its commands
-# have 5 or 20. On SOP and In-Shop they freeze BatchNorm for contrastive with mixing only; here it is trained.
+# ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come smallest crop, warm-up, clipping,
+# proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, its default;
+# some commands have 5 or 20. On SOP and In-Shop they freeze BatchNorm for contrastive with mixing only; here it trains.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -446,7 +449,7 @@ def plan(args):
     for mixup, k in zip(args.mixup, args.hard_negatives * len(args.mixup)):     # one K serves all types
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
-            sets = ['pos-neg']
+            sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
         if args.loss == 'proxynca_pp':              # every image is an anchor, so these are all cross-class pairs
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
@@ -555,8 +558,7 @@ NOTES = """
 What differs from the paper
     1. An unordered pair has one lambda and one mixture, which all anchors share; Eq. (8) reads as one for each
        anchor. Mixed embeddings are scaled to unit length, as in the released code.
-    2. Contrastive divides its two sums, by the number of positives and by that of the negatives above m;
-       --reduction sum is the equation as printed.
+    2. Contrastive has means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be divided
        by all C proxies. Its anc-neg pairs exist in embedding mixing only: a proxy has no image or feature map.
@@ -564,7 +566,7 @@ What differs from the paper
        though the paper has results for both. Here a mixture of two images of different classes is a query, with
        an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
     6. Fig. 2 and utilization are measured with embedding mixing on 20 batches. The paper draws Fig. 2 from the whole
-       dataset before training, and measures utilization with the mixtures of a number of epochs.
+       dataset at epoch 0, and measures utilization with the mixtures of a number of epochs.
 What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730c) for contrastive, and
 github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
     7. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
