@@ -218,9 +218,9 @@ def make_optimizer(args, groups, **options):
     """The optimizer that --optimizer names, over parameter groups that may have a learning rate of their own."""
     kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD, rmsprop=torch.optim.RMSprop)
     if args.optimizer in ('sgd', 'rmsprop'):
-        options = dict(momentum=args.momentum) | options
+        options['momentum'] = args.momentum
     if args.optimizer != 'rmsprop':                         # torch has no fused RMSprop
-        options = dict(fused=args.device.type in ('cpu', 'cuda')) | options
+        options['fused'] = args.device.type in ('cpu', 'cuda')
     return kinds[args.optimizer](groups, lr=args.lr, weight_decay=args.weight_decay, **options)
 
 
@@ -292,7 +292,7 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
         losses.append(loss.detach())
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
-        if number == 1 < steps:                             # restart the clock: compiling and tuning slow down step 1
+        if number == 1 and steps > 1:                       # restart the clock: compiling and tuning slow down step 1
             start = time.time()
         if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
@@ -707,19 +707,18 @@ def check_images(name, root, splits, needed, least):
 
 
 def warn_of_copies(splits):
-    """Warns of test images that have a copy in any split, as far as length and first bytes tell: they are too easy."""
+    """Warns of test images that have an exact copy in any split: they are too easy."""
     originals, copies = {}, []
     # In this order train is the last, so a copy in it is found as the copy of a test image.
     files = [(split, path, path.stat().st_size) for split in sorted(splits) for path, *_ in splits[split]]
     lengths = Counter(length for _, _, length in files)
     for split, path, length in files:
         if lengths[length] > 1:                             # others need not be opened
-            with open(path, 'rb') as file:
-                start = length, file.read(2 ** 16)
-            if start in originals:
-                copies.append(f'{path}, a copy of {originals[start]}')
+            content = hashlib.sha256(path.read_bytes()).digest()
+            if content in originals:
+                copies.append(f'{path}, a copy of {originals[content]}')
             elif split != 'train':
-                originals[start] = path
+                originals[content] = path
     if copies:
         print(f'warning: {len(copies)} files are copies of test images, which flatters the result; the first is '
               f'{copies[0]}', file=sys.stderr)
@@ -741,9 +740,8 @@ def read_benchmark(name, root):
     elif name == 'cars':                    # field 0 is the path, field 5 the class, 1 to 196
         from scipy.io import loadmat
         # The first 98 classes train: field 6, `test`, belongs to another task, classification.
-        with open(root / 'cars_annos.mat', 'rb') as file:
-            for row in loadmat(file, squeeze_me=True)['annotations']:
-                yield 'train' if int(row[5]) <= 98 else 'query', root / str(row[0]), f'{int(row[5]):03d}', None
+        for row in loadmat(str(root / 'cars_annos.mat'), squeeze_me=True)['annotations']:       # it takes no Path
+            yield 'train' if int(row[5]) <= 98 else 'query', root / str(row[0]), f'{int(row[5]):03d}', None
     elif name == 'sop':                     # a header, then lines `image_id class_id super_class_id path`
         for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt')):
             for _, number, group, path in split_lines(root / 'Stanford_Online_Products' / file)[1:]:
@@ -795,7 +793,7 @@ def classes_below(root):
         images = [path for path in paths if path.is_file() and torchvision.datasets.folder.is_image_file(path.name)]
         if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
             classes[Path(folder).relative_to(root).as_posix()] = images
-        elif paths and not images:
+        elif paths and not (images or folders):
             unreadable.append(folder)
     if unreadable:                                          # the HEIC files of a phone, for example
         print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read; the first is '
@@ -991,8 +989,7 @@ def read_checkpoint(path):
     """The dict that save_checkpoint wrote; a run folder stands for its last.pt."""
     path = Path(path)
     saved = read_file(path / 'last.pt' if path.is_dir() else path)
-    if not isinstance(saved, dict) or not isinstance(saved.get('args'), dict) or \
-            not {'script', 'embedder', 'model'} <= saved.keys():
+    if not (isinstance(saved, dict) and {'script', 'args', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is no checkpoint of these scripts')
     return saved
 
@@ -1438,8 +1435,8 @@ class NotFinite(UsageError):
 def failure(error):
     """One line on an error that is a mistake in use, or a failure of the machine; None if it is a bug"""
     kind, text = type(error), ' '.join(str(error).split())[:500]
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or isinstance(error, RuntimeError) and (
-            'out of memory' in text or "can't allocate memory" in text):
+    full = isinstance(error, RuntimeError) and ('out of memory' in text or "can't allocate memory" in text)
+    if full or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return f'not enough memory: lower --batch-size, or take --chunk, which needs --freeze-bn ({text})'
     if kind.__module__.startswith(('torch._dynamo', 'torch._inductor')):
         return f'--compile does not work here, leave it out: {text}'

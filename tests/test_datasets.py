@@ -183,8 +183,10 @@ def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
     draw_folder(tmp_path / 'train', 'ab', per_class=3)
     draw_folder(tmp_path / 'test', 'cd', per_class=3, seed=1)
     shutil.copy(tmp_path / 'train/a/0.jpg', tmp_path / 'train/b/copy.jpg')
-    for colour, name in enumerate(('train/a', 'test/c', 'test/d')):                 # equal in length, and different
-        Image.new('RGB', (20, 20), (colour,) * 3).save(tmp_path / name / 'x.bmp')
+    picture = Image.new('RGB', (200, 200), 'white')
+    for colour, name in enumerate(('train/a', 'test/c', 'test/d')):     # of 120 KB, and different in the last row only
+        picture.putpixel((0, 0), (colour,) * 3)
+        picture.save(tmp_path / name / 'x.bmp')
     common.list_images('folder', tmp_path)
     assert capsys.readouterr().err == ''
     shutil.copy(tmp_path / 'train/a/1.jpg', tmp_path / 'test/c/other.jpg')
@@ -201,6 +203,7 @@ def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     (tmp_path / 'x/linked').symlink_to(draw_folder(tmp_path / 'y', ['e'], per_class=1, seed=1))
     os.mkfifo(tmp_path / 'x/a/pipe.jpg')
     (tmp_path / 'x/a/folder.jpg').mkdir()
+    (tmp_path / 'x/licence.txt').write_text('beside the classes')
     splits = common.list_images('folder', tmp_path / 'x')
     assert names(splits['train'] + splits['query']) == ['a', 'b', 'c', 'linked/e'] and capsys.readouterr().err == ''
     (tmp_path / 'x/phone').mkdir()
