@@ -133,7 +133,8 @@ TABLES = {
     'recipes': Table(SEEDS, {name: TUNED[name] for name in TWICE}
                      | {f'{name}, as in train_metrix.py': METRIX[f'{name}, none'] for name in TWICE},
                      [(f'{name}, as in train_metrix.py', name) for name in TWICE]
-                     + [('proxy_anchor, as in train_metrix.py', 'contrastive, as in train_metrix.py')]),
+                     + [(f'{name}, as in train_metrix.py', 'ms, as in train_metrix.py')
+                        for name in TWICE if name != 'ms']),
     'metrix': Table(SEEDS, METRIX,
                     [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXING if mixup != 'none']),
     'fast': Table(SEEDS, {f'proxy_anchor, {mixup}': f'train_metrix.py {FAST} --loss proxy_anchor --mixup {mixup}'
@@ -144,9 +145,10 @@ TABLES = {
     'scratch': Table(FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
                      against([name for name in SCRATCH if name.startswith('alpha ')], 'alpha 0')
                      + [('alpha 1e-9, append', 'alpha 1e-9'), ('alpha 0.05, append', 'alpha 1e-9, append'),
-                        ('alpha 0.05, append', 'alpha 0.05'), ('alpha 0.05, temperature 1', 'alpha 0.05')]
+                        ('alpha 0.05, append', 'alpha 0.05'), ('alpha 0.05', 'alpha 1e-9'),
+                        ('alpha 0.05, temperature 1', 'alpha 0.05')]
                      + against(('feature', 'input', 'input, clean BatchNorm'), 'none')
-                     + [('feature, 16 epochs', 'none, 16 epochs')]),
+                     + [('input, clean BatchNorm', 'input'), ('feature, 16 epochs', 'none, 16 epochs')]),
     'term': Table(FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
     'push': Table([fold + seed for seed in ('', ' --seed 1', ' --seed 2') for fold in FOLDS],
                   BOTH | SEEDED, against(('feature', *SEEDED), 'none') + against(SEEDED, 'feature')),
@@ -156,11 +158,12 @@ TABLES = {
     'soft': Table(FOLDS, {'none': NONE + SOFT, 'feature': FEATURE + SOFT}, [('feature', 'none')]),
     'search': Table(FOLDS, BOTH | SOFTER, [('feature', 'none'), *against(SOFTER, 'none', 'feature')]),
     'pairs': Table(FOLDS, BOTH | MINED, against(MINED, 'none', 'feature')),
-    'tuned': Table(FOLDS, {'defaults': 'train_ms.py --epochs 4 --eval-every 4'} | trials('train_ms.py'), []),
+    'tuned': Table(FOLDS, {'defaults': 'train_ms.py --epochs 4 --eval-every 4'} | trials('train_ms.py'),
+                   [('trial 4', 'defaults')]),
     'input': Table(FOLDS, {'none': NONE, 'input': INPUT, 'push': patched('push', INPUT)},
                    [('input', 'none'), ('push', 'none'), ('push', 'input')]),
     'hybrids': Table(FOLDS, {row: f'train_hse.py --epochs 16 {flags}' for row, flags in HYBRIDS.items()},
-                     [('alpha 0.05', 'alpha 0'), ('alpha 0.05, append', 'alpha 0')]),
+                     [*against(HYBRIDS, 'alpha 0'), ('alpha 0.05, append', 'alpha 0.05')]),
     'noise': Table(FOLDS, NOISY, [(row, row.replace('lam 2', 'lam 0')) for row in NOISY if 'lam 2' in row]),
     'centres': Table(FOLDS, {f'lam {lam}': f'train_ccl.py --epochs 60 --eval-every 10 --lam {lam}' for lam in (0, 2)},
                      [('lam 2', 'lam 0')]),
