@@ -52,6 +52,7 @@ class Table(NamedTuple):
 
 
 SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in range(4)]
+CROSSED = [fold + seed for seed in ('', ' --seed 1', ' --seed 2') for fold in FOLDS]     # three seeds on each fold
 PHOTOS = '--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112'
 BIRDS = f'{PHOTOS} --epochs 9 --warmup 1 --eval-every 9'
 # Schedules by steps decay once in these nine epochs, after epoch 5, by the factor of the recipe.
@@ -120,7 +121,7 @@ def trials(script):
 
 SOFTER = {f'softer:{what}': patched(f'softer:{what}') for what in ['2:10:0.5', *SEARCH]}
 TERM = {'push': patched('push'), 'contrast:0.5': patched('contrast:0.5'), 'strength 0.05': FEATURE + ' --strength 0.05'}
-SEEDED = {name: (TERM | SOFTER)[name] for name in ('push', 'softer:2:10:0.3')}
+SEEDED = {name: (TERM | SOFTER)[name] for name in ('push', 'softer:2:10:0.3', 'contrast:0.5')}
 HYBRIDS = {'alpha 0': '--alpha 0', 'alpha 0.05': '--alpha 0.05', 'alpha 0.05, append': '--alpha 0.05 --hybrids append'}
 NOISY = {f'{noise}, lam {lam}': f'train_ccl.py --label-noise {noise} --lam {lam}'
          for noise in ('none', 'symmetric:0.2', 'longtail:0.25') for lam in (0, 2)}
@@ -150,7 +151,7 @@ TABLES = {
                      + against(('feature', 'input', 'input, clean BatchNorm'), 'none')
                      + [('input, clean BatchNorm', 'input'), ('feature, 16 epochs', 'none, 16 epochs')]),
     'term': Table(FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
-    'push': Table([fold + seed for seed in ('', ' --seed 1', ' --seed 2') for fold in FOLDS],
+    'push': Table(CROSSED,
                   BOTH | SEEDED, against(('feature', *SEEDED), 'none') + against(SEEDED, 'feature')),
     'again': Table(SEEDS, {'none': f'{AGAIN} none', 'feature': f'{AGAIN} feature',
                            'push': patched('push', f'{AGAIN} feature')},
@@ -164,7 +165,7 @@ TABLES = {
                    [('input', 'none'), ('push', 'none'), ('push', 'input')]),
     'hybrids': Table(FOLDS, {row: f'train_hse.py --epochs 16 {flags}' for row, flags in HYBRIDS.items()},
                      [*against(HYBRIDS, 'alpha 0'), ('alpha 0.05, append', 'alpha 0.05')]),
-    'noise': Table(FOLDS, NOISY, [(row, row.replace('lam 2', 'lam 0')) for row in NOISY if 'lam 2' in row]),
+    'noise': Table(CROSSED, NOISY, [(row, row.replace('lam 2', 'lam 0')) for row in NOISY if 'lam 2' in row]),
     'centres': Table(FOLDS, {f'lam {lam}': f'train_ccl.py --epochs 60 --eval-every 10 --lam {lam}' for lam in (0, 2)},
                      [('lam 2', 'lam 0')]),
     'long': Table(SEEDS, {f'ms, {mixup}': f'train_metrix.py {LONG} --mixup {mixup}' for mixup in ('none', 'feature')}
@@ -172,8 +173,8 @@ TABLES = {
                      for mixup in ('none', 'feature')}
                   | {'ms, push': patched('push', f'train_metrix.py {LONG} --mixup feature'),
                      'ms, none, 36 epochs': f'train_metrix.py {SHORTER} --mixup none'},
-                  [('ms, feature', 'ms, none'), ('ms, push', 'ms, none'), ('ms, none, 36 epochs', 'ms, none'),
-                   ('proxy_anchor, feature', 'proxy_anchor, none')]),
+                  [('ms, feature', 'ms, none'), ('ms, push', 'ms, none'), ('ms, push', 'ms, feature'),
+                   ('ms, none, 36 epochs', 'ms, none'), ('proxy_anchor, feature', 'proxy_anchor, none')]),
 }
 
 
@@ -369,16 +370,19 @@ def choosing(name):
 
 
 def draw(name, path):
-    """R@1 over the epochs of each row's runs; a circle at the best epoch, a square at the last. Needs matplotlib."""
+    """R@1 over the epochs: the mean of each row, and pale its runs, with a circle at the best epoch and a square at the
+    last. Needs matplotlib."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
     for number, (row, lines) in enumerate(runs_of(name).items()):
-        for repeat, line in enumerate(lines.values()):
+        curves = []
+        for line in lines.values():
             epochs, r = zip(*((one['epoch'], one['R@1']) for one in line.get('rows', [line['last']])))
             best = max(range(1, len(r)), key=r.__getitem__)
-            axes.plot(epochs, r, color=f'C{number}', label='' if repeat else row)
-            axes.plot(epochs[best], r[best], 'o', epochs[-1], r[-1], 's', color=f'C{number}')
+            axes.plot(epochs, r, '-', epochs[best], r[best], 'o', epochs[-1], r[-1], 's', color=f'C{number}', alpha=0.3)
+            curves.append(r)
+        axes.plot(epochs, [sum(one) / len(one) for one in zip(*curves)], color=f'C{number}', label=row)
     axes.set(xlabel='epoch', ylabel='R@1 on the test classes; circle: best epoch, square: last')
     axes.legend()
     figure.savefig(path)
