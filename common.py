@@ -793,7 +793,7 @@ def classes_below(root):
         images = [path for path in paths if path.is_file() and torchvision.datasets.folder.is_image_file(path.name)]
         if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
             classes[Path(folder).relative_to(root).as_posix()] = images
-        elif paths and not (images or folders):
+        elif paths and not images and (Path(folder) != root or not folders):
             unreadable.append(folder)
     if unreadable:                                          # the HEIC files of a phone, for example
         print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read; the first is '
@@ -989,7 +989,8 @@ def read_checkpoint(path):
     """The dict that save_checkpoint wrote; a run folder stands for its last.pt."""
     path = Path(path)
     saved = read_file(path / 'last.pt' if path.is_dir() else path)
-    if not (isinstance(saved, dict) and {'script', 'args', 'embedder', 'model'} <= saved.keys()):
+    if not (isinstance(saved, dict) and isinstance(saved.get('args'), dict)
+            and {'script', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is no checkpoint of these scripts')
     return saved
 

@@ -210,6 +210,9 @@ def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     (tmp_path / 'x/phone/1.heic').write_bytes(b'a kind that PIL does not read')
     common.list_images('folder', tmp_path / 'x')
     assert 'warning: 1 folders hold files, but no images' in capsys.readouterr().err
+    (tmp_path / 'x/phone/edited').mkdir()
+    common.list_images('folder', tmp_path / 'x')
+    assert 'warning: 1 folders hold files, but no images' in capsys.readouterr().err
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):

@@ -125,6 +125,9 @@ def test_a_made_up_checkpoint_does_not_choose_what_is_written(run, small):
     assert (args.cache, args.name, args.show_batch) == (common.Path('cache'), None, None)
     assert (args.resume, args.script, args.changed) == (common.Path('runs/mine'), 'train_ms', {'resume'})
     assert not hasattr(args, 'help')
+    torch.save(parts | dict(args=[1]), 'runs/mine/last.pt')
+    with pytest.raises(common.UsageError, match='is no checkpoint of these scripts'):
+        train_ms.get_args(['--resume', 'runs/mine'])
 
 
 # ---- checkpoints and run folders
