@@ -84,8 +84,8 @@ def most_similar(s, allowed):
 
 
 def candidates(y, sources):
-    """The masks from which Eq. (8) and Eq. (7) choose an image for each hybrid: its weak positives, among them its
-    sources, and its negatives. Both hold labelled images only.  y (B,), sources (H, num) -> (H, B), (H, B)"""
+    """For each hybrid, the images from which Eq. (8) and Eq. (7) choose: its weak positives, which include its sources,
+    and its negatives. Other hybrids are in neither mask.  y (B,), sources (H, num) -> (H, B), (H, B)"""
     of_parent = y[sources][:, :, None] == y         # (H, num, B), whether C(x) is the class of this parent
     weak_positive = of_parent.any(dim=1)            # HSE Eq. (8): C(x) = C(x_A) or C(x) = C(x_B)
     return weak_positive, ~weak_positive            # HSE Eq. (7): neither

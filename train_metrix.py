@@ -193,7 +193,7 @@ def mix_embeddings(z, i, j, lam):
 
 def mix_features(f, i, j, lam, pool='avg+max'):
     """Eq. (4), feature mixup: f_m(lam g_m(x) + (1 - lam) g_m(x')). Here m is the last layer of the trunk, the maps f
-    are g_m(x), and f_m begins with the pooling. This returns its result, pool(lam f_i + (1 - lam) f_j).
+    are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f_i + (1 - lam) f_j).
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
     Value and gradient are exact, though no tensor ever holds the mixed maps of all pairs. Average pooling is linear, so
@@ -217,7 +217,7 @@ def max_of_mixed(f, i, j, lam):
     with torch.no_grad():
         for i_, j_, lam_ in zip(i.split(n), j.split(n), lam.split(n)):
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (n, c, h, w)
-            # f has the layout of the network, on a CPU channels_last. max_pool2d is many times faster in it.
+            # f has the layout of the network. On a CPU that is channels_last, in which max_pool2d is many times faster.
             positions.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))    # (n, c)
     position = torch.cat(positions)                                                             # (M, c)
     maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                                  # (B T, c)

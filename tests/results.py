@@ -8,8 +8,8 @@
 
 A finished run becomes a line of tests/results.jsonl, with its commit and all its evaluations; no two lines have the
 same command. A run that was stopped goes on at the next start. Once its line is written, its checkpoints in runs/, of
-100 to 150 MB each, may be deleted. Add a row to TABLES for a run of your own, and the text around a
-new table to the page.
+100 to 150 MB each, may be deleted. For a run of your own, add a row to TABLES; for a table of your own, add its place
+and the text around it to the page, too.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
@@ -134,8 +134,7 @@ TABLES = {
     'recipes': Table(SEEDS, {name: TUNED[name] for name in TWICE}
                      | {f'{name}, as in train_metrix.py': METRIX[f'{name}, none'] for name in TWICE},
                      [(f'{name}, as in train_metrix.py', name) for name in TWICE]
-                     + [(f'{name}, as in train_metrix.py', 'ms, as in train_metrix.py')
-                        for name in TWICE if name != 'ms']),
+                     + against([f'{name}, as in train_metrix.py' for name in TWICE], 'ms, as in train_metrix.py')),
     'metrix': Table(SEEDS, METRIX,
                     [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXING if mixup != 'none']),
     'fast': Table(SEEDS, {f'proxy_anchor, {mixup}': f'train_metrix.py {FAST} --loss proxy_anchor --mixup {mixup}'
@@ -151,8 +150,8 @@ TABLES = {
                      + against(('feature', 'input', 'input, clean BatchNorm'), 'none')
                      + [('input, clean BatchNorm', 'input'), ('feature, 16 epochs', 'none, 16 epochs')]),
     'term': Table(FOLDS, BOTH | TERM, against(TERM, 'none', 'feature')),
-    'push': Table(CROSSED,
-                  BOTH | SEEDED, against(('feature', *SEEDED), 'none') + against(SEEDED, 'feature')),
+    'push': Table(CROSSED, BOTH | SEEDED,
+                  against(('feature', *SEEDED), 'none') + against(SEEDED, 'feature')),
     'again': Table(SEEDS, {'none': f'{AGAIN} none', 'feature': f'{AGAIN} feature',
                            'push': patched('push', f'{AGAIN} feature')},
                    [('feature', 'none'), ('push', 'none'), ('push', 'feature')]),
@@ -370,8 +369,8 @@ def choosing(name):
 
 
 def draw(name, path):
-    """R@1 over the epochs: the mean of each row, and pale its runs, with a circle at the best epoch and a square at the
-    last. Needs matplotlib."""
+    """Draws R@1 over the epochs: the mean of each row, and its runs in a paler colour. A circle marks a run's best
+    epoch, and a square its last one. Needs matplotlib."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
@@ -396,7 +395,7 @@ def section(name):
 
 
 def page():
-    """tests/results.md, where what stands between <!-- NAME --> and <!-- end --> is written anew"""
+    """The text of tests/results.md, with its tables written anew: they stand between <!-- NAME --> and <!-- end -->"""
     def written(found):
         return '\n'.join([found[1], '', *section(found[2]), '<!-- end -->'])
     return re.sub(r'(?s)(<!-- (\w+) -->).*?<!-- end -->', written, PAGE.read_text())
