@@ -42,7 +42,7 @@ Run
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.5 to 72.1 ± 5.3 on
-    shapes, and from 51.8 to 57.8 ± 3.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results.md).
+    shapes, and from 51.8 to 57.8 ± 3.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
     The paper (Table 2) reports, with ResNet-50, 512 dimensions and margin 0, R@1 71.8 on CUB, 89.6 on
     Cars, 82.3 on SOP and 92.1 on In-Shop; for its baseline 71.1, 87.7, 80.8 and 90.2.
 """

@@ -37,7 +37,7 @@ Run
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 51.5 ± 0.4 on
-    shapes, and from 52.8 to 57.5 ± 2.4 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results.md).
+    shapes, and from 52.8 to 57.5 ± 2.4 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
     Metrix (Table 2) reports, with ResNet-50 and 512 dimensions, R@1 64.7 on CUB, 81.6 on Cars, 74.9 on
     SOP and 86.4 on In-Shop for its contrastive loss; notes 1 and 2 say what differs.
 """

@@ -39,7 +39,7 @@ Run
 Expect
     With ms and feature mixing, R@1 rises from 7.4 to 61.3 ± 1.5 on shapes (three seeds on a CPU in bfloat16, 95 %
     intervals; rounding alone has moved seed 0 from 58.5 to 64.0). On 25 species of birds, with a fine-tuned ResNet-18
-    (tests/results.md), it rises from 52.8 to 55.8 ± 1.4, and without mixing to 57.2 ± 0.6: the paper's gain does not
+    (tests/results), it rises from 52.8 to 55.8 ± 1.4, and without mixing to 57.2 ± 0.6: the paper's gain does not
     show there. The paper (Table 2) reports for ms R@1
     71.4 on CUB, 89.6 on Cars, 81.0 on SOP and 92.2 on In-Shop, with ResNet-50 and 512 dimensions; without mixing
     67.8, 87.8, 76.9 and 90.1.

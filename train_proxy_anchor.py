@@ -32,7 +32,7 @@ Run
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 69.2 ± 9.9 on
-    shapes, and from 52.8 to 59.9 ± 0.3 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results.md).
+    shapes, and from 52.8 to 59.9 ± 0.3 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
     The paper (Table 7) reports, with ResNet-50 and 512 dimensions, R@1 69.7 on CUB and 87.7 on Cars.
 """
 import torch

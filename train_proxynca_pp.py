@@ -39,7 +39,7 @@ Run
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 59.2 ± 8.4 on
-    shapes, and from 52.4 to 54.9 ± 2.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results.md).
+    shapes, and from 52.4 to 54.9 ± 2.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
     CCL (Table 2) quotes from the paper, for ResNet-50 and 512 dimensions, R@1 69.0 on CUB, 86.5 on Cars,
     80.7 on SOP and 90.4 on In-Shop. The released configurations, like the rows here, have crops of 256 px.
 """

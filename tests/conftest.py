@@ -1,19 +1,24 @@
 """What several test files share: points on a circle, small images, a small network, ways to run a script."""
+import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests/foundation')]       # the scripts; worker.py
+
 import common  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
-REAL_DATA = ROOT.parent / 'shared' / 'data'       # annotation files and weights; some tests skip without them
+# Annotation files, photographs and weights, none of which are in the project; some tests skip without them.
+REAL_DATA = Path(os.environ.get('MINDML_DATA', ROOT / 'data'))
 SCRIPTS = ['train_contrastive', 'train_ms', 'train_proxy_anchor', 'train_proxynca_pp', 'train_ccl', 'train_metrix',
            'train_hse']
 
@@ -44,6 +49,24 @@ def draw_folder(root, classes, per_class, size=24, seed=0):
             pixels = noisy.clamp(0, 255).byte().permute(1, 2, 0).numpy()
             Image.fromarray(pixels).save(root / name / f'{i}.jpg')
     return root
+
+
+def numbered(classes, per_class=2):
+    """Images of 2 x 2 pixels whose value is their index; super-classes in threes"""
+    labels = torch.arange(classes * per_class) // per_class
+    pixels, names = np.arange(len(labels), dtype=np.uint8).repeat(12), [f'class {c}' for c in range(classes)]
+    return common.Images(pixels, [(2, 2)] * len(labels), labels, 17, names, labels // 3)
+
+
+def small_embedder(arch='resnet18', **options):
+    """The same network at each call"""
+    torch.manual_seed(0)
+    return common.Embedder(arch, dim=8, weights='none', **options)
+
+
+def rows_of(name):
+    """The log of a run"""
+    return [json.loads(line) for line in open(f'runs/{name}/log.jsonl')]
 
 
 @pytest.fixture(scope='session')

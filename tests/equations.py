@@ -87,11 +87,11 @@ def lines():
 def tests():
     """{(paper, number): [(file, line, name)]}: test_ccl_eq12_and_ccl_eq13_... is a test of two equations"""
     found = {}
-    for path in sorted((ROOT / 'tests').glob('test_*.py')):
+    for path in sorted((ROOT / 'tests').rglob('test_*.py')):
         for line, text in enumerate(path.read_text().splitlines(), 1):
             if name := re.match(r'def (test_\w+)', text):
                 for paper, number in re.findall(r'(?:test|and)_([a-z]+)_eq(\d+)_', name[1]):
-                    found.setdefault((paper, int(number)), []).append((f'tests/{path.name}', line, name[1]))
+                    found.setdefault((paper, int(number)), []).append((str(path.relative_to(ROOT)), line, name[1]))
     return found
 
 

@@ -41,7 +41,7 @@ def test_one_equation_is_printed_with_its_lines_and_tests(capsys):
 
 
 def test_names_of_other_tests_do_not_match_minus_k_e_q():
-    for path in (ROOT / 'tests').glob('test_*.py'):
+    for path in (ROOT / 'tests').rglob('test_*.py'):
         for name in re.findall(r'^def (test_\w+)', path.read_text(), re.M):
             if path.name != 'test_equations.py':
                 assert 'eq' not in name or re.match(r'test_[a-z]+_eq\d+_', name), f'{path.name}: {name}'

@@ -1,7 +1,5 @@
-"""Every flag: what it accepts, where it would have no effect, and what is printed about it."""
+"""The command line: what each flag accepts, where it would have no effect, and which recipe follows from it."""
 import re
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +19,8 @@ SHARED = {
     '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}', '--eval-every': '0 < 1', '--patience': '0 < 1',
     '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4', '--show-batch': 'runs/x/last.pt x.jpg png < a/b.PNG',
     '--dataset': 'flowers < shapes', '--arch': 'resnet19 < resnet18'}
+
+
 OWN = {
     'train_contrastive': {'--margin': '-1.1 < -1 1 < 1.1', '--pos-margin': '-2.1 < -2 2 < 2.1',
                           '--neg-margin': '-2.1 < -2 2 < 2.1', '--power': '0 < 1 2 < 3'},
@@ -104,6 +104,38 @@ def test_data_and_cache_are_where_the_flags_say(run, small, tmp_path, monkeypatc
     assert [len(list((tmp_path / name).glob('*.bin'))) for name in ('first', 'second', 'third')] == [2, 1, 2]
 
 
+# ---- which recipe is meant
+
+def test_help_shows_the_defaults_of_the_dataset(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_ms.main(['--help', '--dataset', 'sop'])
+    shown = ' '.join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and 'learning rate (default: 0.0006)' in shown and '(default: 17.97)' in shown
+    assert 'What differs from the paper' in shown
+
+
+@pytest.mark.parametrize('flags, expected', [
+    ('folder --weights none', dict(lr=2e-3, freeze_bn=False, image_size=64, arch='resnet18')),
+    ('folder --weights absent.pth', dict(lr=3e-5, freeze_bn=True, epochs=41, pool='avg', image_size=227)),
+    ('folder --weights imagenet --arch resnet18 --image-size 128', dict(lr=3e-5, arch='resnet18', resize=144)),
+    ('cub --weights none', dict(freeze_bn=False)), ('cub --weights none --freeze-bn', dict(freeze_bn=True))])
+def test_pretrained_weights_choose_the_recipe_of_a_folder_and_random_ones_train_batchnorm(flags, expected):
+    """With the rate of training from scratch, pretrained weights would be ruined."""
+    args = train_ms.get_args(['--dataset', *flags.split()])
+    assert {key: getattr(args, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize('flags, message', [
+    ('--dataset', 'expected one argument'), ('--batch-siz 3', 'unrecognized'), ('--device cuda:99', 'cuda:99'),
+    ('--image-size 64 --resize 32', '--resize 32')])
+def test_a_mistake_in_use_is_one_line(flags, message, tmp_path, monkeypatch):
+    """main raises it like any other exception, so that a notebook can go on; the shell gets exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as raised:
+        train_ms.main(flags.split())
+    assert message in str(raised.value) and '\n' not in str(raised.value)
+
+
 # ---- what may be typed when a run goes on
 
 def test_what_may_be_typed_with_resume_and_what_may_not(run, small):
@@ -128,94 +160,3 @@ def test_what_may_be_typed_with_resume_and_what_may_not(run, small):
     torch.save(common.read_checkpoint('runs/x') | dict(script='train_other'), 'runs/x/last.pt')
     with pytest.raises(UsageError, match='made by train_other.py'):
         train_ms.main(['--resume', 'runs/x'])
-
-
-# ---- what is printed
-
-def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
-    run(train_ms, '--name', 'y', '--freeze-bn', '--resize', '40', '--lr', '0.03', '--seed', '3', '--precision', 'fp32',
-        '--steps', '0', '--epochs', '2')
-    out = capsys.readouterr().out
-    args = common.read_checkpoint('runs/y')['args']
-    assert out[out.index('folder: '):].split('\n')[:3] == [
-        'folder: 30 training images of 6 classes, 16 test images of 4 classes',
-        '2 epochs, of 3 batches of 8 images, on cpu in fp32',
-        ', '.join(f'{flag} {value}' for flag, value in args.items())]
-    assert (args['freeze_bn'], args['resize'], args['lr'], args['seed'], args['per_class']) == (True, 40, 0.03, 3, 2)
-    run(train_ms, '--name', 'z', '--per-class', '0')            # two steps, which are a part of the first epoch
-    assert re.search(r'\n1 epochs, of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
-    run(train_ms, '--name', 'f', '--fold', '0/3', '--patience', '7', '--batch-size', '64')
-    assert '1 epochs or until 7 evaluations bring no gain, of 2 batches of 8 images' in capsys.readouterr().out
-
-
-def test_a_line_that_will_be_overwritten_is_no_wider_than_the_screen(monkeypatch, capsys):
-    common.show_progress('x')
-    common.show_progress('y', done=True)
-    assert capsys.readouterr().out == 'y\n', 'to a file goes the last state only'
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
-    monkeypatch.setenv('COLUMNS', '20')
-    common.show_progress('x' * 50)
-    common.show_progress('y' * 50, done=True)
-    assert capsys.readouterr().out == '\r' + 'x' * 19 + '\r' + 'y' * 50 + '\n'
-
-
-def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, capsys):
-    for part, classes, per_class in (('train', 'ab', 3), ('query', 'cde', 1), ('gallery', 'cdf', 2)):
-        draw_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
-    row = run(train_ms, '--data', str(tmp_path / 'shop'), '--batch-size', '4', '--name', 'x')
-    evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
-    out = capsys.readouterr().out
-    assert 'folder: 6 training images of 2 classes, 3 in 6 test images of 3 classes' in out
-    assert row['unmatched'] == 1 and '1 queries have no match in the gallery: misses in R@K' in out
-    assert 'folder: 3 queries of 3 classes, searched in a gallery of 6 images' in out
-    assert 'unmatched queries have no match in the gallery: misses in R@K' in out
-
-
-@pytest.mark.parametrize('similarity, collapsed', [(0.99, True), (0.97, False)])
-def test_the_summary_compares_with_the_network_before_and_says_what_collapsed(run, small, monkeypatch, capsys,
-                                                                              similarity, collapsed):
-    """Only a trained network whose s- is above 0.98 has collapsed."""
-    rows = iter([{'R@1': 12.3, 'MAP@R': 1.0, 's-': 0.999, 's+': 1.0},
-                 {'R@1': 45.6, 'MAP@R': 1.0, 's-': similarity, 's+': 1.0}])
-    monkeypatch.setattr(common, 'evaluate', lambda *_: next(rows))
-    run(train_ms)
-    out = capsys.readouterr().out
-    assert 'R@1 = 45.6: for 45.6 % of the test images' in out and 'Before training it was 12.3.' in out
-    assert out.count('collapse:') == collapsed
-
-
-@pytest.fixture
-def slow_steps(monkeypatch):
-    """The first of each three steps takes ten minutes, the others take one, and nothing else takes any time."""
-    clock, steps, real = SimpleNamespace(now=0.0), [], train_ms.multi_similarity_loss
-    clock.time = lambda: clock.now
-
-    def slow(*args, **kwargs):
-        clock.now += 60 if len(steps) % 3 else 600
-        steps.append(1)
-        return real(*args, **kwargs)
-    monkeypatch.setattr(common, 'time', clock)
-    monkeypatch.setattr(train_ms, 'multi_similarity_loss', slow)
-
-
-def test_minutes_and_images_per_second(run, small, slow_steps):
-    """The first step of an epoch is left out of the images per second, if there are others."""
-    run(train_ms, '--epochs', '40', '--steps', '4', '--name', 'x')
-    before, first, last = common.read_checkpoint('runs/x')['rows']
-    assert [row['minutes'] for row in (before, first, last)] == [0, 12, 22]
-    assert first['images_per_second'] == pytest.approx(8 / 60) and last['images_per_second'] == pytest.approx(8 / 600)
-    assert last['no_positive'] == 0
-    train_ms.main(['--resume', 'runs/x', '--steps', '0', '--epochs', '3'])
-    assert common.read_checkpoint('runs/x')['minutes'] == 34, 'those before are kept'
-
-
-def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
-    held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
-    monkeypatch.setattr(common, 'show_progress', shown.append)
-    schedule = SimpleNamespace(last_epoch=100, step=lambda: setattr(schedule, 'last_epoch', schedule.last_epoch + 1))
-    row = common.train_epoch(held.args, SimpleNamespace(epoch=4, total=150), held.data, [[0, 5]] * 31, held.step,
-                             held.optimizer, schedule)
-    # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
-    expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
-    assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
-    assert row['no_positive'] == 1 and row['images_per_second'] == pytest.approx(60 / 7200)

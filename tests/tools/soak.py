@@ -1,6 +1,6 @@
 """Tries hundreds of odd and damaged inputs, as users have them, and prints those that are handled wrongly.
 
-    python tests/soak.py [group ...]
+    python tests/tools/soak.py [group ...]
 
 For whoever changes how files or flags are read. Each group takes less than half a minute, but `faults`, which stops
 real processes, 5 to 15 minutes on a busy core. The suite runs a sample of all groups but `faults`: test_soak.py.
@@ -29,8 +29,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from conftest import draw_folder
 
 import common
 import train_ms

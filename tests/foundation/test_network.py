@@ -1,7 +1,5 @@
-"""common.Embedder and the samplers."""
+"""common.Embedder: pooling, head, precision, frozen BatchNorm, chunks."""
 import math
-import platform
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -9,65 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import Image
+from conftest import small_embedder
 
 import common
-import train_ms
-from common import BalancedSampler, Embedder, UsageError
+from common import Embedder, UsageError
 
-
-def small_embedder(arch='resnet18', **options):
-    torch.manual_seed(0)
-    return Embedder(arch, dim=8, weights='none', **options)
-
-
-# ---- sampler
-
-def test_balanced_batches_are_p_by_k_class_by_class():
-    labels = torch.arange(12).repeat(9)[torch.randperm(108, generator=torch.Generator().manual_seed(0))]
-    samplers = [BalancedSampler(labels, 12, 3, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
-    drawn, again, other = map(list, samplers)
-    assert drawn == again != other, 'the generator decides'
-    assert len(drawn) == len(samplers[0]) == 108 // 12
-    for batch in drawn:
-        classes = labels[batch].view(4, 3)
-        assert (classes == classes[:, :1]).all() and len(set(classes[:, 0].tolist())) == 4
-        assert len(set(batch)) == 12, 'an image must not come twice'
-    assert sorted(i for batch in drawn for i in batch) == list(range(108)), 'an epoch deals every image once'
-
-
-def test_what_is_left_of_a_deck_is_dealt_first():
-    """With 5 classes, two in a batch, a class is left over from each shuffled deck. It comes next, so none is missing
-    in four successive batches."""
-    labels = torch.arange(800) % 5
-    drawn = [set(labels[batch].tolist()) for batch in BalancedSampler(labels, 4, 2)]
-    assert len(drawn) == 200 and all(set.union(*drawn[i:i + 4]) == set(range(5)) for i in range(197))
-
-
-def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
-    labels = torch.tensor([0, 0, 0, 0, 1, 2, 2])
-    sampler = BalancedSampler(labels, 40, 4)
-    assert '1 of 3 training classes have one image' in capsys.readouterr().err
-    batch = next(iter(sampler))
-    assert len(batch) == 12 and sorted(labels[batch].tolist()) == [0] * 4 + [1] * 4 + [2] * 4
-    assert sorted(i for i in batch if labels[i] == 2) == [5, 5, 6, 6]
-    assert len(BalancedSampler(torch.arange(24) % 2, 40, 4)) == 3, '24 images in batches of 8'
-    BalancedSampler(labels, 2, 1)
-    assert capsys.readouterr().err == '', 'no class is wanted twice'
-    with pytest.raises(UsageError, match='--batch-size 10 is not a multiple of --per-class 4'):
-        BalancedSampler(torch.arange(8) // 2, 10, 4)
-
-
-def test_without_per_class_batches_are_random_and_drop_the_incomplete_last_one(before_training):
-    held = before_training(train_ms, '--per-class', '0', '--batch-size', '7')
-    lists = list(common.make_sampler(held.args, held.data.train.labels))
-    assert [len(indices) for indices in lists] == [7] * 4, '30 images'
-    assert len(set(sum(lists, []))) == 28 and sum(lists, []) != list(range(28)), 'no image twice, in random order'
-    held.args.batch_size = 99
-    assert [len(indices) for indices in common.make_sampler(held.args, held.data.train.labels)] == [30]
-
-
-# ---- network
 
 @pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
 def test_the_head_pools_projects_and_normalises(pool):
@@ -136,55 +80,6 @@ def test_imagenet_weights_are_the_first_version_and_offline_it_says_what_to_do(m
     get_model.assert_called_once_with('resnet50', weights='IMAGENET1K_V1')
 
 
-def checkpoint(path, **options):
-    model = small_embedder(**options).eval()
-    args = SimpleNamespace(script='train_ms', seed=7, image_size=32, resize=40)
-    common.save_checkpoint(path, args, model, classes=['a', 'b'])
-    return model
-
-
-@pytest.mark.parametrize('options', [
-    dict(layer_norm=True), dict(normalize=False), dict(arch='resnet34'), dict(pool='max', head_init='default')])
-def test_a_checkpoint_builds_the_network_that_it_is_of(tmp_path, small, options):
-    model = checkpoint(tmp_path / 'x.pt', **options)
-    again = common.load_checkpoint(tmp_path / 'x.pt', precision='fp32')
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(model(x), again(x)) and options.items() <= again.config.items() and again.classes == ['a', 'b']
-    saved = common.read_checkpoint(tmp_path / 'x.pt')
-    assert saved['seed'] == 7 and saved['versions'] == dict(
-        python=platform.python_version(), torch=torch.__version__, torchvision=torchvision.__version__)
-    for precision in ('fp32', 'bf16'):
-        assert common.load_checkpoint(tmp_path / 'x.pt', precision=precision).precision == precision
-
-
-def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
-    """Torchvision's, with or without their last layer; or a checkpoint, whose head is not taken"""
-    trunk = checkpoint(tmp_path / 'x.pt').trunk.state_dict()
-    torch.save(trunk | {'fc.weight': torch.zeros(1000, 512), 'fc.bias': torch.zeros(1000)}, tmp_path / 'whole.pth')
-    torch.save({name: value.half() for name, value in trunk.items()}, tmp_path / 'half.pth')
-    torch.save({name: value for name, value in trunk.items() if name != 'conv1.weight'}, tmp_path / 'cut.pth')
-    for file, tolerance in (('whole.pth', 0), ('half.pth', 1e-3), ('x.pt', 0)):
-        model = Embedder('resnet18', 16, weights=str(tmp_path / file))
-        for name, value in model.trunk.state_dict().items():
-            torch.testing.assert_close(value, trunk[name], rtol=tolerance, atol=tolerance)
-    for arch, file in (('resnet34', 'whole.pth'), ('resnet18', 'cut.pth')):
-        with pytest.raises(UsageError, match=f'{file} cannot be used; is it damaged, or of another') as raised:
-            Embedder(arch, weights=str(tmp_path / file))
-        assert '\n' not in str(raised.value)
-
-
-def test_a_checkpoint_cuts_the_crop_of_its_evaluation_from_any_picture(small, tmp_path):
-    checkpoint(tmp_path / 'x.pt')
-    transform = common.load_checkpoint(tmp_path / 'x.pt').transform
-    half = np.zeros((40, 80), dtype=np.uint8)
-    half[:, 24:40] = 255                                        # 40 px high: the left half of the centre crop is white
-    x, white = transform(Image.fromarray(half)), (torch.arange(32) < 16).float().expand(3, 32, 32)
-    assert x.shape == (3, 32, 32) and torch.allclose(common.as_pictures(x), white, atol=1e-6)
-    turned = Image.fromarray(np.rot90(half).copy())
-    turned.getexif()[0x0112] = 6                                # to be shown turned
-    assert torch.equal(transform(turned), x)
-
-
 def test_half_precision_is_raised_to_the_widest_type_around_it():
     half, double = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
     assert common.at_least_float32(half).dtype == torch.float32
@@ -202,7 +97,7 @@ def test_embedding_leaves_a_network_in_the_mode_that_it_had(small, training):
     assert torch.equal(model.trunk.bn1.running_mean, before) != training, 'BatchNorm follows the batches of training'
 
 
-# ---- chunks
+# ---- chunks and layouts
 
 @pytest.mark.parametrize('pool', ['avg', 'avg+max'])
 def test_chunks_have_the_gradient_of_the_whole_batch(small, pool):

@@ -1,11 +1,11 @@
 """What things cost, measured here and now. Not collected by pytest.
 
-    python tests/bench.py                    all of them
-    python tests/bench.py loop               the shared loop against a bare forward/backward/optimizer loop
-    python tests/bench.py losses             loss time and value against pytorch-metric-learning, if installed
-    python tests/bench.py search             60,502 x 512 against one plain matrix product
-    python tests/bench.py decode             11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
-    python tests/bench.py metrix             steps of train_metrix.py against clean ones; --px 224 --batch 400
+    python tests/tools/bench.py              all of them
+    python tests/tools/bench.py loop         the shared loop against a bare forward/backward/optimizer loop
+    python tests/tools/bench.py losses       loss time and value against pytorch-metric-learning, if installed
+    python tests/tools/bench.py search       60,502 x 512 against one plain matrix product
+    python tests/tools/bench.py decode       11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
+    python tests/tools/bench.py metrix       steps of train_metrix.py against clean ones; --px 224 --batch 400
 
 Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine may be busy with
 other work. Memory is the most that was taken beyond what was there before; that of steps is measured on a GPU only.
@@ -35,7 +35,7 @@ from io import BytesIO
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,11 @@
 """Makes exercises of the project's functions, and grades what students write. README lists the exercises.
 
-    python tests/handout.py make OUT NAME...     writes the folder OUT for students: these functions have no bodies
-    python tests/handout.py grade NAME FILE...   prints a line for each file: points for each equation, and their sum
-    python tests/handout.py check [NAME...]      tests solutions.py: wrong ones fail, right ones pass; -v prints all
+    python tests/course/handout.py make OUT NAME...     writes the folder OUT for students: these functions have no
+                                                        bodies
+    python tests/course/handout.py grade NAME FILE...   prints a line for each file: points for each equation, and
+                                                        their sum
+    python tests/course/handout.py check [NAME...]      tests solutions.py: wrong ones fail, right ones pass; -v
+                                                        prints all
 
 A student gets the folder, fills in the functions of the exercise, and hands in the whole script. `grade` tests this
 file in a process of its own, with the tests of the project. It runs the file as it is: do so where it can do no harm.
@@ -22,7 +25,7 @@ from pathlib import Path
 from symtable import symtable
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT = 120                                         # seconds for the tests of one file
 
 
@@ -41,7 +44,9 @@ class Exercise(NamedTuple):
 
     @property
     def tests(self):
-        return 'test_retrieval.py' if self.script == 'common.py' else self.script.replace('train_', 'test_')
+        if self.script == 'common.py':
+            return 'tests/foundation/test_retrieval.py'
+        return f'tests/papers/{self.script.replace("train_", "test_")}'
 
 
 EXERCISES = {
@@ -130,10 +135,10 @@ def solutions_in(path, names):
 def handout(names):
     """{path: text} of the files for these exercises: tests, scripts that they need, and what these import"""
     exercises, files = [EXERCISES[name] for name in names], {}
-    paths = ['tests/conftest.py', *(path for e in exercises for path in (e.script, f'tests/{e.tests}'))]
+    paths = ['tests/conftest.py', *(path for e in exercises for path in (e.script, e.tests))]
     for path in paths:                              # it grows on the way
         if path not in files:
-            words = [word for e in exercises if path == f'tests/{e.tests}' for word in e.graded.split(' or ')]
+            words = [word for e in exercises if path == e.tests for word in e.graded.split(' or ')]
             text = (ROOT / path).read_text()
             files[path] = prune(text, words) if words else cut(text, solutions_in(path, names))
             paths += local(files[path])
@@ -162,7 +167,7 @@ def make(out, names):
     if Path(out).resolve().is_relative_to(ROOT):
         print(f'note: {out} lies in the project, whose own tests pytest cannot run beside it: take ../{Path(out).name}')
     rows = [f'| {name} | `{e.script}`: {", ".join(f"`{f}`" for f in e.cut.split())} | {e.source} | {e.level} | '
-            f'`python -m pytest tests/{e.tests} -k "{e.graded}"` |'
+            f'`python -m pytest {e.tests} -k "{e.graded}"` |'
             for name, e in ((name, EXERCISES[name]) for name in names)]
     files = handout(names) | {'README.md': PAGE.format(rows='\n'.join(rows))}
     files |= {name: (ROOT / name).read_text() for name in ('requirements.txt', 'LICENSE')}
@@ -217,7 +222,7 @@ def results(exercise, files, script, *options):
         write(folder, files)
         Path(folder, exercise.script).write_bytes(script)
         receiver, sender = context.Pipe(duplex=False)
-        arguments = [f'tests/{exercise.tests}', '-k', exercise.graded, *options]
+        arguments = [exercise.tests, '-k', exercise.graded, *options]
         process = context.Process(target=run_tests, args=(folder, arguments, sender), daemon=True)
         process.start()
         sender.close()

@@ -1,20 +1,17 @@
-"""Datasets and images: annotation files, folders, decoding, crops, colours, batches."""
+"""Datasets: annotation files, folders, folds, and the shapes that are drawn."""
 import os
-import platform
 import re
 import shutil
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_DATA, draw_folder
+from conftest import REAL_DATA, draw_folder, numbered
 from PIL import Image
-from torchvision import transforms
 
 import common
+import train_ms
 from common import UsageError, retrieval_metrics
 
 # ---- annotation files
@@ -120,7 +117,7 @@ def test_only_what_is_used_is_decoded(tmp_path, monkeypatch, options, decoded, q
     assert sorted(path.name.split('-')[1] for path in (tmp_path / 'cache').glob('*.bin')) == decoded.split()
 
 
-# ---- folders
+# ---- folders of images
 
 def names(rows):
     return [row[1] for row in rows]
@@ -229,108 +226,7 @@ def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, mon
     assert [row[0].name for row in splits['train']] == ['0.jpg', '1.jpg', '2.jpg'] * 2
 
 
-# ---- decoding
-
-@pytest.mark.parametrize('mode, suffix', [('L', 'jpg'), ('CMYK', 'JPG'), ('LA', 'png'), ('RGBA', 'png'), ('P', 'PNG'),
-                                          ('1', 'png'), ('RGB', 'webp')])
-def test_every_image_becomes_rgb(tmp_path, mode, suffix):
-    for name in 'abcd':
-        (tmp_path / name).mkdir()
-        Image.new('RGB', (20, 14), (200, 30, 60)).convert(mode).save(tmp_path / name / f'0.{suffix}')
-    data = common.load_dataset('folder', tmp_path, resize=7, cache=tmp_path / 'cache')
-    assert data.train[0].shape == (7, 10, 3)
-
-
-@pytest.mark.parametrize('kind, scale', [('uint16', 65535), ('int32', 65535), ('int32', 10 ** 6), ('float32', 3000)])
-def test_deep_grey_is_scaled_and_not_cut_off(tmp_path, kind, scale):
-    ramp = (np.linspace(0, 1, 40)[None] * np.ones((20, 1)) * scale).astype(kind)
-    Image.fromarray(ramp).save(tmp_path / 'x.tif')
-    pixels = common.read_image(tmp_path / 'x.tif', 20).astype(int)
-    assert pixels.shape == (20, 40, 3) and np.abs(pixels[10, :, 0] - np.linspace(0, 255, 40)).max() < 2
-
-
-def test_a_dark_picture_of_16_bits_stays_dark(tmp_path):
-    grey = np.full((20, 20), 6554, np.uint16)
-    for grey[0, 0] in 6554, 65535:                          # the second with a saturated pixel
-        Image.fromarray(grey).save(tmp_path / 'x.png')
-        assert common.read_image(tmp_path / 'x.png', 20)[10].mean() == pytest.approx(25.5, abs=1)
-
-
-@pytest.mark.parametrize('form', ['eps', 'gif'])
-def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
-    """PIL would start Ghostscript for the first, and could read the second, but README lists neither."""
-    Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', form)
-    with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
-        common.read_image(tmp_path / 'x.jpg', 20)
-
-
-def test_more_images_than_are_decoded_at_a_time_keep_their_order(tmp_path):
-    """More than 512, each of a colour of its own"""
-    paths = [tmp_path / f'{i}.ppm' for i in range(1030)]
-    for i, path in enumerate(paths):
-        path.write_bytes(b'P6 1 1 255\n' + bytes([i % 256, i // 256, 7]))
-    pixels, sizes = common.decode(paths, 1, 'many', tmp_path)
-    assert sizes.tolist() == [[1, 1]] * 1030
-    assert pixels[:3 * 1030].reshape(-1, 3).tolist() == [[i % 256, i // 256, 7] for i in range(1030)]
-
-
-def test_a_damaged_cache_is_decoded_anew(tmp_path):
-    draw_folder(tmp_path / 'x', 'abcd', per_class=2)
-    load = lambda: common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / 'cache').train.pixels  # noqa: E731
-    pixels = load().copy()                                  # it is mapped, and the file is going to change
-    file = next((tmp_path / 'cache').glob('folder-train*.bin'))
-    whole = file.read_bytes()
-    for damaged in (whole[:-8], whole[:100], b'', whole + b'x', whole[:-4] + bytes(4)):
-        file.write_bytes(damaged)
-        assert np.array_equal(load(), pixels) and file.read_bytes() == whole
-
-
-def test_the_cache_is_of_the_same_files_in_the_same_place(tmp_path, monkeypatch):
-    """The length of a changed image may be as it was, and a program may put the old time back."""
-    def draw(grey):
-        for c in 'abcd':
-            (tmp_path / 'x' / c).mkdir(parents=True, exist_ok=True)
-            Image.new('RGB', (64, 64), (grey,) * 3).save(tmp_path / 'x' / c / '0.bmp')
-            os.utime(tmp_path / 'x' / c / '0.bmp', (1, 1))
-
-    def load(name='x', **sizes):
-        return common.load_dataset('folder', tmp_path / name, cache=tmp_path / 'cache', **sizes).train[0]
-    draw(10)
-    shutil.copytree(tmp_path / 'x', tmp_path / 'y', copy_function=os.link)
-    assert load().mean() == 10
-    with monkeypatch.context() as patch:
-        patch.setattr(common, 'read_image', None)           # to decode is an error now
-        assert load().mean() == 10
-        with pytest.raises(TypeError):
-            load('y')
-    assert len(load(resize=17, image_size=16)) == 17, 'another size is another file'
-    draw(200)
-    assert load().mean() == 200
-
-
-@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), RuntimeError('No space left: torch.save')])
-def test_a_full_disk_leaves_the_old_file_intact(tmp_path, error):
-    (tmp_path / 'old').write_text('precious')
-    with pytest.raises(UsageError, match='No space left.*unharmed'):
-        with common.written_whole(tmp_path / 'old') as file:
-            file.write(b'half')
-            raise error
-    assert (tmp_path / 'old').read_text() == 'precious' and not list(tmp_path.glob('*.tmp'))
-
-
-def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next_that_writes_it(tmp_path):
-    """But not what a living process still writes, or one of another machine, and nothing of other files."""
-    gone = subprocess.Popen([sys.executable, '-c', ''])
-    gone.wait()
-    here = platform.node()
-    kept = [f'x.bin.{here}.{os.getppid()}.tmp', f'y.bin.{here}.{gone.pid}.tmp', f'x.bin.other.{gone.pid}.tmp',
-            f'{gone.pid}.tmp', 'x.bin.tmp', f'x.bin.{here}.mine.tmp', f'x.bin.{here}.{gone.pid}']
-    for name in (*kept, f'x.bin.{here}.{gone.pid}.tmp'):
-        (tmp_path / name).touch()
-    with common.written_whole(tmp_path / 'x.bin') as file:
-        file.write(b'whole')
-    assert {path.name for path in tmp_path.iterdir()} == {*kept, 'x.bin'}
-
+# ---- sizes, names and shapes
 
 @pytest.mark.parametrize('resize, image_size, expected', [
     (None, None, (256, 224)), (None, 112, (128, 112)), (128, None, (128, 112)), (300, 200, (300, 200))])
@@ -362,78 +258,42 @@ def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():
         assert retrieval_metrics(z, data.query.labels)['R@1'] < 12
 
 
-# ---- crops and colours
+# ---- folds
 
-def noise(*sizes, image_size=16):
-    generator = torch.Generator().manual_seed(0)
-    pixels = [torch.randint(256, (h, w, 3), generator=generator, dtype=torch.uint8) for h, w in sizes]
-    flat = torch.cat([p.flatten() for p in pixels]).numpy()
-    return pixels, common.Images(flat, sizes, torch.arange(len(sizes)), image_size)
-
-
-def no_augmentation(**changes):
-    return SimpleNamespace(**dict(min_crop=1.0, flip=False, jitter=0.0) | changes)
+def held_out(classes, fold):
+    data = common.SimpleNamespace(train=numbered(classes))
+    common.hold_out(data, fold)
+    return data
 
 
-def back(x):
-    """Undoes the normalisation by ImageNet's mean and standard deviation, red first: (B, 3, S, S) -> 0..255"""
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    return 255 * (x * std[:, None, None] + mean[:, None, None])
+@pytest.mark.parametrize('classes, n', [(8, 4), (11, 4), (30, 7)])
+def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
+    folds = [held_out(classes, f'{i}/{n}') for i in range(n)]
+    blocks = [data.query.classes for data in folds]
+    assert sum(blocks, []) == [f'class {c}' for c in range(classes)]
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+    for i, data in enumerate(folds):
+        assert data.train.classes == sum(blocks[:i] + blocks[i + 1:], [])
+        for part in (data.train, data.query):
+            assert part.labels.tolist() == (torch.arange(len(part)) // 2).tolist(), 'numbered anew from 0'
+            assert part.num_classes == len(part.classes)
+            numbers = [int(part[k].mean()) for k in range(len(part))]           # of the images: their pixels show it
+            assert [part.classes[c] for c in part.labels] == [f'class {n // 2}' for n in numbers]
+            assert part.groups.tolist() == [n // 6 for n in numbers]
+    with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
+        held_out(7, '0/4')
 
 
-def only(images, indices=None, augment=None):
-    """The one batch of these images"""
-    lists = [list(range(len(images))) if indices is None else indices]
-    return next(common.batches(images, lists, torch.device('cpu'), augment))
-
-
-def test_test_crops_are_torchvisions_centre_crops():
-    pixels, images = noise((20, 31), (27, 16), (16, 16), image_size=15)
-    x, y = only(images, [2, 0, 1])
-    for row, i in enumerate([2, 0, 1]):
-        cropped = transforms.functional.center_crop(pixels[i].permute(2, 0, 1), [15, 15])
-        assert torch.allclose(back(x)[row], cropped.float(), atol=1e-3)
-    assert y.tolist() == [2, 0, 1]
-
-
-def test_training_crops_are_torchvisions_resized_crops():
-    """To the rounding of uint8; the boxes are those that RandomResizedCrop draws from the same seed."""
-    pixels, images = noise((40, 60), (50, 30), (32, 32))
-    torch.manual_seed(3)
-    x, _ = only(images, augment=no_augmentation(min_crop=0.2))
-    torch.manual_seed(3)
-    for i, image in enumerate(pixels):
-        image = image.permute(2, 0, 1)
-        box = transforms.RandomResizedCrop.get_params(image, (0.2, 1.0), (3 / 4, 4 / 3))
-        expected = transforms.functional.resized_crop(image, *box, [16, 16], antialias=True)
-        assert (back(x)[i] - expected.float()).abs().max() < 1.01
-
-
-def test_flips_are_horizontal_for_half_of_the_images_each_by_itself():
-    pixels, images = noise(*[(16, 16)] * 200)
-    x, upright = only(images, augment=no_augmentation(flip=True))[0], torch.stack(pixels).permute(0, 3, 1, 2)
-    same, mirrored = ((back(x) - side).abs().amax(dim=(1, 2, 3)) < 0.1 for side in (upright, upright.flip(3)))
-    assert (same != mirrored).all() and 70 < mirrored.sum() < 130
-
-
-def test_jitter_is_torchvisions_with_factors_of_each_image():
-    """The order of the three steps is drawn; each blends like torchvision's functions of these names."""
-    x = torch.rand(4, 3, 6, 6)
-    steps = [transforms.functional.adjust_brightness, transforms.functional.adjust_contrast,
-             transforms.functional.adjust_saturation]
-    for seed in range(8):
-        torch.manual_seed(seed)
-        jittered = common.jitter_colours(x, 0.4)
-        torch.manual_seed(seed)
-        expected = x
-        for i in torch.randperm(3).tolist():
-            factors = 1 + 0.4 * (2 * torch.rand(4, 1, 1, 1) - 1).flatten()
-            expected = torch.stack([steps[i](image, f.item()) for image, f in zip(expected, factors)])
-        assert torch.allclose(jittered, expected, atol=1e-5)
-
-
-def test_jitter_reaches_training_batches_only():
-    _, images = noise((16, 16), (16, 16))
-    plain, _ = only(images, augment=no_augmentation())
-    jittered, _ = only(images, augment=no_augmentation(jitter=0.5))
-    assert torch.equal(plain, only(images)[0]) and (plain - jittered).abs().mean() > 0.05
+def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
+    """They cannot even be decoded. And of a folder without train/ and test/, only the first half is used."""
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'x', 'abcdefghijkl', per_class=3)
+    for c in 'ghijkl':
+        for path in (tmp_path / f'x/{c}').iterdir():
+            path.write_bytes(b'no image')
+    flags = '--dataset folder --data x --image-size 32 --batch-size 8 --per-class 2 --device cpu --epochs 1'.split()
+    assert train_ms.main([*flags, '--fold', '1/3', '--name', 'fold'])['epoch'] == 1
+    saved = common.read_checkpoint('runs/fold')
+    assert saved['classes'] == list('abefcd'), 'validation classes have been seen as well'
+    with pytest.raises(UsageError, match='cannot read the image'):
+        train_ms.main(flags)

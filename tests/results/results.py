@@ -1,15 +1,17 @@
-"""The runs behind tests/results.md, and its tables. Not collected by pytest.
+"""The runs behind the page of results, README.md beside this file, and its tables. Not collected by pytest.
 
-    python tests/results.py                  writes the tables of tests/results.md from tests/results.jsonl
-    python tests/results.py pilots           makes the runs of this table that results.jsonl lacks, and prints it
-    python tests/results.py birds --jobs 2   two runs at a time, each on half of the cores
-    python tests/results.py birds --jobs 0   only prints
-    python tests/results.py --patched push train_metrix.py --mixup feature     a run whose step is changed: see PATCHES
+    python tests/results/results.py                  writes the tables of the page from the lines of runs.jsonl
+    python tests/results/results.py pilots           makes the runs of this table that runs.jsonl lacks, and prints it
+    python tests/results/results.py birds --jobs 2   two runs at a time, each on half of the cores
+    python tests/results/results.py birds --jobs 0   only prints
+    python tests/results/results.py --patched push train_metrix.py --mixup feature
+                                                     a run whose step is changed: see PATCHES
 
-A finished run becomes a line of tests/results.jsonl, with its commit and all its evaluations; no two lines have the
-same command. A run that was stopped goes on at the next start. Once its line is written, its checkpoints in runs/, of
-100 to 150 MB each, may be deleted. For a run of your own, add a row to TABLES; for a table of your own, add its place
-and the text around it to the page, too.
+A finished run becomes a line of runs.jsonl, with its commit and its evaluations, of which the first is that of the
+network before training; numbers have six digits, and no two lines have the same command. A run that was stopped goes on
+at the next start. Its folder in runs/ is named by its command, so an unfinished run whose command is renamed begins
+anew. Once the line is written, the checkpoints in runs/, of 100 to 150 MB each, may be deleted. For a run of your own,
+add a row to TABLES; for a table of your own, add its place and the text around it to the page, too.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +41,9 @@ import train_metrix
 import train_ms
 from eval import interval
 
-ROOT = Path(__file__).parents[1]
-LINES, PAGE = ROOT / 'tests' / 'results.jsonl', ROOT / 'tests' / 'results.md'
+ROOT = Path(__file__).parents[2]
+LINES = Path(__file__).with_name('runs.jsonl')
+PAGE = Path(__file__).with_name('README.md')
 
 # ---- which runs there are
 
@@ -100,7 +103,7 @@ SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 
 
 
 def patched(name, command=FEATURE):
-    return f'tests/results.py --patched {name} {command}'
+    return f'tests/results/results.py --patched {name} {command}'
 
 
 def against(rows, *bases):
@@ -114,7 +117,7 @@ def finished():
 
 
 def trials(script):
-    """{trial: command} of the runs that `python tests/search.py SCRIPT` made, in their order; it writes flags with ="""
+    """{trial: command} of the runs that search.py made for a script, in their order; it writes flags with ="""
     own = [command for command in finished() if command.startswith(f'{script} ') and '=' in command]
     return {f'trial {n}': command for n, command in enumerate(dict.fromkeys(c.split(' --fold')[0] for c in own))}
 
@@ -260,6 +263,11 @@ def run_patched(name, script, *words):
 # ---- making them
 
 
+def six_digits(rows):
+    return [{key: float(f'{value:.6g}') if isinstance(value, float) else value for key, value in row.items()}
+            for row in rows]
+
+
 def run(command, threads):
     """Makes one run, and writes its line -> whether it succeeded"""
     name = 'results-' + md5(command.encode()).hexdigest()[:8]
@@ -274,7 +282,7 @@ def run(command, threads):
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
-    line = dict(command=command, commit=commit.strip(), before=rows[0], last=rows[-1], rows=rows,
+    line = dict(command=command, commit=commit.strip(), rows=six_digits(rows),
                 seconds=round(60 * rows[-1]['minutes']), machine=machine,
                 recipe=next((text for text in done.stdout.splitlines() if ' batches of ' in text), ''),
                 python=sys.version.split()[0], torch=torch.__version__, torchvision=torchvision.__version__)
@@ -316,12 +324,13 @@ def runs_of(name):
 def tables(name):
     """The two tables of TABLES[name], rows and differences, as Markdown; [] if nothing can be compared yet"""
     runs, table = runs_of(name), TABLES[name]
-    differences = {(row, base): [(lines['last'], runs[base][flag]['last']) for flag, lines in runs.get(row, {}).items()
-                                 if flag in runs.get(base, {})] for row, base in table.pairs}
+    differences = {(row, base): [(lines['rows'][-1], runs[base][flag]['rows'][-1])
+                                 for flag, lines in runs.get(row, {}).items() if flag in runs.get(base, {})]
+                   for row, base in table.pairs}
     if not runs or (differences and not any(differences.values())):
         return []
     every = [line for lines in runs.values() for line in lines.values()]
-    minutes = sorted(line['last']['minutes'] for line in every)
+    minutes = sorted(line['rows'][-1]['minutes'] for line in every)
     shared, own = flags_of({row: table.rows[row] for row in runs})
     out = [f'{len(every)} runs of {minutes[0]:.1f} to {minutes[-1]:.1f} minutes, each on '
            + ' or '.join(sorted({line['machine'] for line in every})) + '.'
@@ -329,7 +338,7 @@ def tables(name):
            '| | runs | R@1 before | R@1 | gain | MAP@R before | MAP@R | gain | s+ | s- | s+ - s- | command |',
            '|---' * 12 + '|']
     for row, lines in runs.items():
-        before, last = ([line[when] for line in lines.values()] for when in ('before', 'last'))
+        before, last = ([line['rows'][n] for line in lines.values()] for n in (0, -1))
         cells = []
         for key in ('R@1', 'MAP@R'):
             cells += [f'{sum(one[key] for one in before) / len(before):.1f}', cell([one[key] for one in last]),
@@ -350,9 +359,9 @@ def choosing(name):
     """What choosing the best epoch on the test set is worth, as Markdown; [] unless all runs were evaluated often"""
     runs, table = runs_of(name), TABLES[name]
     every = [line for lines in runs.values() for line in lines.values()]
-    if '--fold' in table.repeats[0] or not every or min(len(line.get('rows', [])) for line in every) < 5:
+    if '--fold' in table.repeats[0] or not every or min(len(line['rows']) for line in every) < 5:
         return []
-    rules = [lambda line: line['last']['R@1'], lambda line: max(row['R@1'] for row in line['rows'][1:])]
+    rules = [lambda line: line['rows'][-1]['R@1'], lambda line: max(row['R@1'] for row in line['rows'][1:])]
     found = {row: [[rule(line) for line in lines.values()] for rule in rules] for row, lines in runs.items()}
     for row, base in table.pairs:
         both = [flag for flag in runs.get(row, {}) if flag in runs.get(base, {})]
@@ -377,7 +386,7 @@ def draw(name, path):
     for number, (row, lines) in enumerate(runs_of(name).items()):
         curves = []
         for line in lines.values():
-            epochs, r = zip(*((one['epoch'], one['R@1']) for one in line.get('rows', [line['last']])))
+            epochs, r = zip(*((one['epoch'], one['R@1']) for one in line['rows']))
             best = max(range(1, len(r)), key=r.__getitem__)
             axes.plot(epochs, r, '-', epochs[best], r[best], 'o', epochs[-1], r[-1], 's', color=f'C{number}', alpha=0.3)
             curves.append(r)
@@ -395,7 +404,7 @@ def section(name):
 
 
 def page():
-    """The text of tests/results.md, with its tables written anew: they stand between <!-- NAME --> and <!-- end -->"""
+    """The text of the page, with its tables written anew: they stand between <!-- NAME --> and <!-- end -->"""
     def written(found):
         return '\n'.join([found[1], '', *section(found[2]), '<!-- end -->'])
     return re.sub(r'(?s)(<!-- (\w+) -->).*?<!-- end -->', written, PAGE.read_text())

@@ -2,6 +2,7 @@
 import random
 import re
 import sys
+from functools import partial
 from itertools import combinations, product
 from math import exp, log
 from types import SimpleNamespace
@@ -523,3 +524,20 @@ def test_the_analysis_prints_a_table_and_draws_the_figure(run, small, monkeypatc
     assert curves == [(0.25, 0.75), (0.1, 0.4), 'o-', (0.25, 0.75), (0.2, 0.5), 's--']
     rows.clear()
     assert train_metrix.main(['--analyse', 'runs/one', '--device', 'cpu']) == [] and len(files) == 1, 'one class'
+
+
+def test_fig_2_is_of_twenty_batches(run, small, monkeypatch, capsys):
+    monkeypatch.setattr(common, 'draw_shapes', partial(common.draw_shapes, classes=10))
+    train_metrix.main('--epochs 0 --image-size 17 --dim 4 --device cpu --name x'.split())
+    train_metrix.main('--analyse runs/x --batch-size 4 --per-class 2 --device cpu'.split())
+    assert 'by these and the mixed ones of 20 batches' in capsys.readouterr().out
+
+
+def test_fig_2_at_large_scales():
+    """There most derivatives are so small that they would be 0 in float32; float64 keeps their signs."""
+    z, y = F.normalize(torch.randn(24, 8, generator=torch.Generator().manual_seed(0)), dim=1), torch.arange(24) // 3
+    rows = []
+    for embeddings in (z, z.double()):
+        torch.manual_seed(0)
+        rows.append(train_metrix.positivity(embeddings, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3))
+    assert rows[0] == rows[1]

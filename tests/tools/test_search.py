@@ -1,4 +1,4 @@
-"""tests/search.py"""
+"""tests/tools/search.py: a search that is stopped and goes on."""
 import pytest
 import search
 

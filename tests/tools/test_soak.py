@@ -1,4 +1,4 @@
-"""A sample of tests/soak.py, but none that needs processes of its own."""
+"""A sample of tests/tools/soak.py, but none that needs processes of its own."""
 import pytest
 import soak
 

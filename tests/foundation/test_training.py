@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SmallNet
+from conftest import SCRIPTS, SmallNet, draw_folder
 from PIL import Image
 
 import common
 import train_ms
 import train_proxy_anchor
+from common import UsageError
 
 
 def train_epoch(held, step, steps):
@@ -160,3 +161,74 @@ def test_compile_reaches_the_trunk_and_leaves_its_names(run, small, monkeypatch)
     run(train_ms, '--compile', '--name', 'x')
     assert compiled == [torch.nn.Sequential]
     assert 'trunk.conv1.weight' in common.read_checkpoint('runs/x')['model']
+
+
+# ---- time
+
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """The first of each three steps takes ten minutes, the others take one, and nothing else takes any time."""
+    clock, steps, real = SimpleNamespace(now=0.0), [], train_ms.multi_similarity_loss
+    clock.time = lambda: clock.now
+
+    def slow(*args, **kwargs):
+        clock.now += 60 if len(steps) % 3 else 600
+        steps.append(1)
+        return real(*args, **kwargs)
+    monkeypatch.setattr(common, 'time', clock)
+    monkeypatch.setattr(train_ms, 'multi_similarity_loss', slow)
+
+
+def test_minutes_and_images_per_second(run, small, slow_steps):
+    """The first step of an epoch is left out of the images per second, if there are others."""
+    run(train_ms, '--epochs', '40', '--steps', '4', '--name', 'x')
+    before, first, last = common.read_checkpoint('runs/x')['rows']
+    assert [row['minutes'] for row in (before, first, last)] == [0, 12, 22]
+    assert first['images_per_second'] == pytest.approx(8 / 60) and last['images_per_second'] == pytest.approx(8 / 600)
+    assert last['no_positive'] == 0
+    train_ms.main(['--resume', 'runs/x', '--steps', '0', '--epochs', '3'])
+    assert common.read_checkpoint('runs/x')['minutes'] == 34, 'those before are kept'
+
+
+def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
+    held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
+    monkeypatch.setattr(common, 'show_progress', shown.append)
+    schedule = SimpleNamespace(last_epoch=100, step=lambda: setattr(schedule, 'last_epoch', schedule.last_epoch + 1))
+    row = common.train_epoch(held.args, SimpleNamespace(epoch=4, total=150), held.data, [[0, 5]] * 31, held.step,
+                             held.optimizer, schedule)
+    # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
+    expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
+    assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
+    assert row['no_positive'] == 1 and row['images_per_second'] == pytest.approx(60 / 7200)
+
+
+# ---- NaN
+
+@pytest.mark.parametrize('bad_step, noticed', [(2, 20), (20, 20), (21, 40)])
+def test_a_loss_that_is_no_number_stops_within_twenty_steps(run, small, monkeypatch, bad_step, noticed):
+    """At whichever step it comes, not only at the last one."""
+    draw_folder(common.Path('many'), 'abcd', per_class=50, size=8)
+    steps, real = [], train_ms.multi_similarity_loss
+
+    def loss(z, *rest):
+        steps.append(1)
+        return real(z, *rest) * (float('nan') if len(steps) == bad_step else 1)
+    monkeypatch.setattr(train_ms, 'multi_similarity_loss', loss)
+    with pytest.raises(UsageError, match=f'the loss is nan at epoch 1, step {noticed} of 50 or up to 19 before'):
+        run(train_ms, '--data', 'many', '--name', 'broken', '--steps', '50', '--batch-size', '2', '--per-class', '0')
+    assert len(steps) == noticed and common.read_checkpoint('runs/broken')['epoch'] == 0
+
+
+def test_weights_that_are_no_numbers_do_not_overwrite_a_checkpoint(run, small, monkeypatch):
+    """An evaluation would notice them, too, so here these epochs have none."""
+    real = common.train_epoch
+
+    def poisoned(args, run, *rest):
+        row = real(args, run, *rest)
+        if row['epoch'] == 2:
+            run.states['model'].linear.weight.data[0, 0] = float('nan')
+        return row
+    monkeypatch.setattr(common, 'train_epoch', poisoned)
+    with pytest.raises(UsageError, match='not finite'):
+        run(train_ms, '--epochs', '4', '--steps', '0', '--name', 'broken', '--eval-every', '4')
+    assert common.read_checkpoint('runs/broken')['epoch'] == 1

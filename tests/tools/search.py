@@ -1,8 +1,8 @@
 """Searches hyper-parameters by the mean validation MAP@R of the folds, as the Reality Check does (Section 3.3).
 
     pip install optuna
-    python tests/search.py train_ms.py --trials 10                            # on shapes
-    python tests/search.py train_ms.py --dataset cub --data data --protocol reality-check --storage sqlite:///ms.db
+    python tests/tools/search.py train_ms.py --trials 10                            # on shapes
+    python tests/tools/search.py train_ms.py --dataset cub --data data --protocol reality-check --storage sqlite:///ms.db
 
 All flags that are not named here go to the script. With --storage, a search that was stopped goes on when it is started
 again; and machines that name the same database, on one of them or on a server, share the trials. Each run keeps two
@@ -14,7 +14,7 @@ import importlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import common  # noqa: E402
 

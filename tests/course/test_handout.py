@@ -1,4 +1,4 @@
-"""tests/handout.py: what a hand-out holds, points, and the check, of one quick exercise. `check` does all of them."""
+"""handout.py: what a hand-out holds, points, and the check, of one quick exercise. `check` does all of them."""
 import ast
 import re
 
@@ -13,14 +13,16 @@ def test_a_hand_out_has_docstrings_and_graded_tests_but_no_solution(tmp_path):
     assert handout.main(['make', str(tmp_path / 'out'), 'multi_similarity_loss', 'hybrid_loss']) is None
     files = {str(path.relative_to(tmp_path / 'out')): path.read_text() for path in (tmp_path / 'out').rglob('*.*')}
     assert set(files) == {'README.md', 'requirements.txt', 'common.py', 'train_ms.py', 'train_hse.py',
-                          'tests/conftest.py', 'tests/worked.py', 'tests/test_ms.py', 'tests/test_hse.py'}
+                          'tests/conftest.py', 'tests/worked.py', 'tests/papers/test_ms.py',
+                          'tests/papers/test_hse.py'}
     for script, function in (('train_ms.py', 'mine'), ('train_hse.py', 'hybrid_loss'),
                              ('train_hse.py', 'multi_similarity_loss')):
         node, = handout.functions_of(files[script], [function])
         docstring, body = node.body
         assert ast.get_docstring(node) and ast.unparse(body) == 'raise NotImplementedError'
     assert 'def most_similar' in files['train_hse.py'] and 'found, precision, average' in files['common.py']
-    assert 'def test_hse_eq9_' in files['tests/test_hse.py'] and 'def test_epshn_' not in files['tests/test_hse.py']
+    tests = files['tests/papers/test_hse.py']
+    assert 'def test_hse_eq9_' in tests and 'def test_epshn_' not in tests
     assert '`mine`' in files['README.md'] and '-k "metrix_eq2_"' in files['README.md']
     with pytest.raises(SystemExit, match='exists'):
         handout.make(tmp_path / 'out', ['hybrid_loss'])
@@ -35,7 +37,7 @@ def test_each_exercise_names_what_there_is():
         for script, functions in exercise.solutions.items():
             found = handout.functions_of((ROOT / script).read_text(), functions.split())
             assert len(found) == len(functions.split()) and all(ast.get_docstring(f) for f in found), script
-        tests = files[f'tests/{exercise.tests}']
+        tests = files[exercise.tests]
         assert all(f'def test_{word.removeprefix("test_")}' in tests for word in exercise.graded.split(' or '))
     assert 'found, precision, average' not in files['common.py']
 

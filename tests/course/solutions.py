@@ -1,4 +1,4 @@
-"""What students write: solutions of the exercises of tests/handout.py, which `python tests/handout.py check` grades.
+"""What students write: solutions of the exercises of handout.py, which `python tests/course/handout.py check` grades.
 
 A solution is the source of its functions, or (old, new, old, new, ...) for lines that differ from the project's.
 """

@@ -2,8 +2,6 @@
 
 Metrix's step with mixtures, which has many parts, is compared with loops in test_metrix.py.
 """
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,23 +130,6 @@ def test_positives_are_pulled_until_their_distance_is_that_of_rounding(loss):
     z = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.0015]]), dim=1).requires_grad_()
     loss(z, torch.tensor([0, 0])).backward()
     assert z.grad.abs().max() > 0.4 * 0.0015 and z.grad.isfinite().all()
-
-
-def test_fig_2_is_of_twenty_batches(run, small, monkeypatch, capsys):
-    monkeypatch.setattr(common, 'draw_shapes', partial(common.draw_shapes, classes=10))
-    train_metrix.main('--epochs 0 --image-size 17 --dim 4 --device cpu --name x'.split())
-    train_metrix.main('--analyse runs/x --batch-size 4 --per-class 2 --device cpu'.split())
-    assert 'by these and the mixed ones of 20 batches' in capsys.readouterr().out
-
-
-def test_fig_2_at_large_scales():
-    """There most derivatives are so small that they would be 0 in float32; float64 keeps their signs."""
-    z, y = F.normalize(torch.randn(24, 8, generator=torch.Generator().manual_seed(0)), dim=1), torch.arange(24) // 3
-    rows = []
-    for embeddings in (z, z.double()):
-        torch.manual_seed(0)
-        rows.append(train_metrix.positivity(embeddings, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3))
-    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize('optimizer', ['adam', 'adamw', 'rmsprop'])

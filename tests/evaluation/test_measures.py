@@ -1,0 +1,90 @@
+"""eval.py: the measures of Metrix, Section 4.3, clusters, and the threshold of a pair."""
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import on_circle
+
+import eval as evaluation
+
+EVAL = ['--device', 'cpu', '--precision', 'fp32']
+
+
+def test_metrix_eq12_by_hand():
+    """Queries at 0 and 90 degrees, examples at 60 and 200: nearest are 60 and 30 degrees away."""
+    expected = ((2 - 2 * math.cos(math.radians(60))) + (2 - 2 * math.cos(math.radians(30)))) / 2
+    assert evaluation.utilization(on_circle(0, 90), on_circle(60, 200)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_alignment_and_uniformity_by_hand():
+    """At 0 and 60 degrees (class 0) and 180 degrees (class 1), the squared distances are 1, 3 and 4 at any length."""
+    z = on_circle(0, 60, 180) * torch.tensor([[0.1], [3], [9]])
+    assert evaluation.alignment(z, torch.tensor([0, 0, 1])) == pytest.approx(1)
+    assert evaluation.uniformity(z) == pytest.approx(math.log((math.exp(-2) + math.exp(-6) + math.exp(-8)) / 3))
+
+
+def test_uniformity_is_over_all_images_however_many():
+    """The second thousand lies elsewhere."""
+    z = torch.cat([on_circle(0).expand(1024, 2), on_circle(180).expand(1024, 2)])
+    assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
+
+
+@pytest.mark.parametrize('a, b, expected', [
+    ([0, 0, 1, 1], [0, 0, 0, 1], 34.371),                   # in nats, 2 (0.6931 + 0.5623 - 1.0397) / (0.6931 + 0.5623)
+    ([0, 0, 1, 1, 2], [2, 2, 0, 0, 1], 100),                # the same groups under other names
+    ([0, 0, 1, 1], [0, 1, 0, 1], 0),                        # independent
+    ([0, 0, 0], [0, 0, 0], 100),                            # one group each
+    ([0, 3, 0, 3], [0, 1, 0, 1], 100)])                     # a number that no image has
+def test_nmi_by_hand(a, b, expected):
+    a, b = torch.tensor(a), torch.tensor(b)
+    assert evaluation.normalized_mutual_information(a, b) == pytest.approx(expected, abs=1e-3)
+    assert evaluation.normalized_mutual_information(b, a) == pytest.approx(expected, abs=1e-3)
+
+
+def test_clusters_are_directions_whatever_the_length():
+    pytest.importorskip('faiss')
+    z = on_circle(0, 2, 120, 122, 240, 242).float() * torch.tensor([1., 9, 1, 9, 1, 9])[:, None]
+    found = evaluation.clusters(z, 3).view(3, 2)
+    assert (found[:, 0] == found[:, 1]).all() and found[:, 0].unique().numel() == 3
+
+
+def cosine(degrees):
+    return math.cos(math.radians(degrees))
+
+
+def test_the_best_threshold_by_hand():
+    """Positive pairs are 4, 10, 66 and 70 degrees apart, negative ones 20 to 100: it calls two of four the same."""
+    threshold, accuracy = evaluation.best_threshold(on_circle(0, 10, 30, 34, 100), torch.tensor([0, 0, 1, 1, 1]))
+    assert accuracy == 75 and cosine(20) < threshold <= cosine(10)
+
+
+def test_the_threshold_with_a_gallery_is_about_pairs_of_a_query_and_an_image_of_it():
+    """Matches are 10 degrees apart, others 80 or 100; the queries, all of different classes, are 90 degrees apart."""
+    z, gallery = 9 * on_circle(0, 90), 9 * on_circle(10, 100, -80)      # of any length
+    threshold, accuracy = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([0, 1, 2]))
+    assert accuracy == 100 and cosine(80) < threshold <= cosine(10)
+    swapped = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([1, 0, 2]))[1]
+    assert swapped < 70, 'labels of the gallery count'
+
+
+def test_the_threshold_of_thousands_of_images_is_by_all_their_pairs():
+    """More than are compared at a time. The first 4,096 have two classes, the others a third one."""
+    y = torch.cat([torch.arange(4096) % 2, torch.full((400,), 2)])
+    threshold, accuracy = evaluation.best_threshold(on_circle(0, 70, 200)[y], y)
+    assert accuracy == 100 and cosine(70) < threshold
+
+
+def test_nmi_has_as_many_clusters_as_there_are_classes(monkeypatch, capsys):
+    pytest.importorskip('faiss')
+    images = SimpleNamespace(labels=torch.arange(30) % 3)
+    z = on_circle(*[120 * i + i // 3 for i in range(30)]).float()       # three directions, and a class in each
+    measures = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
+    assert measures['NMI'] == pytest.approx(100)
+    assert measures['standard error'] == pytest.approx(9.129, abs=1e-3), '100 sqrt(0.5 x 0.5 / 30)'
+    for owner, name, value in ((sys.modules, 'faiss', None), (vars(sys), 'platform', 'darwin')):
+        with monkeypatch.context() as patch:
+            patch.setitem(owner, name, value)
+            without = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
+        assert without.keys() == measures.keys() - {'NMI'} and 'NMI is left out' in capsys.readouterr().out

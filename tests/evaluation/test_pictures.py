@@ -1,0 +1,119 @@
+"""eval.py: sheets of queries, searching a photo, and saved embeddings."""
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import draw_folder, on_circle
+from PIL import Image
+
+import common
+import eval as evaluation
+import train_ccl
+import train_ms
+
+EVAL = ['--device', 'cpu', '--precision', 'fp32']
+
+
+# ---- sheets
+
+def picture(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def sheet(path, degrees, labels, top, hardest):
+    """draw_queries of one-coloured images at these angles -> the picture, and the numbers of the images on it"""
+    pixels = np.arange(len(labels), dtype=np.uint8).repeat(3 * 6 * 6) * 10
+    images = common.Images(pixels, [(6, 6)] * len(labels), torch.tensor(labels), 6)
+    data = SimpleNamespace(query=images, gallery=images)
+    evaluation.draw_queries(path, data, on_circle(*degrees), None, top, hardest=hardest)
+    return picture(path), (picture(path)[8::16, 8::16, 0] // 10).tolist()
+
+
+def test_sheets_of_a_data_set(tmp_path):
+    """Queries at 0, 5, 90, 100 and 170 degrees, each with its two nearest; in their order, and the hardest first."""
+    degrees, labels = (0, 5, 90, 100, 170), [0, 0, 1, 0, 1]
+    _, shown = sheet(tmp_path / 'all.png', degrees, labels, 2, hardest=False)
+    assert shown == [[0, 1, 2], [1, 0, 2], [2, 3, 4], [3, 2, 4], [4, 3, 2]]
+    # 3 has no match. The others have one, and their mistakes are at 10, 70, 85 and 90 degrees.
+    expected = [[3, 2, 4], [2, 3, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
+    found, shown = sheet(tmp_path / 'hard.png', degrees, labels, 2, hardest=True)
+    assert shown == expected and found.shape == (5 * 16 + 2, 3 * 16 + 2, 3)
+    tiles = found[2:, 2:].reshape(5, 16, 3, 16, 3).swapaxes(1, 2)           # each with the gap behind it
+    for row, column in np.ndindex(5, 3):
+        query, image, tile = expected[row][0], expected[row][column], np.full((16, 16, 3), 255)
+        if column:
+            tile[:14, :14] = (0, 160, 0) if labels[query] == labels[image] else (220, 0, 0)
+        tile[4:10, 4:10] = 10 * image
+        np.testing.assert_array_equal(tiles[row, column], tile)
+
+
+def test_a_sheet_goes_through_all_classes(tmp_path):
+    """Of 24 queries in the order of their classes, eight at equal distances"""
+    _, shown = sheet(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)
+    assert [row[0] for row in shown] == [0, 3, 6, 9, 13, 16, 19, 23]
+
+
+def test_queries_that_nothing_can_match_are_no_failures(tmp_path):
+    """Images 2 and 3 are alone in their classes. --top may be more than there are."""
+    _, shown = sheet(tmp_path / 'x.png', (0, 90, 91, 180), [0, 0, 1, 2], 9, hardest=True)
+    assert sorted(row[0] for row in shown) == [0, 1] and [len(row) for row in shown] == [4, 4]
+
+
+# ---- one's own images
+
+def test_a_photo_is_searched_in_all_images_but_itself(tmp_path, monkeypatch, small, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
+    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 24 --resize 32 --device cpu --name mine'
+                  .split())
+    capsys.readouterr()
+    photo = str(tmp_path / 'birds/a/1.jpg')                 # the folder was named by a relative path
+    nearest = evaluation.main(['--checkpoint', 'runs/mine', '--query', photo, '--top', '3', *EVAL])['nearest']
+    model = common.load_checkpoint('runs/mine', precision='fp32')
+    data = common.load_dataset('folder', 'birds', 32, 24, known=())
+    assert len(data.query) == 12, 'classes of the training set are searched, too'
+    z, place = common.embed(model, data.query), data.query.paths.tolist().index('birds/a/1.jpg')
+    s = z @ z[place]
+    s[place] = -2
+    expected = s.topk(3)
+    assert [row['path'] for row in nearest] == data.query.paths[expected.indices].tolist()
+    assert [row['similarity'] for row in nearest] == pytest.approx(expected.values.tolist(), abs=1e-3)
+    assert [row['label'] for row in nearest] == [row['path'].split('/')[1] for row in nearest]
+    out = capsys.readouterr().out
+    assert out.count('birds/') >= 3 and picture('runs/mine/query.png').shape == (24 + 12, 4 * (24 + 10) + 2, 3)
+
+
+def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
+    """Of another size and shape; it is not one of the images, so all of them may be found."""
+    run(train_ms, '--name', 'mine')
+    Image.open(folder / 'test' / 'car1' / '2.jpg').resize((90, 70)).save(tmp_path / 'photo.png')
+    flags = ['--checkpoint', 'runs/mine', '--query', 'photo.png', *EVAL]
+    found = evaluation.main([*flags, '--top', '99', '--sheet', 'found.png'])['nearest']
+    assert len({row['path'] for row in found}) == len(found) == 16 and (tmp_path / 'found.png').exists()
+    shutil.copytree(folder / 'test', tmp_path / 'gallery')
+    Image.open(folder / 'test' / 'car1' / '2.jpg').save(tmp_path / 'gallery' / 'car1' / 'query.png')
+    data = ['--data', 'gallery', '--sheet', 'gallery/car1/query.png']
+    for arguments in ([*flags, '--sheet', 'photo.png'], [*flags, *data], [*flags[:2], *EVAL, *data]):
+        with pytest.raises(common.UsageError, match='would replace the photo'):
+            evaluation.main(arguments)
+    (tmp_path / 'one' / 'all').mkdir(parents=True)
+    shutil.copy('photo.png', 'one/all/only.png')            # a collection need not be sorted into classes
+    assert len(evaluation.main([*flags, '--data', 'one'])['nearest']) == 1
+    with pytest.raises(common.UsageError, match='nothing to search in'):
+        evaluation.main([*flags[:2], '--query', 'one/all/only.png', *EVAL, '--data', 'one'])
+    (tmp_path / 'photo.png').write_text('no picture')
+    with pytest.raises(common.UsageError, match='cannot read the image'):
+        evaluation.main(flags)
+
+
+def test_saved_embeddings_have_unit_length(run, small, folder):
+    """Also where those of the training have not"""
+    run(train_ccl, '--name', 'mine', '--variant', 'center_loss')
+    evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
+    saved, model = np.load('out.npz'), common.load_checkpoint('runs/mine', precision='fp32')
+    z = common.embed(model, common.load_dataset('folder', folder, 32, 32).query)
+    np.testing.assert_allclose(saved['embeddings'], torch.nn.functional.normalize(z, dim=1), atol=1e-6)
+    assert [common.Path(path).parent.name for path in saved['paths']] == saved['classes'][saved['labels']].tolist()
+    assert set(saved) == {'embeddings', 'labels', 'paths', 'classes'} and common.Path(saved['paths'][5]).is_file()

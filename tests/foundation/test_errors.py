@@ -1,0 +1,72 @@
+"""Mistakes in use and failures of the machine: one line, an exit code, and no lost epoch."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from unittest.mock import Mock
+
+import pytest
+import torch
+from conftest import ROOT, rows_of
+
+import common
+import train_ms
+from common import UsageError
+
+
+class BackendCompilerFailed(RuntimeError):
+    __module__ = 'torch._dynamo.exc'
+
+
+MEMORY = 'error: not enough memory: lower --batch-size, or take --chunk, which needs --freeze-bn ({})\n'
+
+
+@pytest.mark.parametrize('error, code, text', [
+    (UsageError('no such thing'), 2, 'error: no such thing\n'), (KeyboardInterrupt(), 130, 'stopped\n'),
+    (OSError(28, 'No space left'), 2, 'error: OSError: [Errno 28] No space left\n'),
+    (MemoryError(), 2, MEMORY.format('')), (torch.OutOfMemoryError('2\nGiB'), 2, MEMORY.format('2 GiB')),
+    (RuntimeError("can't allocate memory"), 2, MEMORY.format("can't allocate memory")),
+    (RuntimeError('MPS backend out of memory'), 2, MEMORY.format('MPS backend out of memory')),
+    (BackendCompilerFailed('raised:\nno compiler'), 2,
+     'error: --compile does not work here, leave it out: raised: no compiler\n')])
+def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys, error, code, text):
+    with pytest.raises(SystemExit) as stop:
+        common.cli(Mock(side_effect=error))
+    assert (stop.value.code, capsys.readouterr().err) == (code, text)
+
+
+@pytest.mark.parametrize('bug', [KeyError('out of memory'), torch.linalg.LinAlgError('singular'), ValueError('x')])
+def test_a_bug_keeps_its_traceback(bug):
+    with pytest.raises(type(bug)):
+        common.cli(Mock(side_effect=bug))
+
+
+def test_a_reader_that_leaves_costs_no_epoch(run, small, folder, monkeypatch, capsys):
+    """An epoch is saved before it is printed; and a terminal that lacks letters is no reason to stop."""
+    common.Path('Vögel').symlink_to(folder)
+    common.load_dataset('folder', 'Vögel', 32, 32, 'cache')     # it prints, too
+    end, start = os.pipe()
+    os.close(end)
+    with open(start, 'w', encoding='ascii') as out, pytest.raises(SystemExit):
+        monkeypatch.setattr(sys, 'stdout', out)
+        common.cli(partial(run, train_ms, '--data', 'Vögel', '--name', 'mine'))
+    assert capsys.readouterr().err.startswith('error: BrokenPipeError')
+    assert common.read_checkpoint('runs/mine')['epoch'] == 0 and len(rows_of('mine')) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_real_process_keeps_the_checkpoint(folder, tmp_path):
+    flags = '--dataset folder --epochs 500 --image-size 32 --batch-size 8 --per-class 2 --dim 8 --device cpu --name x'
+    # a shell starts background jobs deaf to Ctrl-C, and children inherit that: restore it
+    process = subprocess.Popen([sys.executable, ROOT / 'train_ms.py', *flags.split(), '--data', folder], cwd=tmp_path,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    log, deadline = tmp_path / 'runs/x/log.jsonl', time.time() + 60
+    while not (log.exists() and len(log.read_text().splitlines()) > 1) and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=30)[0]
+    assert process.returncode == 130 and '--resume runs/x' in output and 'Traceback' not in output, output
+    assert common.read_checkpoint(tmp_path / 'runs/x')['epoch'] >= 1

@@ -1,0 +1,243 @@
+"""Runs: rows, what is printed, folders, going on after a stop, and the best epoch of a fold."""
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import SmallNet, draw_folder, numbered, rows_of
+
+import common
+import eval as evaluation
+import train_ms
+from common import UsageError
+
+# ---- rows and folders
+
+def test_a_run_logs_and_prints_a_row_per_epoch(run, small, capsys):
+    """A flat object per evaluated epoch is logged, and the last epoch is always evaluated."""
+    run(train_ms, '--epochs', '5', '--steps', '0', '--eval-every', '2', '--name', 'mine')
+    rows = rows_of('mine')
+    assert [row['epoch'] for row in rows] == [0, 2, 4, 5]
+    assert rows[0]['loss'] is None and [row['minutes'] for row in rows] == sorted(row['minutes'] for row in rows)
+    wanted = {'epoch', 'loss', 'R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 'images_per_second', 'minutes'}
+    for row in rows:
+        assert wanted <= row.keys() and not any(isinstance(value, (dict, list)) for value in row.values())
+    out = capsys.readouterr().out
+    assert re.search(r'epoch +loss +R@1 +R@2 +R@4 +R@8 +MAP@R +s\+ +s- +no-pos +img/s +min', out)
+    assert re.search(r'\n +0 +- +\d', out) and re.search(r'\n +1 +\d\.\d{4}( +-){7} +\d+% ', out)
+    assert out.endswith('Next: python eval.py --checkpoint runs/mine/last.pt\n')
+
+
+def test_the_summary_claims_no_more_than_is_known(run, small, capsys):
+    draw_folder(common.Path('x/train'), 'ab', per_class=4)
+    draw_folder(common.Path('x/test'), 'bc', per_class=4)
+    for flags, said in (('--data x', '1 of its classes are in the training set as well, which flatters this number'),
+                        ('', 'none of these classes is in the training set.'),
+                        ('--weights some.pth', 'but the pretrained weights may have seen some.')):
+        run(train_ms, '--epochs', '0', *flags.split())
+        assert said in capsys.readouterr().out
+
+
+def test_default_names_count_up_and_any_other_is_that_of_a_new_folder(run, small):
+    run(train_ms)
+    run(train_ms)
+    assert sorted(os.listdir('runs')) == ['ms-folder-1', 'ms-folder-2']
+    for name in ('ms-folder-1', '../up', 'a/b', '..', '.', '/tmp/x'):
+        message = 'exists already' if name == 'ms-folder-1' else '--name .* is not the name of one folder'
+        with pytest.raises(UsageError, match=message):
+            run(train_ms, '--name', name)
+
+
+# ---- what is printed
+
+def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
+    run(train_ms, '--name', 'y', '--freeze-bn', '--resize', '40', '--lr', '0.03', '--seed', '3', '--precision', 'fp32',
+        '--steps', '0', '--epochs', '2')
+    out = capsys.readouterr().out
+    args = common.read_checkpoint('runs/y')['args']
+    assert out[out.index('folder: '):].split('\n')[:3] == [
+        'folder: 30 training images of 6 classes, 16 test images of 4 classes',
+        '2 epochs, of 3 batches of 8 images, on cpu in fp32',
+        ', '.join(f'{flag} {value}' for flag, value in args.items())]
+    assert (args['freeze_bn'], args['resize'], args['lr'], args['seed'], args['per_class']) == (True, 40, 0.03, 3, 2)
+    run(train_ms, '--name', 'z', '--per-class', '0')            # two steps, which are a part of the first epoch
+    assert re.search(r'\n1 epochs, of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
+    run(train_ms, '--name', 'f', '--fold', '0/3', '--patience', '7', '--batch-size', '64')
+    assert '1 epochs or until 7 evaluations bring no gain, of 2 batches of 8 images' in capsys.readouterr().out
+
+
+def test_a_line_that_will_be_overwritten_is_no_wider_than_the_screen(monkeypatch, capsys):
+    common.show_progress('x')
+    common.show_progress('y', done=True)
+    assert capsys.readouterr().out == 'y\n', 'to a file goes the last state only'
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    monkeypatch.setenv('COLUMNS', '20')
+    common.show_progress('x' * 50)
+    common.show_progress('y' * 50, done=True)
+    assert capsys.readouterr().out == '\r' + 'x' * 19 + '\r' + 'y' * 50 + '\n'
+
+
+def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, capsys):
+    for part, classes, per_class in (('train', 'ab', 3), ('query', 'cde', 1), ('gallery', 'cdf', 2)):
+        draw_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
+    row = run(train_ms, '--data', str(tmp_path / 'shop'), '--batch-size', '4', '--name', 'x')
+    evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
+    out = capsys.readouterr().out
+    assert 'folder: 6 training images of 2 classes, 3 in 6 test images of 3 classes' in out
+    assert row['unmatched'] == 1 and '1 queries have no match in the gallery: misses in R@K' in out
+    assert 'folder: 3 queries of 3 classes, searched in a gallery of 6 images' in out
+    assert 'unmatched queries have no match in the gallery: misses in R@K' in out
+
+
+@pytest.mark.parametrize('similarity, collapsed', [(0.99, True), (0.97, False)])
+def test_the_summary_compares_with_the_network_before_and_says_what_collapsed(run, small, monkeypatch, capsys,
+                                                                              similarity, collapsed):
+    """Only a trained network whose s- is above 0.98 has collapsed."""
+    rows = iter([{'R@1': 12.3, 'MAP@R': 1.0, 's-': 0.999, 's+': 1.0},
+                 {'R@1': 45.6, 'MAP@R': 1.0, 's-': similarity, 's+': 1.0}])
+    monkeypatch.setattr(common, 'evaluate', lambda *_: next(rows))
+    run(train_ms)
+    out = capsys.readouterr().out
+    assert 'R@1 = 45.6: for 45.6 % of the test images' in out and 'Before training it was 12.3.' in out
+    assert out.count('collapse:') == collapsed
+
+
+# ---- resuming
+
+@pytest.mark.parametrize('script, flags', [
+    ('train_ms', ''), ('train_proxy_anchor', '--optimizer rmsprop --momentum 0.5'), ('train_ccl', '--variant cluster'),
+    ('train_ccl', '--variant center_loss --optimizer sgd --momentum 0.9'), ('train_metrix', '--mixup input embed'),
+    ('train_hse', '--loss proxy_anchor')])
+def test_a_resumed_run_repeats_the_uninterrupted_one(run, small, capsys, script, flags):
+    """Of three epochs, with another learning rate in each; the first part ends with the second epoch."""
+    module, flags = __import__(script), f'--epochs 3 --lr 0.01 --schedule step --decay-epochs 1 {flags}'.split()
+    run(module, *flags, '--steps', '0', '--name', 'whole')
+    run(module, *flags, '--steps', '6', '--name', 'halved')
+    assert f'After a stop, this goes on: python {script}.py --resume runs/halved\n' in capsys.readouterr().out
+    assert len(rows_of('halved')) == 3
+    module.main(['--resume', os.path.abspath('runs/halved'), '--steps', '0', '--device', 'cpu'])
+    for one, other in zip(rows_of('whole'), rows_of('halved'), strict=True):
+        assert all(one[key] == other[key] for key in one.keys() - {'images_per_second', 'minutes'}), (one, other)
+    one, other = map(common.read_checkpoint, ('runs/whole', 'runs/halved'))
+    assert all(torch.equal(value, other['model'][key]) for key, value in one['model'].items())
+    assert all(torch.equal(value, other['learned'][key]) for key, value in one['learned'].items())
+    assert {**one['args'], 'data': ''} == {**other['args'], 'data': ''} and one['classes'] == other['classes']
+
+
+@pytest.mark.parametrize('schedule', ['cosine', 'constant'])
+def test_resume_with_another_number_of_steps_says_that_it_is_another_run(run, small, capsys, schedule):
+    run(train_ms, '--schedule', schedule, '--name', 'mine')
+    for flag in ('--epochs', '--steps', '--eval-every'):
+        train_ms.get_args(['--resume', 'runs/mine', flag, '9'])
+        said = 'the learning rate takes another course' in capsys.readouterr().out
+        assert said == (schedule == 'cosine' and flag != '--eval-every')
+
+
+@pytest.mark.parametrize('classes, per_class', [('bcde', 5), ('abcde', 4)])
+def test_a_run_goes_on_with_the_images_that_it_began_with(run, small, tmp_path, classes, per_class):
+    """Not with more images, nor with other classes: with a new class a, it would train a and b, and test c."""
+    draw_folder(tmp_path / 'mine', 'bcde', per_class=4)
+    run(train_ms, '--name', 'x', '--data', 'mine')
+    shutil.rmtree('mine')
+    draw_folder(tmp_path / 'mine', classes, per_class)
+    with pytest.raises(UsageError, match='runs/x was trained on other images than mine holds'):
+        train_ms.main(['--resume', 'runs/x', '--device', 'cpu'])
+
+
+def test_a_resumed_run_needs_no_file_of_weights(run, small, monkeypatch):
+    asked = []
+    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: asked.append(weights) or SmallNet())
+    run(train_ms, '--name', 'mine', '--weights', 'gone.pth')
+    train_ms.main(['--resume', 'runs/mine', '--steps', '4', '--device', 'cpu'])
+    assert asked == ['gone.pth', 'none'] and common.read_checkpoint('runs/mine')['args']['weights'] == 'gone.pth'
+
+
+def test_a_made_up_checkpoint_does_not_choose_what_is_written(run, small):
+    """Of its arguments only flags count, and no paths and no names of files."""
+    run(train_ms, *'--name mine --no-flip --epsilon off --fold 0/3 --protocol reality-check --weights imagenet'.split())
+    parts = common.read_checkpoint('runs/mine')
+    assert not {'cache', 'resume', 'name', 'device', 'show_batch', 'changed', 'script'} & parts['args'].keys()
+    odd = dict(cache='/elsewhere', name='../x', resume='y', show_batch='z.png', script='train_ccl', changed=1, help=1)
+    torch.save(parts | dict(args=odd | parts['args']), 'runs/mine/last.pt')
+    args = train_ms.get_args(['--resume', 'runs/mine'])
+    assert (args.flip, args.epsilon, args.dim, args.dataset, args.fold) == (False, 'off', 16, 'folder', '0/3')
+    assert (args.protocol, args.lr, args.optimizer) == ('reality-check', 1e-6, 'rmsprop')
+    assert (args.cache, args.name, args.show_batch) == (common.Path('cache'), None, None)
+    assert (args.resume, args.script, args.changed) == (common.Path('runs/mine'), 'train_ms', {'resume'})
+    assert not hasattr(args, 'help')
+    torch.save(parts | dict(args=[1]), 'runs/mine/last.pt')
+    with pytest.raises(common.UsageError, match='is no checkpoint of these scripts'):
+        train_ms.get_args(['--resume', 'runs/mine'])
+
+
+# ---- the best epoch of a fold
+
+@pytest.fixture
+def train_with(tmp_path, monkeypatch, small):
+    """train_with(scores, *flags): a run on six classes whose evaluations give these MAP@R, the first before training.
+
+    Returns the row that main returns.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common, 'draw_shapes', lambda *_: (numbered(6), numbered(6)))
+
+    def train_with(scores, *flags):
+        scores = iter(scores)
+        monkeypatch.setattr(common, 'evaluate', lambda model, data: {
+            'R@1': 50.0, 'RP': 1.0, 'MAP@R': next(scores), 's-': 0.0, 's+': 0.5})
+        return train_ms.main([*'--image-size 17 --batch-size 4 --per-class 2 --dim 4 --device cpu'.split(), *flags])
+    return train_with
+
+
+def epochs_of(name):
+    return [json.loads(line)['epoch'] for line in open(f'runs/{name}/log.jsonl')]
+
+
+def test_the_best_epoch_by_validation_is_kept(train_with, capsys):
+    row = train_with([90, 10, 30, 20, 30], '--fold', '0/3', '--epochs', '4', '--name', 'x')
+    assert row['epoch'] == 2 and row['MAP@R'] == 30, 'neither epoch 0 nor a later one that is no better'
+    best = common.read_file('runs/x/best.pt')
+    assert best['epoch'] == 2 and common.read_checkpoint('runs/x')['epoch'] == 4
+    assert torch.equal(common.load_checkpoint('runs/x').linear.weight, best['model']['linear.weight'])
+    assert epochs_of('x') == [0, 1, 2, 3, 4], 'evaluated after each epoch'
+    out = capsys.readouterr().out
+    assert '% of the validation images' in out and 'This is epoch 2, which has the highest validation MAP@R' in out
+    assert out.endswith('eval.py --checkpoint runs/x/best.pt\n') and '4 validation images of 2 classes' in out
+
+
+def test_patience_ends_a_run(train_with):
+    scores = [0, 10, 30, 20, 25, 40, 39, 38, 37, 36]
+    flags = '--fold 0/3 --epochs 9 --patience'.split()
+    assert train_with(scores, *flags, '3', '--name', 'x')['epoch'] == 5 and epochs_of('x') == list(range(9))
+    assert train_with(scores, *flags, '2', '--name', 'y')['epoch'] == 2 and epochs_of('y') == list(range(5))
+    # a resumed run goes on if there is more patience, and knows the best epoch
+    row = train_with(scores[5:], '--resume', 'runs/y', '--patience', '3')
+    assert row['epoch'] == 5 and epochs_of('y') == list(range(9))
+
+
+def test_without_a_fold_the_last_epoch_counts_and_the_best_is_named(train_with, capsys):
+    row = train_with([0, 10, 30, 20], '--epochs', '3', '--eval-every', '1', '--name', 'x')
+    assert row['epoch'] == 3 and not common.Path('runs/x/best.pt').exists()
+    assert '(Epoch 2 had the highest MAP@R' in capsys.readouterr().out
+    train_with([0, 10, 30, 40], '--epochs', '3', '--eval-every', '1', '--name', 'y')
+    assert 'had the highest' not in capsys.readouterr().out
+
+
+def test_a_kill_between_best_and_last_costs_nothing(train_with, monkeypatch):
+    """best.pt is written first, so last.pt never knows of a best epoch that is not there."""
+    written = []
+
+    def save(path, *positional, real=common.save_checkpoint, **named):
+        if written == ['last.pt', 'best.pt', 'last.pt', 'best.pt']:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        real(path, *positional, **named)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common, 'save_checkpoint', save)
+        train_with([0, 10, 20, 5], '--fold', '0/3', '--epochs', '3', '--name', 'x')
+    assert common.read_checkpoint('runs/x')['epoch'] == 1 and common.read_file('runs/x/best.pt')['epoch'] == 2
+    row = train_with([20, 5], '--resume', 'runs/x')
+    assert row['epoch'] == 2 and common.read_file('runs/x/best.pt')['epoch'] == 2
