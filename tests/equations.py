@@ -2,7 +2,7 @@
 
     python tests/equations.py               # every numbered equation of the five papers
     python tests/equations.py metrix        # of one of them: rc, pa, metrix, ccl, hse
-    python tests/equations.py metrix 24     # one equation: its lines, and its tests
+    python tests/equations.py metrix 24     # one equation: its lines, and its tests with their source
     python -m pytest -k metrix_eq24_        # runs its tests; the "_" at the end keeps out other numbers
 
 rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines and tests are looked up anew each time: lines by
@@ -84,14 +84,19 @@ def lines():
     return found
 
 
+@cache
 def tests():
-    """{(paper, number): [(file, line, name)]}: test_ccl_eq12_and_ccl_eq13_... is a test of two equations"""
+    """{(paper, number): [(file, line, source)]}: test_ccl_eq12_and_ccl_eq13_... is a test of two equations"""
     found = {}
     for path in sorted((ROOT / 'tests').rglob('test_*.py')):
-        for line, text in enumerate(path.read_text().splitlines(), 1):
-            if name := re.match(r'def (test_\w+)', text):
-                for paper, number in re.findall(r'(?:test|and)_([a-z]+)_eq(\d+)_', name[1]):
-                    found.setdefault((paper, int(number)), []).append((str(path.relative_to(ROOT)), line, name[1]))
+        text = path.read_text()
+        for node in ast.parse(text).body:
+            equations = re.findall(r'(?:test|and)_([a-z]+)_eq(\d+)_', getattr(node, 'name', ''))
+            if equations:
+                start = min(part.lineno for part in [node, *node.decorator_list])
+                source = '\n'.join(text.splitlines()[start - 1:node.end_lineno])
+                for paper, number in equations:
+                    found.setdefault((paper, int(number)), []).append((str(path.relative_to(ROOT)), start, source))
     return found
 
 
@@ -119,7 +124,8 @@ def main(argv=None):
                     print(' ' * 54 + where(tested))
             elif args.number == number:
                 print(f'{paper} ({number}): {says}' + (f'; no line computes it: {why}' if why else ''))
-                print(*(f'{file}:{line}: {shown}' for file, line, shown in computed + tested), sep='\n')
+                print(*(f'{file}:{line}: {shown}' for file, line, shown in computed), sep='\n')
+                print(*(f'\n{file}:{line}\n{source}' for file, line, source in tested), sep='\n')
 
 
 if __name__ == '__main__':

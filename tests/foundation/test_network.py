@@ -118,6 +118,13 @@ def test_chunks_have_the_gradient_of_the_whole_batch(small, pool):
         torch.testing.assert_close(chunks, whole, rtol=1e-9, atol=1e-12)
 
 
+def test_float32_is_not_rounded_to_tf32(small):
+    """Some systems turn it on. Its errors of 1e-3 in a cosine would make equal embeddings differ."""
+    torch.set_float32_matmul_precision('high')
+    Embedder(weights='none', dim=4)
+    assert torch.get_float32_matmul_precision() == 'highest'
+
+
 @pytest.mark.parametrize('device, layout', [('cpu', torch.channels_last), ('meta', torch.contiguous_format)])
 def test_channels_come_last_only_where_that_is_right_and_fast(small, device, layout):
     """meta stands for any device but a CPU and CUDA, a Mac's GPU for example."""

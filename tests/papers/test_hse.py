@@ -256,6 +256,9 @@ def test_super_class_sampler_has_two_classes_of_each():
         assert sorted(torch.bincount(y).unique().tolist()) == [0, 3]
     last = {groups[indices[-1]].item() for indices in lists + list(sampler) + list(sampler)}
     assert last == {0, 1, 2}, 'whose images --hybrids replace drops'
+    uneven = torch.arange(12).repeat_interleave(5)          # super-classes of 40, 10 and 10 images
+    lists = list(SuperClassSampler(uneven, (uneven > 7).long() + (uneven > 9), batch_size=12, per_class=2))
+    assert len(lists) == 60 // 12, 'the small super-classes begin again'
     small = torch.arange(4).repeat_interleave(2)
     indices, = SuperClassSampler(small, small // 2, batch_size=12, per_class=3)
     assert sorted(small[indices].tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], 'fewer images than a batch'
@@ -325,3 +328,5 @@ def test_the_picture_shows_sources_and_hybrids_of_all_kinds(run, tmp_path):
     assert (cutmix[:, :16] == first[:, :16]).all() and (cutmix[:, 16:] == second[:, 16:]).all()
     assert abs(mixup - (first + second) / 2).max() <= 1 and (first != second).any()
     assert (gridmask[:16] == cutmix[:16]).all() and (gridmask[16:, :16] == second[16:, :16]).all()
+    run(train_hse, '--show-hybrids', 'x.png', '--num', '3', '--batch-size', '10')
+    assert Image.open(tmp_path / 'x.png').size[0] == (3 + 3) * (32 + 2) + 2, '3 sources, 3 kinds'

@@ -4,7 +4,7 @@ import re
 import sys
 from functools import partial
 from itertools import combinations, product
-from math import exp, log
+from math import cos, exp, log, radians
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,10 @@ import train_metrix
 from train_metrix import clean_loss, cross_class_pairs, labelled_loss, mix_embeddings, mix_features, mixtures
 
 Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
+
+
+def cosine(degrees):
+    return cos(radians(degrees))
 
 
 def shares(n, dtype=torch.float64):
@@ -39,6 +43,16 @@ def test_metrix_eq3_by_hand():
             ('contrastive', {}, -(0.8 + 0) / 2 + (0.7 - 0.5))):
         expect(labelled_loss(s.double(), y, valid, kind, **hyper), [expected],
                f'Metrix Eq. (3), positives at 0.8 and 0, negatives at 0.7 and -0.2, {kind}, {hyper}', 1e-6)
+
+
+def test_metrix_eq7_by_hand():
+    """An example at 0.6 with label 0.3 counts 0.3 times as a positive and 0.7 times as a negative."""
+    s, y = torch.tensor([[[0.6]], [[0.3]]], dtype=torch.float64)
+    for kind, hyper, expected in (
+            ('contrastive', dict(m=0.5, reduction='sum'), -0.3 * 0.6 + 0.7 * (0.6 - 0.5)),
+            ('ms', dict(beta=2, gamma=9, m=0.5), log(1 + 0.3 * exp(-2 * 0.1)) / 2 + log(1 + 0.7 * exp(9 * 0.1)) / 9)):
+        loss = labelled_loss(s, y, torch.ones(1, 1).bool(), kind, **hyper)
+        expect(loss, [expected], f'Metrix Eq. (7), an example at 0.6 with label 0.3, {kind}, {hyper}')
 
 
 # Table 1: hyper-parameters, and tau, sigma+, rho+, sigma-, rho- as printed, with plain exponentials
@@ -176,6 +190,17 @@ def test_metrix_eq4_feature_and_embedding_in_half_precision():
 
 # ---- labels
 
+def test_metrix_eq5_and_metrix_eq6_by_hand():
+    """Points at 0, 10 and 80 degrees are of class 0, the one at 60 of class 1. Each anchor in turn: minus the cosines
+    to its positives, plus those to its negatives (contrastive, margin 0, sums); the point itself is neither."""
+    loss = clean_loss('contrastive', on_circle(0, 10, 60, 80), torch.tensor([0, 0, 1, 0]), m=0, reduction='sum')
+    at_0 = -cosine(10) - cosine(80) + cosine(60)
+    at_10 = -cosine(10) - cosine(70) + cosine(50)
+    at_60 = cosine(60) + cosine(50) + cosine(20)            # no positive
+    at_80 = -cosine(80) - cosine(70) + cosine(20)
+    expect(loss, (at_0 + at_10 + at_60 + at_80) / 4, 'Metrix Eq. (5), (6): 0, 10, 80 (class 0), 60 degrees (class 1)')
+
+
 def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkeypatch):
     """What the clean loss hands to the generic one. No anchor is its own positive."""
     seen = []
@@ -206,7 +231,7 @@ def test_metrix_eq8_sets(pairs, expected):
     expect(weights[valid], [1] if pairs == 'pos-pos' else lam[valid[0]], f'the labels, {what}', 1e-6)
 
 
-# ---- the step
+# ---- the mixed loss
 
 def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
     """Of the first anchor, mixtures of the positive and each of two negatives, with lambda 0.3 and 0.8, are at 0.6 and
@@ -224,6 +249,31 @@ def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
         expect(labelled_loss(torch.tensor([[0.6, 0.9]]), labels, valid, kind, **hyper), [expected],
                f'Metrix Eq. (13) to (15): lambda 0.3 and 0.8, s(a, v) 0.6 and 0.9, {kind}, {hyper}', 1e-5)
 
+
+def test_metrix_eq9_and_metrix_eq10_by_hand(before_training, monkeypatch):
+    """Points at 0, 20 (class 0), 90, 130 degrees (class 1). With lambda 1/2, the mixtures lie midway: at 45 (of 0 and
+    90), 65 (0, 130), 55 (20, 90) and 75 degrees (20, 130). An anchor has those of its positive with a negative: that at
+    0 has 55 and 75. Each counts half as a positive, -cosine, and half as a negative, max(0, cosine - 0.5)."""
+    def mixture(degrees_from_anchor):
+        return -cosine(degrees_from_anchor) / 2 + max(0, cosine(degrees_from_anchor) - 0.5) / 2
+    at_0 = mixture(55) + mixture(75)
+    at_20 = mixture(25) + mixture(45)                       # of the positive at 0: 45 and 65 degrees
+    at_90 = mixture(25) + mixture(15)                       # of the positive at 130: 65 and 75 degrees
+    at_130 = mixture(85) + mixture(75)                      # of the positive at 90: 45 and 55 degrees
+    mixed = (at_0 + at_20 + at_90 + at_130) / 4
+    # The clean positives are 20 and 40 degrees apart; negatives, 70 degrees and more apart, are below the margin.
+    clean = -(cosine(20) + cosine(40)) / 2
+
+    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.5, dtype=torch.float64))
+    flags = '--loss contrastive --reduction sum --m 0.5 --mixup embed --pairs pos-neg --strength'
+    for w in (1, 0.4):
+        held = before_training(train_metrix, *flags.split(), str(w))
+        held.model.features = held.model.head = lambda x: x                 # the points stand for images
+        loss = held.step(on_circle(0, 20, 90, 130), torch.tensor([0, 0, 1, 1]))
+        expect(loss, clean + w * mixed, f'Metrix Eq. (9), (10), w {w}: 0, 20 (class 0), 90, 130 degrees (class 1)')
+
+
+# ---- the step against loops
 
 def loss_of(terms, kind):
     """Table 1 on the labelled examples of one anchor, [(s, y)]: Eq. (3), (7), (9)"""
@@ -454,8 +504,8 @@ def test_the_threshold_of_a_number_is_precise_and_that_of_0_and_1_infinite():
 
 
 def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
-    """The images of class 0 are at 0 and 40 degrees. Of the anchor at 40, the mixture at 43 is above the threshold of
-    Eq. (24), 0.76; of the anchor at 0, that at 41 is below its threshold, 0.80."""
+    """The images of class 0 are at 0 and 40 degrees. Of the anchor at 40, the mixture at 42.1 is above the threshold
+    of Eq. (24), 0.76; of the anchor at 0, that at 40.7 is below its threshold, 0.80."""
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.tensor([0.25, 0.95]))
     z, y = on_circle(0, 40, 55), torch.tensor([0, 0, 1])
     rows = train_metrix.positivity(z, y, [[0, 1, 2]] * 2)
@@ -468,7 +518,7 @@ def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
 
 # ---- the analysis
 
-def test_metrix_eq12_utilization_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
+def test_the_utilization_is_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
     run(train_metrix, '--name', 'x', '--epochs', '0', '--batch-size', '6', '--per-class', '3')
     z, q, mixed = unit(30, dtype=torch.float32), unit(16, seed=1, dtype=torch.float32), []
     embeddings, real = iter([z, q]), train_metrix.mix_embeddings
@@ -497,7 +547,8 @@ def test_the_analysis_takes_the_runs_parameters_unless_others_are_typed(run, sma
         train_metrix.main(['--analyse', *flags.split(), '--device', 'cpu'])
     assert 'm 0.5 is the margin' in capsys.readouterr().out
     assert taken == [(1.5, 7, 75, 0.77), (1.5, 7, 50, 0.5), (7, 18, 75, 0.77), (2, 18, 75, 0.5)], 'alpha, beta, ...'
-    assert set(drawn) == {(1.5, 1.5), (7.0, 7.0), (2.0, 2.0)}, 'for the figure, and for the utilization'
+    each = 2 * 3                                            # for the figure and for the utilization, of three batches
+    assert drawn == [(alpha, alpha) for alpha in (1.5, 1.5, 7, 2) for _ in range(each)]
     with pytest.raises(common.UsageError, match='no effect with --analyse'):
         train_metrix.main(['--analyse', 'runs/start', '--strength', '1'])
 

@@ -47,6 +47,7 @@ CASES = [
      lambda x, y, _: train_contrastive.contrastive_similarity_loss(embed(x), y, -0.1, 'sum')),
     (train_ms, '--alpha 3 --beta 7 --lam 0.2 --epsilon 0.02',
      lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 7, 0.2, 0.02)),
+    (train_ms, '--beta 2 --epsilon 0', lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 2, 2, 0.5, 0.0)),
     (train_ms, '--alpha 3 --epsilon off',
      lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 50, 0.5, None)),
     (train_proxy_anchor, '--alpha 5 --delta 0.3',
@@ -68,6 +69,8 @@ CASES = [
     (train_ccl, '--dropout 0.5', lambda x, y, t: ccl(F.dropout(embed(x), 0.5), y, t, s=16, lam=2, smoothing=0.1)),
     (train_metrix, '--mixup none --epsilon off', lambda x, y, _: train_ms.multi_similarity_loss(
         embed(x), y, 18, 75, 0.77, None)),
+    (train_metrix, '--mixup none --gamma 2 --epsilon 0', lambda x, y, _: train_ms.multi_similarity_loss(
+        embed(x), y, 18, 2, 0.77, 0.0)),
     (train_metrix, '--mixup none --epsilon 0.02', lambda x, y, _: train_ms.multi_similarity_loss(
         embed(x), y, 18, 75, 0.77, 0.02)),
     (train_hse, '--loss contrastive --alpha 3 --temperature 0.5 --kind mixup',
