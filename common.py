@@ -2,7 +2,7 @@
 
 What a paper's method section describes stands in the train_*.py of that paper. The Reality Check (Musgrave et al., A
 Metric Learning Reality Check, ECCV 2020) is about how to compare methods: its metrics are in section 4 here, its
-protocol in section 8. Sections 1 to 4 are worth reading beside any script; the others can be skipped.
+protocol in section 9. Sections 1 to 4 are worth reading beside any script; the others can be skipped.
 
     1. network        Embedder: ResNet trunk, pooling, linear head
     2. batches        which images meet in a batch
@@ -10,10 +10,11 @@ protocol in section 8. Sections 1 to 4 are worth reading beside any script; the 
     4. evaluation     Recall@K, R-precision, MAP@R
     5. images         decoding, cropping, flipping
     6. datasets       from files to images and labels
-    7. runs           logs, checkpoints, weights, resuming
-    8. command line   the flags that all scripts share, and their defaults
-    9. processes      one for each GPU, under torchrun
-   10. errors
+    7. runs           folders, rows of the log, what is printed
+    8. files          checkpoints, going on with a run, weights, writing
+    9. command line   the flags that all scripts share, and their defaults
+   10. devices and processes     precision; one process for each GPU, under torchrun
+   11. errors
 
 All files write shapes with these letters. Formulas have those of the paper, which the script's table explains.
 
@@ -81,7 +82,10 @@ class Embedder(nn.Module):
         # A checkpoint keeps this dict, from which the network can be built again.
         self.config = dict(arch=arch, dim=dim, pool=pool, freeze_bn=freeze_bn, layer_norm=layer_norm,
                            normalize=normalize, head_init=head_init)
-        self.pool, self.normalize, self.precision, self.chunk = pool, normalize, precision, chunk
+        self.pool = pool
+        self.normalize = normalize
+        self.precision = precision
+        self.chunk = chunk
         resnet = load_resnet(arch, weights)
         channels = resnet.fc.in_features                                 # c
         # All but the last two children, which are its own pooling and classifier
@@ -93,14 +97,15 @@ class Embedder(nn.Module):
             nn.init.zeros_(self.linear.bias)
         self.frozen = [m for m in self.trunk.modules() if isinstance(m, nn.BatchNorm2d)] if freeze_bn else []
         self.train_trunk(True)
-        self.place('cpu').train()           # once, so that frozen BatchNorm is in evaluation mode from the start
+        self.place('cpu')
+        self.train()                        # so that frozen BatchNorm is in evaluation mode from the start
 
     def place(self, device):
         """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
         torch.set_float32_matmul_precision('highest')       # some systems turn on TF32, which errs by 1e-3 in a cosine
         # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
         kind = self.to(device).linear.weight.device.type
-        fast = kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16'
+        fast = kind == 'cpu' or (kind == 'cuda' and self.precision == 'bf16')
         self.layout = torch.channels_last if fast else torch.contiguous_format
         self.trunk.to(memory_format=self.layout)
         return self
@@ -133,8 +138,12 @@ class Embedder(nn.Module):
     def pool_features(self, f):
         """(B, c, h, w) -> (B, c)"""
         f = at_least_float32(f)
-        pooling = dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
-        return sum(pooling[name](f, 1) for name in self.pool.split('+')).flatten(1)
+        p = 0
+        if 'avg' in self.pool:
+            p = p + F.adaptive_avg_pool2d(f, 1)
+        if 'max' in self.pool:
+            p = p + F.adaptive_max_pool2d(f, 1)             # of equal maxima, the first takes the gradient
+        return p.flatten(1)
 
     def project(self, p):
         """Pooled features (B, c) -> embeddings (B, D), of unit length unless normalize=False"""
@@ -147,14 +156,6 @@ class Embedder(nn.Module):
 
     def forward(self, x):
         return self.head(self.features(x))
-
-
-def at_least_float32(*tensors):
-    """Raises half precision to float32, and all tensors to the widest type among them, for a loss: exp() overflows
-    float16 above 11, and bfloat16 has two to three digits. One tensor gives a tensor, several give a list."""
-    dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    raised = [t.to(dtype) for t in tensors]
-    return raised if len(raised) > 1 else raised[0]
 
 
 # ---- 2. batches ------------------------------------------------------------------------------------
@@ -175,9 +176,11 @@ class BalancedSampler(Sampler):
     def __init__(self, labels, batch_size, per_class, generator=None):
         if per_class < 1 or batch_size < 1 or batch_size % per_class:
             raise UsageError(f'--batch-size {batch_size} is not a multiple of --per-class {per_class}')
-        order, counts = labels.argsort(stable=True), torch.bincount(labels)
+        order = labels.argsort(stable=True)
+        counts = torch.bincount(labels)
         self.members = [part.tolist() for part in order.split(counts.tolist()) if len(part)]    # indices, per class
-        self.per_class, self.generator = per_class, generator
+        self.per_class = per_class
+        self.generator = generator
         self.classes = min(batch_size // per_class, len(self.members))
         self.batch_size = self.classes * per_class
         self.batches = max(1, len(labels) // self.batch_size)
@@ -194,34 +197,20 @@ class BalancedSampler(Sampler):
             """Takes `number` items from the top of a deck of cards. If fewer are left, all other items are shuffled and
             put below them; if there are fewer items than that, they repeat."""
             while len(deck) < number:
-                others = [item for item in items if item not in deck] or items
+                others = [item for item in items if item not in deck]
+                if not others:
+                    others = items
                 deck += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
             return [deck.pop(0) for _ in range(number)]
 
-        class_deck, image_decks = [], [[] for _ in self.members]
+        class_deck = []
+        image_decks = [[] for _ in self.members]
         for _ in range(self.batches):
             classes = deal(class_deck, range(len(self.members)), self.classes)
             yield [i for c in classes for i in deal(image_decks[c], self.members[c], self.per_class)]
 
 
-def make_sampler(args, labels):
-    """Batches of P x K images; with --per-class 0 all images in random order, without an incomplete last batch"""
-    if args.per_class:
-        return BalancedSampler(labels, args.batch_size, args.per_class)
-    return BatchSampler(RandomSampler(labels), min(args.batch_size, len(labels)), drop_last=True)
-
-
 # ---- 3. training -----------------------------------------------------------------------------------
-
-
-def make_optimizer(args, groups, **options):
-    """The optimizer that --optimizer names, over parameter groups that may have a learning rate of their own."""
-    kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD, rmsprop=torch.optim.RMSprop)
-    if args.optimizer in ('sgd', 'rmsprop'):
-        options['momentum'] = args.momentum
-    if args.optimizer != 'rmsprop':                         # torch has no fused RMSprop
-        options['fused'] = args.device.type in ('cpu', 'cuda')
-    return kinds[args.optimizer](groups, lr=args.lr, weight_decay=args.weight_decay, **options)
 
 
 def learning_rate_factor(iteration, args, per_epoch, total):
@@ -253,32 +242,45 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     if args.show_batch:
         return show_batch(args, data, sampler)
     per_epoch = len(sampler)
-    total = min(args.epochs * per_epoch, args.steps or math.inf)
+    total = args.epochs * per_epoch                         # steps of the whole run
+    if args.steps:
+        total = min(total, args.steps)
     epochs = math.ceil(total / per_epoch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
     # Whatever has a state to save. A ParameterDict accepts modules, too.
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
-    run = Run(args, data, total, states)            # section 7: it keeps the log and the checkpoint
-    print_recipe(args, model, data, sampler, epochs, run.folder)
-    if not run.rows:                                        # the network before training is epoch 0
-        run.record(dict(epoch=0, loss=None, images_per_second=None) | evaluate(model, data))
-    while run.epoch < epochs and not run.out_of_patience():             # run.record counts run.epoch up
-        set_seed(args.seed, run.epoch + 1)
-        model.train()
-        model.train_trunk(run.epoch >= args.warmup)         # in the first --warmup epochs, all but the trunk learns
-        row = train_epoch(args, run, data, sampler, step, optimizer, schedule)
-        if row['epoch'] % args.eval_every == 0 or row['epoch'] == epochs:
+    # A new run begins with epoch 0, which is the network before training; one that goes on, behind its last epoch.
+    folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
+    print_recipe(args, model, data, sampler, epochs, folder)
+    for epoch in range(first, epochs + 1):
+        if out_of_patience(args, rows):
+            break
+        row = dict(epoch=epoch, loss=None, images_per_second=None)
+        # last_epoch, torch's name, counts the steps done. Epoch 0 has none, nor has one that only lacks its evaluation.
+        if schedule.last_epoch < min(epoch * per_epoch, total):
+            set_seed(args.seed, epoch)
+            model.train()
+            model.train_trunk(epoch > args.warmup)          # in the first --warmup epochs, all but the trunk learns
+            row |= train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total)
+        if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
-        run.record(from_main_process(row.copy))             # under torchrun, all processes keep the row of the first
-    return run.summary()
+        row['minutes'] = (time.time() - began) / 60
+        row = from_main_process(row)                        # under torchrun, all processes keep the row of the first
+        if 'R@1' in row:
+            rows.append(row)
+        save_epoch(folder, args, data, states, row, rows)   # before printing, so that an error there loses nothing
+        show_row(row, rows, titles=epoch == first)
+    return summary(args, data, folder, rows)
 
 
-def train_epoch(args, run, data, sampler, step, optimizer, schedule):
-    """Trains the next epoch of a run. Returns its row: epoch, loss, no_positive, which is the share of the anchors that
-    have no positive in their batch, and images_per_second."""
+def train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total):
+    """Trains an epoch, or as much of it as is left of `total`, the steps of the run. Returns its part of the row: loss;
+    no_positive, the share of the anchors that have no positive in their batch; and images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
-    epoch, losses, without_positive, start = run.epoch + 1, [], 0, time.time()
-    steps = min(len(sampler), run.total - schedule.last_epoch)          # last_epoch, torch's name, counts iterations
+    steps = min(len(sampler), total - schedule.last_epoch)
+    losses = []
+    without_positive = 0
+    start = time.time()
     lists = itertools.islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
         loss = step(x, y)
@@ -299,9 +301,9 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
             if not math.isfinite(mean):
                 raise NotFinite(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
                                 f'try a lower --lr, or --precision fp32')
-            minutes = (time.time() - start) / max(1, number - 1) * (run.total - schedule.last_epoch) / 60
+            minutes = (time.time() - start) / max(1, number - 1) * (total - schedule.last_epoch) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
-    return dict(epoch=epoch, loss=mean, no_positive=float(without_positive) / (steps * len(y)),
+    return dict(loss=mean, no_positive=float(without_positive) / (steps * len(y)),
                 images_per_second=max(1, steps - 1) * len(y) / (time.time() - start))
 
 
@@ -311,7 +313,8 @@ def train_epoch(args, run, data, sampler, step, optimizer, schedule):
 @torch.no_grad()
 def embed(model, images, batch_size=128):
     """Embeddings of a whole set, from centre crops -> (N, D) float32 on the CPU, in the order of the images."""
-    device, training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    training = model.training
     model.eval()
     lists = BatchSampler(range(len(images)), batch_size, drop_last=False)
     z = torch.cat([model(x).float().cpu() for x, _ in batches(images, lists, device)])
@@ -341,30 +344,59 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     """
     within = gallery is None                                             # queries are searched in themselves
     searched, searched_labels = (query, query_labels) if within else (gallery, gallery_labels)
-    if not len(query) or len(searched) < 1 + within:
+    check_embeddings(query, searched, within)
+    query_labels = query_labels.to(query.device)
+    searched_labels = searched_labels.to(query.device)
+    present = torch.bincount(searched_labels, minlength=int(query_labels.max()) + 1)    # (C,) images of each class
+    itself = 1 if within else 0                                          # a query is no match of itself
+    matches = present[query_labels] - itself                             # (N,) R of each query
+    depth = min(max(*ks, int(matches.max())), len(searched) - itself)    # enough for the largest K and R
+    found = {k: 0 for k in ks}
+    precision, average = [], []                                          # of the queries that have a match
+    for rows, s, index in k_nearest(query, gallery, depth):              # b queries at a time
+        hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
+        hit = ranked_hits(s, hit)                                        # (b, depth)
+        for k in ks:
+            found[k] += int(hit[:, :k].any(dim=1).sum())
+        matched = matches[rows] > 0                                      # (b,) rule 3
+        rp, map_at_r = precisions(hit[matched], matches[rows][matched])
+        precision += rp.tolist()
+        average += map_at_r.tolist()
+    metrics = {f'R@{k}': 100 * found[k] / len(query) for k in ks}
+    metrics['RP'] = 100 * sum(precision) / max(1, len(precision))
+    metrics['MAP@R'] = 100 * sum(average) / max(1, len(average))
+    if len(average) < len(query):
+        metrics['unmatched'] = len(query) - len(average)
+    return metrics
+
+
+def check_embeddings(query, searched, within):
+    """Raises UsageError if there is nothing to search for or in, or if an embedding is NaN or infinite."""
+    if len(query) == 0 or len(searched) == 0 or (within and len(query) == 1):
         raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(searched)} images to search in')
     if not (query.isfinite().all() and searched.isfinite().all()):
         raise NotFinite('some embeddings are NaN or infinite; in training, a lower --lr may help')
-    query_labels, searched_labels = query_labels.to(query.device), searched_labels.to(query.device)
-    present = torch.bincount(searched_labels, minlength=int(query_labels.max()) + 1)    # (C,) images of each class
-    matches = present[query_labels] - int(within)                        # (N,) R of each query
-    depth = min(max(*ks, int(matches.max())), len(searched) - within)   # enough for the largest K and R
-    found, precision, average = {k: 0 for k in ks}, [], []
-    for rows, s, index in k_nearest(query, gallery, depth):              # b queries at a time
-        hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
-        hit = hit.gather(1, (s - 1e-6 * hit).argsort(dim=1, descending=True))           # rule 2: a match ranks lower
-        for k in ks:
-            found[k] += int(hit[:, :k].any(dim=1).sum())
-        r = matches[rows]                                                # (b,)
-        hit, r = hit[r > 0, :int(r.max())], r[r > 0, None]               # rule 3: only the b' <= b queries with a match
-        rank = torch.arange(1, hit.shape[1] + 1, device=hit.device)
-        hit = hit & (rank <= r)                                          # among the R nearest
-        p = hit.cumsum(dim=1) / rank * hit                               # Reality Check Eq. (4)
-        average += (p.sum(dim=1) / r[:, 0]).tolist()                     # Reality Check Eq. (3)
-        precision += (hit.sum(dim=1) / r[:, 0]).tolist()
-    metrics = {f'R@{k}': 100 * found[k] / len(query) for k in ks}
-    metrics |= {name: 100 * sum(p) / max(1, len(p)) for name, p in (('RP', precision), ('MAP@R', average))}
-    return metrics if len(average) == len(query) else metrics | dict(unmatched=len(query) - len(average))
+
+
+def ranked_hits(s, hit):
+    """Hits by their similarity, the largest first; of equal ones, non-matches first.  s, hit (b, k) -> (b, k)
+
+    Two stable sorts: the second keeps the order of the first wherever similarities are equal.
+    """
+    order = hit.int().argsort(dim=1, stable=True)                        # non-matches, then matches
+    s = s.gather(1, order)
+    hit = hit.gather(1, order)
+    order = s.argsort(dim=1, descending=True, stable=True)
+    return hit.gather(1, order)
+
+
+def precisions(hit, r):
+    """RP and MAP@R of single queries, from 0 to 1.  hit (b, k) as ranked_hits orders it, r (b,) R >= 1 -> (b,), (b,)"""
+    hit = hit[:, :int(r.max())] if len(r) else hit                       # (b, largest R), to save time
+    rank = torch.arange(1, hit.shape[1] + 1, device=hit.device)          # the i of P(i)
+    hit = hit & (rank <= r[:, None])                                     # among the R nearest
+    p = hit.cumsum(dim=1) / rank * hit                                   # Reality Check Eq. (4)
+    return hit.sum(dim=1) / r, p.sum(dim=1) / r                          # the second is Reality Check Eq. (3)
 
 
 def k_nearest(query, gallery, k):
@@ -378,60 +410,49 @@ def k_nearest(query, gallery, k):
     gallery = query if within else F.normalize(gallery.float(), dim=1)
     # Files are sorted by class, and of equal similarities a search returns the first. So the gallery is shuffled.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
-    gallery, faiss = gallery[order], None
-    if gallery.device.type == 'cpu' and sys.platform != 'darwin':        # on a Mac, two OpenMP runtimes would crash
-        with suppress(ImportError):
-            import faiss
+    gallery = gallery[order]
+    wanted = k + 1 if within else k                                      # one more, for the query itself
+    faiss = import_faiss() if gallery.device.type == 'cpu' else None
     b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
-        if faiss:                                                        # (b, k), or (b, k + 1)
-            s, index = map(torch.from_numpy, faiss.knn(query[rows], gallery, k + within, faiss.METRIC_INNER_PRODUCT))
+        if faiss:
+            s, index = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
+            # NumPy arrays, or tensors where another library has imported faiss.contrib.torch_utils
+            s = torch.as_tensor(s)                                       # (b, wanted)
+            index = torch.as_tensor(index)
         else:
-            s, index = (query[rows] @ gallery.T).topk(k + within, dim=1)
+            s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
         index = order[index]
         if within:
-            drop = index == rows[:, None]
+            itself = index == rows[:, None]
             # If many images equal the query, it may not be among its own results. Then the last one is dropped.
-            drop[:, -1] |= ~drop.any(dim=1)
-            s, index = s[~drop].view(-1, k), index[~drop].view(-1, k)
+            itself[:, -1] |= ~itself.any(dim=1)
+            s = s[~itself].view(-1, k)
+            index = index[~itself].view(-1, k)
         yield rows, s, index
 
 
 def mean_similarities(z, y):
     """Mean cosine of all positive and of all negative pairs, None if there are none; z (N, D), y (N,) -> two numbers"""
-    z, n = F.normalize(z.double(), dim=1), torch.bincount(y).double()    # n (C,) images of each class
+    z = F.normalize(z.double(), dim=1)
+    n = torch.bincount(y).double()                                       # (C,) images of each class
+    class_sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)     # (C, D)
     # The cosines of all N x N pairs of vectors add up to the squared length of the vectors' sum. N pairs are a vector
-    # with itself: their cosines, 1 each, are subtracted. So no (N, N) matrix is needed. positive and negative are sums,
-    # pairs and others are counts.
-    sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)           # (C, D)
-    positive, pairs = sums.square().sum().item() - len(z), int(n.square().sum()) - len(z)
-    negative, others = z.sum(dim=0).square().sum().item() - len(z) - positive, len(z) * (len(z) - 1) - pairs
-    return positive / pairs if pairs else None, negative / others if others else None
-
-
-def evaluate(model, data):
-    """What a row of the log says about the test set: the metrics, and the mean similarities s+ and s- of queries"""
-    return score(data, *embed_test(model, data))
-
-
-def embed_test(model, data):
-    """Embeddings of the queries (N, D), and of the gallery (G, D) or None where queries are searched in themselves"""
-    device = next(model.parameters()).device
-    where = device if device.type == 'cuda' else 'cpu'                   # there the search will run
-    z = embed(model, data.query).to(where)
-    return z, None if data.gallery is data.query else embed(model, data.gallery).to(where)
-
-
-def score(data, z, gallery=None):
-    """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
-    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, DATASETS[data.name]['ks'])
-    similarities = zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device)))
-    return metrics | {name: s for name, s in similarities if s is not None}
+    # with itself: their cosines, 1 each, are subtracted. So no (N, N) matrix is needed.
+    all_sum = z.sum(dim=0).square().sum().item() - len(z)
+    all_count = len(z) * (len(z) - 1)
+    pos_sum = class_sums.square().sum().item() - len(z)
+    pos_count = int(n.square().sum()) - len(z)
+    neg_sum = all_sum - pos_sum
+    neg_count = all_count - pos_count
+    return (pos_sum / pos_count if pos_count else None,
+            neg_sum / neg_count if neg_count else None)
 
 
 # ---- 5. images -------------------------------------------------------------------------------------
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)                 # ImageNet's, RGB
+MEAN = (0.485, 0.456, 0.406)                                             # ImageNet's, RGB
+STD = (0.229, 0.224, 0.225)
 
 
 class Images:
@@ -446,8 +467,12 @@ class Images:
     """
 
     def __init__(self, pixels, sizes, labels, image_size, classes=(), groups=None, paths=()):
-        self.pixels, self.sizes, self.labels = pixels, np.asarray(sizes), labels.long()
-        self.image_size, self.classes, self.groups = image_size, list(classes), groups
+        self.pixels = pixels
+        self.sizes = np.asarray(sizes)
+        self.labels = labels.long()
+        self.image_size = image_size
+        self.classes = list(classes)
+        self.groups = groups
         self.paths = np.array([str(path) for path in paths] or [f'image {i}' for i in range(len(labels))])
         self.ends = 3 * self.sizes.astype(np.int64).prod(axis=1).cumsum()
 
@@ -465,8 +490,11 @@ class Images:
 
     def subset(self, indices):
         """The images at these positions, a LongTensor (n,), with their classes numbered anew from 0"""
-        part, rows = copy(self), indices.numpy()
-        part.sizes, part.ends, part.paths = self.sizes[rows], self.ends[rows], self.paths[rows]
+        part = copy(self)
+        rows = indices.numpy()
+        part.sizes = self.sizes[rows]
+        part.ends = self.ends[rows]
+        part.paths = self.paths[rows]
         kept, part.labels = self.labels[indices].unique(return_inverse=True)
         part.classes = [self.classes[c] for c in kept.tolist()] if self.classes else []
         part.groups = None if self.groups is None else self.groups[indices]
@@ -474,7 +502,8 @@ class Images:
 
     def crop(self, i, box, flip, out):
         """Writes a crop of image i to `out` (3, S, S): a box (top, left, height, width), or if None the centre."""
-        x, side = torch.from_numpy(self[i]).permute(2, 0, 1), list(out.shape[1:])
+        x = torch.from_numpy(self[i]).permute(2, 0, 1)
+        side = list(out.shape[1:])
         x = v2.functional.resized_crop(x, *box, side) if box else v2.functional.center_crop(x, side)
         out.copy_(x.flip(2) if flip else x)
 
@@ -488,12 +517,15 @@ def batches(images, index_lists, device, augment=None):
     come from the caller's thread in a fixed order, whatever the number of threads.
     """
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (MEAN, STD))
-    side, gpu = images.image_size, device.type == 'cuda'
+    side = images.image_size
+    gpu = device.type == 'cuda'
 
     def start(indices):
-        boxes, flips = [None] * len(indices), [False] * len(indices)
+        boxes = [None] * len(indices)
+        flips = [False] * len(indices)
         if augment:
-            scale, ratio = (augment.min_crop, 1.0), (3 / 4, 4 / 3)
+            scale = (augment.min_crop, 1.0)
+            ratio = (3 / 4, 4 / 3)
             boxes = [transforms.RandomResizedCrop.get_params(torch.empty(3, *size, device='meta'), scale, ratio)
                      for size in images.sizes[indices].tolist()]
             flips = (torch.rand(len(indices)) < (0.5 if augment.flip else 0)).tolist()
@@ -510,9 +542,14 @@ def batches(images, index_lists, device, augment=None):
         return (x - mean) / std, y.to(device, non_blocking=gpu)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # pairwise hands out a batch only after it has started the one behind it.
-        for batch, _ in itertools.pairwise(itertools.chain(map(start, index_lists), [None])):
-            yield finish(*batch)
+        previous = None
+        for indices in index_lists:
+            batch = start(indices)                          # before the previous one is handed out
+            if previous:
+                yield finish(*previous)
+            previous = batch
+        if previous:
+            yield finish(*previous)
 
 
 def jitter_colours(x, strength):
@@ -588,9 +625,11 @@ def to_rgb(image):
     image = ImageOps.exif_transpose(image)
     if image.mode[0] in 'IF':
         grey = np.asarray(image, dtype=np.float64)
-        low, high = grey.min(), grey.max()
+        low = grey.min()
+        high = grey.max()
         if image.mode[0] == 'I' and 0 <= low and high <= 65535:
-            low, high = 0, 65535
+            low = 0
+            high = 65535
         image = Image.fromarray((255 * (grey - low) / max(high - low, 1e-12)).round().astype(np.uint8))
     return image.convert('RGB')
 
@@ -617,8 +656,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
 
     name        shapes, cub, cars, sop, inshop or folder
     root        folder that holds what the dataset's site unpacks;  cache  folder for the decoded images
-    resize      shorter side of the stored images, pixels;  image_size  side of the square crops. If only one of them
-                is given, the other follows from it; if neither is, both are those of the training recipes.
+    image_size  side of the square crops, pixels; None: that of the training recipes
+    resize      shorter side of the stored images, pixels; None: as much larger than image_size as in the recipes
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
                 read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
@@ -628,16 +667,15 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     """
     if name not in DATASETS:
         raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
-    scale = BASE[name]['resize'] / BASE[name]['image_size']
-    image_size = image_size or (round(resize / scale) if resize else BASE[name]['image_size'])
-    resize = resize or round(image_size * scale)
+    image_size = image_size or BASE[name]['image_size']
+    resize = resize or resize_for(BASE[name], image_size)
     if resize < image_size:
         raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
     data = SimpleNamespace(name=name)
     if name == 'shapes':
         data.train, data.query = draw_shapes(resize, image_size)
     else:
-        splits = list_images(name, root, known, ('train',) if fold else ('train', 'query', 'gallery'), least)
+        splits = list_images(name, root, known, fold, least)
         for split, rows in splits.items():
             paths, classes, groups = zip(*rows)
             # Query and gallery are numbered together.
@@ -645,7 +683,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
             numbers = {class_: i for i, class_ in enumerate(sorted({row[1] for row in together}))}
             pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
             labels = torch.tensor([numbers[class_] for class_ in classes])
-            groups = None if groups[0] is None else torch.tensor(groups)
+            groups = torch.tensor(groups) if groups[0] is not None else None
             setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups, paths))
     if fold:
         hold_out(data, fold)
@@ -666,17 +704,23 @@ def hold_out(data, fold):
     data.train = data.train.subset((~held).nonzero()[:, 0])
 
 
-def list_images(name, root, known=None, wanted=('train', 'query', 'gallery'), least=2):
-    """{split: rows [path, class name, super-class]} for those wanted, and for an evaluation not for train"""
-    root, splits = Path(root).expanduser(), {}
+def list_images(name, root, known=None, fold=None, least=2):
+    """{split: rows [path, class name, super-class]} of the splits that are read: of all; for an evaluation, where
+    `known` is not None, of all but train; with a fold, of train alone"""
+    wanted = ['query', 'gallery']
+    if known is None:
+        wanted = ['train'] if fold else ['train', *wanted]
+    root = Path(root).expanduser()
+    splits = {}
     try:
-        for split, *row in read_folder(root, known) if name == 'folder' else read_benchmark(name, root):
+        listed = read_folder(root, known) if name == 'folder' else read_benchmark(name, root)
+        for split, *row in listed:
             splits.setdefault(split, []).append(row)
-        check_images(name, root, splits, ('train', 'query') if known is None else ('query',), least)
+        check_images(name, root, splits, [split for split in ('train', 'query') if split in wanted], least)
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None
-    splits = {split: rows for split, rows in splits.items() if split in wanted and (known is None or split != 'train')}
+    splits = {split: rows for split, rows in splits.items() if split in wanted}
     if name == 'folder':
         warn_of_copies(splits)
     return splits
@@ -690,7 +734,8 @@ def check_images(name, root, splits, needed, least):
         if found.get(split) != expected:
             raise ValueError(f'{split} has (images, classes) {found.get(split)}, expected are {expected}')
     for split in needed:
-        if (classes := found.get(split, (0, 0))[1]) < least:
+        _, classes = found.get(split, (0, 0))
+        if classes < least:
             raise ValueError(f'{split} needs {least} classes or more, and has {classes}')
     paths = [row[0] for rows in splits.values() for row in rows]
     twice = [path for path, times in Counter(paths).items() if times > 1]
@@ -699,7 +744,7 @@ def check_images(name, root, splits, needed, least):
     for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
-    if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits['query']}:
+    if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits.get('query', ())}:
         text = f'{len(both)} classes are in the training set and in the test set, the first is {min(both)}'
         if name != 'folder':
             raise ValueError(text)
@@ -708,7 +753,8 @@ def check_images(name, root, splits, needed, least):
 
 def warn_of_copies(splits):
     """Warns of test images that have an exact copy in any split: they are too easy."""
-    originals, copies = {}, []
+    originals = {}                                          # {content: path}
+    copies = []
     # In this order train is the last, so a copy in it is found as the copy of a test image.
     files = [(split, path, path.stat().st_size) for split in sorted(splits) for path, *_ in splits[split]]
     lengths = Counter(length for _, _, length in files)
@@ -782,7 +828,9 @@ def read_folder(root, known=None):
 
 def classes_below(root):
     """{path of the class below root: sorted paths of its images}; hidden files and folders are left out."""
-    classes, visited, unreadable = {}, set(), []
+    classes = {}
+    visited = set()
+    unreadable = []
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
         if os.path.realpath(folder) in visited:             # a link to a folder that was read already
@@ -801,43 +849,52 @@ def classes_below(root):
     return classes
 
 
+def superformula(m, n1, n2, n3):
+    """Gielis' curve, r(t) = (|cos(m t/4)|^n2 + |sin(m t/4)|^n3)^(-1/n1), at 721 angles t from -pi to pi, scaled so that
+    its longest lobe has length 1"""
+    t = torch.linspace(-math.pi, math.pi, 721)
+    r = ((m * t / 4).cos().abs() ** n2 + (m * t / 4).sin().abs() ** n3) ** (-1 / n1)
+    return r / r.max()
+
+
 def draw_shapes(resize, image_size, classes=100, per_class=20):
     """The built-in dataset: 100 classes of shapes x 20 images for training, and 100 other classes for the test.
 
-    A class is a curve of Gielis' superformula, r(t) = (|cos(m t/4)|^n2 + |sin(m t/4)|^n3)^(-1/n1), with two
-    colours and a pattern of stripes. Its images differ in rotation, scale, shift, aspect, brightness,
-    background and noise, so that neither pixels nor colours alone tell the classes apart.
+    A class is a curve of Gielis' superformula with two colours and a pattern of stripes. Its images differ in
+    rotation, scale, shift, aspect, brightness, background and noise, so that neither pixels nor colours alone tell
+    the classes apart.
     """
     generator = torch.Generator().manual_seed(2022)
 
     def uniform(low, high, *shape):
         return low + (high - low) * torch.rand(*shape, generator=generator)
 
-    def draw_class():
+    def draw_class(n):
         """-> (n, 3, S, S) in [0, 1]"""
-        n, m = per_class, int(torch.randint(2, 9, (1,), generator=generator))              # m lobes
-        n1, n2, n3 = uniform(-0.6, 1.6, 1).exp(), uniform(-1.2, 2.2, 1).exp(), uniform(-1.2, 2.2, 1).exp()
-        frequency, angle, colours = uniform(3, 9, 1), uniform(0, math.pi, 1), uniform(0, 1, 2, 3)
-        t = torch.linspace(-math.pi, math.pi, 721)
-        curve = ((m * t / 4).cos().abs() ** n2 + (m * t / 4).sin().abs() ** n3) ** (-1 / n1)
-        curve = curve / curve.max()                                     # the longest lobe has length 1
-        scale, aspect = uniform(0.5, 0.75, n, 1, 1), uniform(0.75, 1.33, n, 1, 1).sqrt()
-        x, y = (grid[:, None] - uniform(-0.25, 0.25, 2, n, 1, 1)).unbind()                 # (n, S, S)
+        m = int(torch.randint(2, 9, (1,), generator=generator))         # lobes
+        n1, n2, n3 = (uniform(low, high, 1).exp() for low, high in ((-0.6, 1.6), (-1.2, 2.2), (-1.2, 2.2)))
+        frequency = uniform(3, 9, 1)
+        angle = uniform(0, math.pi, 1)
+        colours = uniform(0, 1, 2, 3)
+        curve = superformula(m, n1, n2, n3)
+        scale = uniform(0.5, 0.75, n, 1, 1)
+        aspect = uniform(0.75, 1.33, n, 1, 1).sqrt()
+        x, y = (grid[:, None] - uniform(-0.25, 0.25, 2, n, 1, 1)).unbind()   # (n, S, S)
         turn = uniform(0, 2 * math.pi, n, 1, 1)
-        x, y = ((turn.cos() * x + turn.sin() * y) / (scale * aspect),
-                (turn.cos() * y - turn.sin() * x) / (scale / aspect))    # from the picture to the shape's frame
-        radius = curve[((torch.atan2(y, x) + math.pi) / (2 * math.pi) * 720).round().long()]
-        inside = torch.sigmoid((radius - torch.hypot(x, y)) * 20)[:, None]                 # (n, 1, S, S)
-        stripes = torch.sigmoid(4 * torch.sin(frequency * (x * angle.cos() + y * angle.sin())))[:, None]
+        across = (turn.cos() * x + turn.sin() * y) / (scale * aspect)    # from the picture to the shape's frame
+        along = (turn.cos() * y - turn.sin() * x) / (scale / aspect)
+        radius = curve[((torch.atan2(along, across) + math.pi) / (2 * math.pi) * 720).round().long()]
+        inside = torch.sigmoid((radius - torch.hypot(across, along)) * 20)[:, None]   # (n, 1, S, S)
+        stripes = torch.sigmoid(4 * torch.sin(frequency * (across * angle.cos() + along * angle.sin())))[:, None]
         first, second = (colours + uniform(-0.05, 0.05, n, 2, 3))[..., None, None].unbind(1)   # (n, 3, 1, 1)
-        slope = (grid * uniform(-0.3, 0.3, n, 2, 1, 1)).sum(1, keepdim=True)               # (n, 1, S, S)
+        slope = (grid * uniform(-0.3, 0.3, n, 2, 1, 1)).sum(1, keepdim=True)   # (n, 1, S, S)
         background = uniform(0, 1, n, 1, 1, 1) + uniform(-0.25, 0.25, n, 3, 1, 1) + slope
         picture = background + inside * (second + stripes * (first - second) - background)
         picture = picture * uniform(0.6, 1.2, n, 1, 1, 1)
         return (picture + 0.03 * torch.randn(picture.shape, generator=generator)).clamp(0, 1)
 
     def draw_set(name):
-        pixels = torch.cat([(255 * draw_class()).byte().permute(0, 2, 3, 1) for _ in range(classes)])
+        pixels = torch.cat([(255 * draw_class(per_class)).byte().permute(0, 2, 3, 1) for _ in range(classes)])
         labels = torch.arange(classes).repeat_interleave(per_class)
         return Images(pixels.numpy().reshape(-1), np.full((len(labels), 2), resize), labels, image_size,
                       [f'{name} shape {i}' for i in range(classes)])
@@ -849,105 +906,8 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
 
 # ---- 7. runs ---------------------------------------------------------------------------------------
 
-
-class Run:
-    """The folder of a run, runs/<name>/, with log.jsonl (a JSON object per evaluated epoch) and last.pt; with --fold,
-    best.pt is the epoch that has the highest MAP@R on the validation classes.
-
-    epoch  epochs that are done;  rows  the evaluated ones;  minutes  what they took before this process began
-    total  steps of the whole run;  states  {name: whatever has a state to save}, among them the model
-    """
-
-    def __init__(self, args, data, total, states):
-        self.args, self.data, self.total, self.states = args, data, total, states
-        self.epoch, self.rows, self.minutes, self.began, self.titled = 0, [], 0.0, time.time(), False
-        # The network knows the validation classes as well, since they choose the epoch.
-        classes = data.train.classes + (data.query.classes if args.fold else [])
-        self.known = dict(classes=classes, images=len(data.train))
-        self.folder = args.resume or from_main_process(lambda: new_folder(args))
-        if args.resume:
-            saved = read_checkpoint(args.resume)
-            if any(saved.get(name, value) != value for name, value in self.known.items()):
-                raise UsageError(f'{args.resume} was trained on other images than {args.data} holds; start a new run')
-            with distrusting(args.resume):
-                for name, part in states.items():
-                    part.load_state_dict(saved[name])
-                self.epoch, self.rows, self.minutes = saved['epoch'], saved['rows'], saved['minutes']
-            self.write_log()                                # exactly the rows of the checkpoint
-
-    def write_log(self):
-        if not rank():
-            with written_whole(self.folder / 'log.jsonl') as file:
-                file.write(''.join(json.dumps(row) + '\n' for row in self.rows).encode())
-
-    def record(self, row):
-        """Saves a finished epoch before it prints it, so that an error in printing loses nothing."""
-        row['minutes'] = self.minutes + (time.time() - self.began) / 60
-        if 'R@1' in row:
-            self.rows.append(row)
-        states = {name: part.state_dict() for name, part in self.states.items() if name != 'model'}
-        is_best = self.args.fold and row['epoch'] and row is self.best()
-        # best.pt first: if a kill comes between the two, a resumed run repeats this epoch.
-        for name in ['best.pt', 'last.pt'] if is_best else ['last.pt']:
-            save_checkpoint(self.folder / name, self.args, self.states['model'], epoch=row['epoch'], rows=self.rows,
-                            minutes=row['minutes'], **self.known, **states)
-        self.epoch = row['epoch']
-        self.write_log()
-        self.show(row)
-
-    def best(self):
-        """The row with the highest MAP@R, the first if there are several; epoch 0 only if there is no other"""
-        return max(self.rows[1:] or self.rows, key=lambda row: row['MAP@R'])
-
-    def out_of_patience(self):
-        """With --fold: whether the last --patience evaluations were no better than one before them"""
-        return bool(self.args.fold) and len(self.rows) - 1 - self.rows.index(self.best()) >= self.args.patience
-
-    def show(self, row):
-        """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
-        measured = [key for key in self.rows[0] if key.startswith(('R@', 'MAP', 's'))]
-        columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
-        columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
-        columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
-        if not self.titled:
-            print(' '.join(f'{title:>7}' for title, _, _ in columns))
-            self.titled = True
-        cells = ['-' if row.get(key) is None else format(row[key], form) for _, key, form in columns]
-        show_progress(' '.join(f'{cell:>7}' for cell in cells), done=True)
-        if row['epoch'] and row.get('s-', 0) > 0.98:
-            print('        collapse: all embeddings are almost one point; lower --lr, or raise --warmup')
-
-    def summary(self):
-        """Prints what the result means, and how it was chosen. Returns its row: the last, or with --fold the best."""
-        best, fold = self.best(), self.args.fold
-        row = best if fold else self.rows[-1]
-        both = set(self.data.train.classes) & set(self.data.query.classes)
-        new = (f'{len(both)} of its classes are in the training set as well, which flatters this number' if both else
-               'none of these classes is in the training set' if self.args.weights == 'none' else
-               'none of these classes is in the training set, but the pretrained weights may have seen some')
-        print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {"validation" if fold else "test"} images, the '
-              f'most similar other image shows the same class; {new}.\n'
-              f'Before training it was {self.rows[0]["R@1"]:.1f}.')
-        if fold:
-            print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
-        elif best is not row and best['epoch']:
-            print(f'(Epoch {best["epoch"]} had the highest MAP@R. To report it would be to choose on the test set.)')
-        if row.get('unmatched'):
-            print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
-        print(f'Next: python eval.py --checkpoint {best_of(self.folder)}')
-        return row
-
-
-def print_recipe(args, model, data, sampler, epochs, folder):
-    """What is going to run, before it runs: the data, the batches, and all flags."""
-    searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
-    part, until = ('validation', f' or until {args.patience} evaluations bring no gain') if args.fold else ('test', '')
-    size = getattr(sampler, 'batch_size', args.batch_size)  # smaller where there are few classes
-    print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
-          f'{len(data.query):,}{searched} {part} images of {len(data.query.labels.unique()):,} classes\n'
-          f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}\n'
-          + ', '.join(f'{name} {value}' for name, value in flags_of(args).items())
-          + f'\nAfter a stop, this goes on: python {args.script}.py --resume {folder}')
+# A run is the folder runs/<name>/ with log.jsonl, a JSON object for each evaluated epoch, and last.pt; with --fold,
+# best.pt is the epoch that has the highest MAP@R on the validation classes.
 
 
 def new_folder(args):
@@ -959,6 +919,176 @@ def new_folder(args):
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+
+
+def evaluate(model, data):
+    """What a row of the log says about the test set: the metrics, and the mean similarities s+ and s- of queries"""
+    return score(data, *embed_test(model, data))
+
+
+def embed_test(model, data):
+    """Embeddings of the queries (N, D), and of the gallery (G, D) or None where queries are searched in themselves"""
+    device = next(model.parameters()).device
+    where = device if device.type == 'cuda' else 'cpu'                   # there the search will run
+    z = embed(model, data.query).to(where)
+    if data.gallery is data.query:
+        return z, None
+    return z, embed(model, data.gallery).to(where)
+
+
+def score(data, z, gallery=None):
+    """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
+    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, DATASETS[data.name]['ks'])
+    positive, negative = mean_similarities(z, data.query.labels.to(z.device))
+    if positive is not None:
+        metrics['s+'] = positive
+    if negative is not None:
+        metrics['s-'] = negative
+    return metrics
+
+
+def best_row(rows):
+    """The row with the highest MAP@R, the first if there are several; epoch 0 only if there is no other"""
+    trained = rows[1:]
+    return max(trained or rows, key=lambda row: row['MAP@R'])
+
+
+def out_of_patience(args, rows):
+    """With --fold: whether the last --patience evaluations were no better than one before them"""
+    if not args.fold or not rows:
+        return False
+    since = len(rows) - 1 - rows.index(best_row(rows))                   # evaluations since the best one
+    return since >= args.patience
+
+
+def print_recipe(args, model, data, sampler, epochs, folder):
+    """What is going to run, before it runs: the data, the batches, and all flags."""
+    part = 'test'
+    until = ''
+    if args.fold:
+        part = 'validation'
+        until = f' or until {args.patience} evaluations bring no gain'
+    searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
+    size = getattr(sampler, 'batch_size', args.batch_size)               # smaller where there are few classes
+    print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
+          f'{len(data.query):,}{searched} {part} images of {len(data.query.labels.unique()):,} classes\n'
+          f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
+    print(', '.join(f'{name} {value}' for name, value in flags_of(args).items()))
+    print(f'After a stop, this goes on: python {args.script}.py --resume {folder}')
+
+
+def show_row(row, rows, titles):
+    """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
+    measured = [key for key in rows[0] if key.startswith(('R@', 'MAP', 's'))]
+    columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
+    columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
+    columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
+    if titles:
+        print(' '.join(f'{title:>7}' for title, _, _ in columns))
+    cells = ['-' if row.get(key) is None else format(row[key], form) for _, key, form in columns]
+    show_progress(' '.join(f'{cell:>7}' for cell in cells), done=True)
+    if row['epoch'] and row.get('s-', 0) > 0.98:
+        print('        collapse: all embeddings are almost one point; lower --lr, or raise --warmup')
+
+
+def summary(args, data, folder, rows):
+    """Prints what the result means, and how it was chosen. Returns its row: the last, or with --fold the best."""
+    best = best_row(rows)
+    row = best if args.fold else rows[-1]
+    seen = set(data.train.classes) & set(data.query.classes)
+    if seen:
+        new = f'{len(seen)} of its classes are in the training set as well, which flatters this number'
+    else:
+        new = 'none of these classes is in the training set'
+        if args.weights != 'none':
+            new += ', but the pretrained weights may have seen some'
+    print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {"validation" if args.fold else "test"} images, the '
+          f'most similar other image shows the same class; {new}.\n'
+          f'Before training it was {rows[0]["R@1"]:.1f}.')
+    if args.fold:
+        print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
+    elif best is not row and best['epoch']:
+        print(f'(Epoch {best["epoch"]} had the highest MAP@R. To report it would be to choose on the test set.)')
+    if row.get('unmatched'):
+        print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
+    print(f'Next: python eval.py --checkpoint {best_of(folder)}')
+    return row
+
+
+def show_progress(text, done=False):
+    """A line that is overwritten while work goes on. Where output goes to no terminal, only its last state shows."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1      # a longer line would not be overwritten as a whole
+        print(f'\r{text if done else text[:width]:<{width}}', end='\n' if done else '', flush=True)
+    elif done:
+        print(text, flush=True)
+
+
+def set_seed(seed, epoch=None):
+    """Seeds everything random. An epoch has a seed of its own, so that a resumed run draws what it would have drawn."""
+    seed = seed if epoch is None else seed * 100_003 + epoch            # no epoch of another --seed has this one
+    random.seed(seed)
+    np.random.seed(seed % 2 ** 32)
+    torch.manual_seed(seed % 2 ** 63)                       # of every device
+
+
+# ---- 8. files --------------------------------------------------------------------------------------
+
+
+def known_classes(args, data):
+    """Names of the classes that the network knows. Those of the validation belong to them: they choose the epoch."""
+    return data.train.classes + (data.query.classes if args.fold else [])
+
+
+def save_epoch(folder, args, data, states, row, rows):
+    """Writes what a run needs to go on behind this epoch: with --fold best.pt if this is the best epoch, then last.pt,
+    then the log. If a kill comes between the two, a resumed run repeats the epoch."""
+    is_best = args.fold and row['epoch'] > 0 and best_row(rows) is row
+    others = {name: part.state_dict() for name, part in states.items() if name != 'model'}
+    for name in ['best.pt', 'last.pt'] if is_best else ['last.pt']:
+        save_checkpoint(folder / name, args, states['model'], epoch=row['epoch'], rows=rows, minutes=row['minutes'],
+                        classes=known_classes(args, data), images=len(data.train), **others)
+    write_log(folder, rows)
+
+
+def begin(args):
+    """What `resume` returns, of a run that begins now"""
+    return from_main_process(None if rank() else new_folder(args)), 0, [], time.time()
+
+
+def resume(args, data, states, per_epoch, total):
+    """Loads the last checkpoint of a run into `states` -> its folder, the epoch to go on with, its rows, and the time
+    when it would have begun without the stop. It goes on with its last epoch if that only lacks the evaluation."""
+    saved = read_checkpoint(args.resume / 'last.pt')
+    now = dict(classes=known_classes(args, data), images=len(data.train))
+    if any(saved.get(name, value) != value for name, value in now.items()):
+        raise UsageError(f'{args.resume} was trained on other images than {args.data} holds; start a new run')
+    with distrusting(args.resume):
+        for name, part in states.items():
+            part.load_state_dict(saved[name])
+        epoch = saved['epoch']
+        rows = saved['rows']
+        evaluated = rows[-1]['epoch']
+        began = time.time() - 60 * saved['minutes']
+    schedule = states['schedule']
+    done = schedule.last_epoch                              # steps
+    if done > total:
+        raise UsageError(f'{args.resume} has {done} steps done, and --epochs and --steps ask for {total}')
+    if done < total and done % per_epoch:
+        raise UsageError(f'{args.resume} ended inside an epoch, after {done % per_epoch} of its {per_epoch} steps, and '
+                         'cannot go on with other --steps or --epochs; start a new run')
+    # A finished run was left with the last rate of its schedule. The next step has the rate of the schedule by `total`.
+    for group, rate in zip(states['optimizer'].param_groups, schedule.base_lrs):
+        group['lr'] = rate * learning_rate_factor(done, args, per_epoch, total)
+    write_log(args.resume, rows)                            # exactly the rows of the checkpoint
+    first = epoch if done == total and evaluated < epoch else epoch + 1
+    return args.resume, first, rows, began
+
+
+def write_log(folder, rows):
+    if not rank():
+        with written_whole(folder / 'log.jsonl') as file:
+            file.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
 
 
 def flags_of(args):
@@ -980,15 +1110,16 @@ def save_checkpoint(path, args, model, **more):
 
 
 def best_of(path):
-    """The checkpoint that stands for a run folder when it is evaluated: best.pt if there is one, else last.pt"""
+    """The file that a run folder stands for: best.pt if there is one, else last.pt. A file stands for itself."""
     path = Path(path)
-    return path / 'best.pt' if (path / 'best.pt').exists() else path / 'last.pt' if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    return path / 'best.pt' if (path / 'best.pt').exists() else path / 'last.pt'
 
 
 def read_checkpoint(path):
-    """The dict that save_checkpoint wrote; a run folder stands for its last.pt."""
-    path = Path(path)
-    saved = read_file(path / 'last.pt' if path.is_dir() else path)
+    """The dict that save_checkpoint wrote. A run folder stands for the file that best_of names."""
+    saved = read_file(best_of(path))
     if not (isinstance(saved, dict) and isinstance(saved.get('args'), dict)
             and {'script', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is no checkpoint of these scripts')
@@ -1002,12 +1133,13 @@ def load_checkpoint(path, device='cpu', precision='auto'):
     model.args       the arguments of its training, a dict
     model.classes    names of its training classes, with --fold those of the validation block as well
     """
-    path = best_of(path)
-    saved, device = read_checkpoint(path), pick_device(device)
+    saved = read_checkpoint(path)
+    device = pick_device(device)
     with distrusting(path):
         model = Embedder(weights='none', precision=pick_precision(precision, device), **saved['embedder'])
         model.load_state_dict(saved['model'])
-        model.args, model.classes = saved['args'], saved.get('classes', [])
+        model.args = saved['args']
+        model.classes = saved.get('classes', [])
         model.transform = transforms.Compose([
             to_rgb, transforms.Resize(model.args['resize']), transforms.CenterCrop(model.args['image_size']),
             transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
@@ -1030,7 +1162,8 @@ def distrusting(path):
     try:
         yield
     except Exception as error:
-        name, text = type(error).__name__, ' '.join(str(error).split())[:300]
+        name = type(error).__name__
+        text = ' '.join(str(error).split())[:300]
         if name == 'UnpicklingError':                       # torch advises to open such a file all the same
             text = 'it is not a file of plain weights, and other files could run any code'
         raise UsageError(f'{path} cannot be used; is it damaged, or of another script? {name}: {text}') from None
@@ -1074,6 +1207,8 @@ def written_whole(path):
             yield file
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:                # torch.save reports a full disk as a RuntimeError
+        if isinstance(error.__context__, KeyboardInterrupt):            # and Ctrl-C
+            raise KeyboardInterrupt from None
         cause = str(error.__context__ or error).split('\n')[0]
         raise UsageError(f'could not write {path}: {cause}; what stood there before is unharmed') from None
     finally:
@@ -1081,24 +1216,7 @@ def written_whole(path):
             temporary.unlink()
 
 
-def show_progress(text, done=False):
-    """A line that is overwritten while work goes on. Where output goes to no terminal, only its last state shows."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1      # a longer line would not be overwritten as a whole
-        print(f'\r{text if done else text[:width]:<{width}}', end='\n' if done else '', flush=True)
-    elif done:
-        print(text, flush=True)
-
-
-def set_seed(seed, epoch=None):
-    """Seeds everything random. An epoch has a seed of its own, so that a resumed run draws what it would have drawn."""
-    seed = seed if epoch is None else seed * 100_003 + epoch            # no epoch of another --seed has this one
-    random.seed(seed)
-    np.random.seed(seed % 2 ** 32)
-    torch.manual_seed(seed % 2 ** 63)                       # of every device
-
-
-# ---- 8. command line -------------------------------------------------------------------------------
+# ---- 9. command line -------------------------------------------------------------------------------
 
 # A recipe is a row of defaults for flags. Those of the benchmarks are in the scripts, beside their papers, and name all
 # settings of training. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
@@ -1109,16 +1227,22 @@ BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256
 BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=DEMO,
             cub=BENCHMARK, cars=BENCHMARK, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
-# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; its row 'reality-check' is added.
-# Momentum and weight decay, which the text does not name, are those of the released configuration; so are crops of at
-# least 0.16 of the area, where the text has "between 40 and 256" px (40 is 0.16 of 256). BatchNorm is frozen as in the
-# text; the configuration freezes its statistics only. Its patience on CUB is 9 evaluations, one every 200 steps; here
-# it is --patience. The network there is BN-Inception. For losses that learn a vector per class, the authors take
-# batches of 32 classes x 1 image, and tune the learning rate of the vectors. At 1e-6 these would hardly move; the
-# released results for CUB have 2.5e-3 to 6.0e-3, which the scripts take over.
+# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's row 'reality-check' is
+# added. What the text does not name is taken from the released configuration: momentum, weight decay, and crops of at
+# least 0.16 of the area (the text has "between 40 and 256" px). That configuration freezes the statistics of BatchNorm
+# only, and has a patience of 9 evaluations on CUB, one every 200 steps; here --patience counts epochs.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,
                 batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
+
+
+# Flags that change none of a run's numbers, but for rounding: where and how it computes, and how often it looks
+NO_NUMBERS = {'data', 'precision', 'eval_every', 'chunk', 'compile'}
+
+
+def resize_for(row, image_size):
+    """The shorter side of the stored images, in the recipe's ratio to the crop. A typed --resize leaves the crop."""
+    return round(image_size * row['resize'] / row['image_size'])
 
 
 class Parser(argparse.ArgumentParser):
@@ -1172,9 +1296,15 @@ def block_of_blocks(text):
     return f'{i}/{n}'
 
 
-def parser(doc, notes=''):
-    """The flags that all scripts share. The first word of `doc`, a script's docstring, is the script's name."""
-    p = Parser(prog=doc.split()[0], description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
+def parser(doc, notes='', file=None):
+    """The flags that all scripts share.
+
+    doc, notes  printed by --help before and behind the flags: a script's docstring, which may be missing, and more
+    file        a script's __file__, whose name is the script's: checkpoints and run folders have it. So a copied script
+                is a script of its own. None: the first word of `doc`
+    """
+    name = Path(file).name if file else (doc or 'script').split()[0]
+    p = Parser(prog=name, description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
     switch = argparse.BooleanOptionalAction
     add = p.add_argument_group('data').add_argument
     add('--dataset', choices=list(DATASETS), default='shapes', help='shapes is built in; folder: your own images')
@@ -1239,7 +1369,10 @@ def parse(parser, DEFAULTS, argv=None):
     script = Path(parser.prog).stem
     asked = parser.parse_args([word for word in argv if word not in ('-h', '--help')])
     row = recipe_row(asked, DEFAULTS)
-    if run := asked.resume or getattr(asked, 'analyse', None):
+    if asked.resume and asked.resume.is_file():
+        raise UsageError(f'--resume goes on with the run in a folder: {asked.resume.parent}, not {asked.resume}')
+    run = asked.resume / 'last.pt' if asked.resume else getattr(asked, 'analyse', None)
+    if run:
         saved = read_checkpoint(run)
         if saved['script'] != script:
             raise UsageError(f'{run} was made by {saved["script"]}.py, not by {script}.py')
@@ -1263,14 +1396,17 @@ def parse(parser, DEFAULTS, argv=None):
 def recipe_row(asked, DEFAULTS):
     """The defaults that follow from the first reading of the command line"""
     choice = getattr(asked, 'loss', None) or getattr(asked, 'variant', None)
-    pretrained = asked.weights not in (None, 'none')
-    dataset = recipe = 'cub' if asked.dataset == 'folder' and pretrained else asked.dataset
+    dataset = asked.dataset
+    if dataset == 'folder' and asked.weights not in (None, 'none'):      # photographs for pretrained weights
+        dataset = 'cub'
+    recipe = dataset                                        # the script's row for it
     row = BASE[dataset]
     if asked.protocol:                                      # it replaces the recipe that the script has for the dataset
-        row, recipe = row | PROTOCOL, asked.protocol
+        row = row | PROTOCOL
+        recipe = asked.protocol
     row = row | DEFAULTS.get(recipe, {}) | DEFAULTS.get((recipe, choice), {})
     if asked.image_size:
-        row['resize'] = round(asked.image_size * row['resize'] / row['image_size'])
+        row['resize'] = resize_for(row, asked.image_size)
     if asked.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
         row['freeze_bn'] = False
     return row | (dict(eval_every=1) if asked.fold else {})
@@ -1292,10 +1428,8 @@ def check(args):
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
         refuse(args, ['name', 'show_batch'], '--resume')
-        if not args.resume.is_dir():
-            raise UsageError(f'--resume goes on with the run in a folder: {args.resume.parent}, not {args.resume}')
-        free = 'resume data cache epochs steps eval_every patience device precision chunk compile'.split()
-        if fixed := sorted(args.changed - set(free)):
+        free = NO_NUMBERS | {'resume', 'cache', 'epochs', 'steps', 'patience', 'device'}
+        if fixed := sorted(args.changed - free):
             raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
         if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
             print('note: with another number of steps the learning rate takes another course than without a stop')
@@ -1312,6 +1446,65 @@ def refuse(args, flags, because):
     for flag in flags:
         if flag in args.changed:
             raise UsageError(f'--{flag.replace("_", "-")} has no effect with {because}')
+
+
+def dataset_from(args):
+    """The dataset that the flags name"""
+    load = partial(load_dataset, args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
+    if world() == 1:
+        return load()
+    patient = distributed.new_group(backend='gloo', timeout=timedelta(days=1))
+    data = None if rank() else load()       # the main process decodes the images; the others may wait long for it
+    distributed.barrier(patient)
+    return data or load()
+
+
+def make_sampler(args, labels):
+    """Batches of P x K images; with --per-class 0 all images in random order, without an incomplete last batch"""
+    if args.per_class:
+        return BalancedSampler(labels, args.batch_size, args.per_class)
+    return BatchSampler(RandomSampler(labels), min(args.batch_size, len(labels)), drop_last=True)
+
+
+def build(args, **options):
+    """The network that the flags name, on their device. `options` go to Embedder."""
+    torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
+    # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
+    weights = 'none' if args.resume or args.show_batch else args.weights
+    model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
+                     precision=pick_precision(args.precision, args.device), chunk=args.chunk, **options)
+    if world() > 1 and not args.freeze_bn:                  # statistics over the batches of all processes
+        if args.device.type != 'cuda':
+            raise UsageError('several processes on a CPU cannot share the statistics of BatchNorm: take --freeze-bn')
+        model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
+    if args.compile:
+        model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are
+    return model.place(args.device)
+
+
+def make_optimizer(args, groups, **options):
+    """The optimizer that --optimizer names, over parameter groups that may have a learning rate of their own."""
+    kinds = dict(adamw=torch.optim.AdamW, adam=torch.optim.Adam, sgd=torch.optim.SGD, rmsprop=torch.optim.RMSprop)
+    if args.optimizer in ('sgd', 'rmsprop'):
+        options['momentum'] = args.momentum
+    if args.optimizer != 'rmsprop':                         # torch has no fused RMSprop
+        options['fused'] = args.device.type in ('cpu', 'cuda')
+    return kinds[args.optimizer](groups, lr=args.lr, weight_decay=args.weight_decay, **options)
+
+
+# ---- 10. devices and processes ---------------------------------------------------------------------
+
+
+def at_least_float32(t):
+    """Raises half precision to float32, for a loss: exp() overflows float16 above 11, and bfloat16 has two to three
+    digits. Other types stay as they are."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def same_precision(*tensors):
+    """Raises all tensors to the widest type among them, and at least to float32. Returns them in a list."""
+    dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    return [t.to(dtype) for t in tensors]
 
 
 def pick_device(name):
@@ -1338,34 +1531,14 @@ def pick_precision(name, device):
     return 'bf16' if device.type in supported and supported[device.type]() else 'fp32'
 
 
-def dataset_from(args):
-    """The dataset that the flags name"""
-    load = partial(load_dataset, args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
-    if world() == 1:
-        return load()
-    patient = distributed.new_group(backend='gloo', timeout=timedelta(days=1))
-    data = None if rank() else load()       # the main process decodes the images; the others may wait long for it
-    distributed.barrier(patient)
-    return data or load()
+def import_faiss():
+    """faiss, or None where it is missing, and on a Mac, where its OpenMP runtime and that of torch would crash"""
+    if sys.platform != 'darwin':
+        with suppress(ImportError):
+            import faiss
+            return faiss
+    return None
 
-
-def build(args, **options):
-    """The network that the flags name, on their device. `options` go to Embedder."""
-    torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
-    # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
-    weights = 'none' if args.resume or args.show_batch else args.weights
-    model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
-                     precision=pick_precision(args.precision, args.device), chunk=args.chunk, **options)
-    if world() > 1 and not args.freeze_bn:                  # statistics over the batches of all processes
-        if args.device.type != 'cuda':
-            raise UsageError('several processes on a CPU cannot share the statistics of BatchNorm: take --freeze-bn')
-        model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
-    if args.compile:
-        model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are
-    return model.place(args.device)
-
-
-# ---- 9. processes ----------------------------------------------------------------------------------
 
 # torchrun starts a script several times, once for each GPU. Each process draws the same batch, since all have the same
 # seed. The trunk runs on a share of it, its feature maps are gathered, and every process computes the loss of the whole
@@ -1389,9 +1562,9 @@ def join_processes(device):
             sys.stdout = open(os.devnull, 'w')
 
 
-def from_main_process(make):
-    """What make() returns in the main process; it is called there only, and the others wait."""
-    box = [None if rank() else make()]
+def from_main_process(value):
+    """The value that the main process has; the others wait for it."""
+    box = [value]
     if world() > 1:
         distributed.broadcast_object_list(box)
     return box[0]
@@ -1401,7 +1574,8 @@ def gather(f, total):
     """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients for the own one"""
     if world() == 1:
         return f
-    f, shares = at_least_float32(f), torch.arange(total).tensor_split(world())
+    f = at_least_float32(f)
+    shares = torch.arange(total).tensor_split(world())
     padded = f.new_zeros(len(shares[0]), *f.shape[1:])      # all_gather takes one shape, and the first is the largest
     padded[:len(f)] = f.detach()
     gathered = [torch.empty_like(padded) for _ in shares]
@@ -1422,7 +1596,7 @@ def average_gradients(weights):
             grad.copy_(part.view(grad.shape))
 
 
-# ---- 10. errors ------------------------------------------------------------------------------------
+# ---- 11. errors ------------------------------------------------------------------------------------
 
 
 class UsageError(ValueError):
@@ -1435,13 +1609,16 @@ class NotFinite(UsageError):
 
 def failure(error):
     """One line on an error that is a mistake in use, or a failure of the machine; None if it is a bug"""
-    kind, text = type(error), ' '.join(str(error).split())[:500]
+    kind = type(error)
+    text = ' '.join(str(error).split())[:500]
     full = isinstance(error, RuntimeError) and ('out of memory' in text or "can't allocate memory" in text)
     if full or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return f'not enough memory: lower --batch-size, or take --chunk, which needs --freeze-bn ({text})'
     if kind.__module__.startswith(('torch._dynamo', 'torch._inductor')):
         return f'--compile does not work here, leave it out: {text}'
-    return text if isinstance(error, UsageError) else f'{kind.__name__}: {text}' if isinstance(error, OSError) else None
+    if isinstance(error, UsageError):
+        return text
+    return f'{kind.__name__}: {text}' if isinstance(error, OSError) else None
 
 
 def cli(main):

@@ -207,7 +207,7 @@ def search_photo(args, model, images, path):
 # ---- tables
 
 # Flags in which the runs of a recipe may differ
-NO_RECIPE = {'seed', 'fold', 'data', 'precision', 'eval_every', 'chunk', 'compile'}
+NO_RECIPE = common.NO_NUMBERS | {'seed', 'fold'}
 
 
 def interval(values):
@@ -234,7 +234,7 @@ def read_runs(paths):
     """
     runs = []
     for path in paths:
-        saved = common.read_checkpoint(common.best_of(path))
+        saved = common.read_checkpoint(path)
         fold = saved['args'].get('fold') or 'none'
         runs.append(SimpleNamespace(path=path, script=saved['script'], fold=fold, classes=saved.get('classes', []),
                                     epoch=saved.get('epoch'), flags=saved['args'] | dict(folds=fold.split('/')[-1])))

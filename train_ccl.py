@@ -70,7 +70,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     stop_grad  L_contrast takes the centres as constants, as in Table 1
     returns    scalar, the mean over the batch, without overflow; >= 0 for z of unit length
     """
-    z, centers = common.at_least_float32(z, centers)
+    z, centers = common.same_precision(z, centers)
     c = F.normalize(centers, dim=1)                                      # (C, D)
     own = F.one_hot(y, len(c)).to(c.dtype)                               # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
@@ -99,7 +99,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
     Arguments as above. With a single class the denominator is empty, and only the pull is left.
     """
-    z, centers = common.at_least_float32(z, centers)
+    z, centers = common.same_precision(z, centers)
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
     own = torch.arange(len(centers), device=y.device) == y[:, None]      # (B, C)
     if len(centers) == 1:
@@ -112,7 +112,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     """CCL Eq. (7): cross-entropy of a linear classifier, Eq. (6), plus lam times the squared distance to centres
     that are separate parameters; averaged over the batch. z (B, D) and centers (C, D) are not normalised; weight
     (C, D), bias (C,)."""
-    z, weight, bias, centers = common.at_least_float32(z, weight, bias, centers)
+    z, weight, bias, centers = common.same_precision(z, weight, bias, centers)
     logits = F.linear(z, weight, bias)                                   # (B, C)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
     cross_entropy = F.cross_entropy(logits, labels, reduction='none')    # (B,)  Eq. (6)
@@ -205,7 +205,7 @@ label_noise.__name__ = 'symmetric:RATE or longtail:RATE'                # in the
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__, NOTES)
+    parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Center Contrastive').add_argument
     add('--variant', choices=list(READS), default='ccl', help='the loss; the end of this help explains them')
     add('--s', type=common.at_least(1e-3, float), default=16.0, help='inverse temperature')

@@ -138,7 +138,7 @@ DEFAULTS = {
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__, NOTES)
+    parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Contrastive').add_argument
     add('--form', choices=['distance', 'similarity'], default='distance', help='loss on distances or on cosines')
     add('--pos-margin', type=common.between(-2, 2), default=0.0,

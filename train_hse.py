@@ -63,7 +63,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     returns        scalar >= 0, without overflow. A hybrid that lacks weak positives or negatives adds 0 to the mean;
                    without any hybrids the loss is 0, and so is its gradient
     """
-    h, z = common.at_least_float32(h, z)
+    h, z = common.same_precision(h, z)
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
@@ -207,7 +207,7 @@ def contrastive_loss(z, y, margin=0.5):
 
 def proxy_anchor_loss(z, y, proxies, scale=32.0, margin=0.1):
     """Proxy-Anchor with proxies (C, D); train_proxy_anchor.py explains it."""
-    z, proxies = common.at_least_float32(z, proxies)
+    z, proxies = common.same_precision(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                # (C, B)
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
     pull = log1p_sum_exp(-scale * (s - margin), positive)                # (C,), 0 for a class not in the batch
@@ -301,7 +301,7 @@ DEFAULTS |= {(dataset, loss): row for loss, datasets, row in (
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__, NOTES)
+    parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('HSE').add_argument
     add('--loss', choices=['ms', 'contrastive', 'proxy_anchor', 'epshn', 'npair'], default='ms', help='L_m')
     add('--alpha', type=common.at_least(0, float), default=0.1, help='weight of L_Hy; 0: no hybrids')

@@ -144,7 +144,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     if kind == 'proxynca_pp':
         return proxynca_pp(z, y, y, 1, proxies, **hyper)
     if kind == 'proxy_anchor':
-        z, proxies = common.at_least_float32(z, proxies)
+        z, proxies = common.same_precision(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
@@ -170,7 +170,7 @@ def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
     Cross-entropy of -|v - p|^2 / temperature over the C proxies p. The softmax over p cancels |v|^2, and |p|^2 = 1:
     2 v.p / temperature is left.
     """
-    v, proxies = common.at_least_float32(v, proxies)
+    v, proxies = common.same_precision(v, proxies)
     logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
     return (lam * F.cross_entropy(logits, y_i, reduction='none')
             + (1 - lam) * F.cross_entropy(logits, y_j, reduction='none')).mean()
@@ -459,7 +459,7 @@ def plan(args):
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__, NOTES)
+    parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Metrix').add_argument
     above_0, cosine = common.at_least(1e-3, float), common.between(-1, 1)
     add('--loss', choices=list(HYPER), default='ms', help='base loss')

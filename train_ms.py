@@ -127,7 +127,7 @@ DEFAULTS = {
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__, NOTES)
+    parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Multi-Similarity').add_argument
     add('--alpha', type=common.at_least(1e-3, float), default=2.0,
         help='the larger, the more weight the least similar positives get')

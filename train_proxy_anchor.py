@@ -56,7 +56,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     image x of the class of p, dl/ds(x,p) = -(alpha / |P+|) * h(x) / (1 + sum of h), and alike for the push. So the
     pull on one image depends on how far the other images of its class are.
     """
-    z, proxies = common.at_least_float32(z, proxies)
+    z, proxies = common.same_precision(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                           # (C, B)
     # (C, B), whether the image of this column has the class of the proxy in this row
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
@@ -112,7 +112,7 @@ DEFAULTS = {
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__, NOTES)
+    parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Proxy-Anchor').add_argument
     add('--alpha', type=common.at_least(1e-3, float), default=32.0, help='sharpness of the smooth maxima')
     add('--delta', type=common.between(-1, 1), default=0.1, help='margin on the cosine')

@@ -87,7 +87,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
 
 def cosines(z, proxies):
     """Cosines of all embeddings, of unit length, with all proxies, in float32 or better: (B, D), (C, D) -> (B, C)"""
-    z, proxies = common.at_least_float32(z, proxies)
+    z, proxies = common.same_precision(z, proxies)
     return z @ F.normalize(proxies, dim=1).T
 
 
@@ -123,7 +123,7 @@ DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # the sc
 
 
 def get_args(argv=None):
-    parser = common.parser(__doc__, NOTES)
+    parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('ProxyNCA++').add_argument
     add('--loss', choices=['proxynca_pp', 'proxynca'], default='proxynca_pp', help='proxynca: that of the predecessor')
     add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,

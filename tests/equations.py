@@ -71,7 +71,7 @@ def cited(text, file):
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}
-    for path in sorted(ROOT.glob('*.py')):
+    for path in sorted(ROOT / f'{name}.py' for name in PAPER):          # a script of one's own has no paper here
         source = path.read_text()
         places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
                   ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]

@@ -84,7 +84,8 @@ EXERCISES = {
     'epshn_loss': Exercise(
         'train_hse.py', 'epshn_loss', 'test_epshn_', 2, 'its docstring; it is one L_m of HSE Eq. (10)'),
     'retrieval_metrics': Exercise(
-        'common.py', 'retrieval_metrics', 'rc_eq3_ or rc_eq4_ or test_retrieval_', 3,
+        'common.py', 'retrieval_metrics check_embeddings ranked_hits precisions',
+        'rc_eq3_ or rc_eq4_ or test_retrieval_', 3,
         'Reality Check Eq. (3) and (4); R@K and three rules from the docstring'),
 }
 

@@ -117,12 +117,12 @@ WRONG['proxy_anchor_loss'] = {
     'margin of negatives with minus': ('(s + delta)', '(s - delta)'),
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
-    'half precision stays': ('z, proxies = common.at_least_float32(z, proxies)', 'pass'),
+    'half precision stays': ('z, proxies = common.same_precision(z, proxies)', 'pass'),
 }
 RIGHT['proxy_anchor_loss'] = {
     'proxy by proxy': '''
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
-    z, proxies = common.at_least_float32(z, proxies)
+    z, proxies = common.same_precision(z, proxies)
     pull, push, zero = [], [], z.new_zeros(1)
     for k in range(len(proxies)):
         s = F.cosine_similarity(z, proxies[k:k + 1], dim=1)
@@ -135,7 +135,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
 }
 OF_COSINES = {
     'scale 1/T': ('2 / temperature', '1 / temperature'),
-    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.at_least_float32(z, proxies.T))'),
+    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.same_precision(z, proxies.T))'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
     'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
     'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
@@ -158,7 +158,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
 }
 WRONG['proxynca_pp_loss'] = OF_COSINES | {
     'distances not squared': ('2 / temperature * cosines(z, proxies)',
-                              '-torch.cdist(*common.at_least_float32(z, F.normalize(proxies))) / temperature'),
+                              '-torch.cdist(*common.same_precision(z, F.normalize(proxies))) / temperature'),
     'log of a softmax of exp': '''
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     p = (-(2 - 2 * cosines(z, proxies)) / temperature).exp()
@@ -174,7 +174,7 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
 RIGHT['proxynca_pp_loss'] = {
     'squared distances': '''
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
-    z, p = common.at_least_float32(z, proxies)
+    z, p = common.same_precision(z, proxies)
     d2 = (z[:, None] - F.normalize(p, dim=1)).square().sum(dim=2)
     return -torch.log_softmax(-d2 / temperature, dim=1).gather(1, y[:, None]).mean()
 ''',
@@ -193,7 +193,7 @@ WRONG['center_contrastive_loss'] = {
     'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
     'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1) + 0 * centers'),
     'images detached': ('z @ (c', 'z.detach() @ (c'),
-    'half precision stays': ('z, centers = common.at_least_float32(z, centers)', 'pass'),
+    'half precision stays': ('z, centers = common.same_precision(z, centers)', 'pass'),
     'exp overflows': ("F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
                       '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
 }
@@ -204,7 +204,7 @@ RIGHT['center_contrastive_loss'] = {
                                   'y, label_smoothing=smoothing * len(c) / (len(c) - 1)'),
     'image by image': '''
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
-    z, centers = common.at_least_float32(z, centers)
+    z, centers = common.same_precision(z, centers)
     c, total = centers / centers.norm(dim=1, keepdim=True), 0
     for x, label in zip(z, y):
         logits = s * torch.mv(c.detach() if stop_grad else c, x)
@@ -230,14 +230,14 @@ WRONG['hybrid_loss'] = {
     'images detached': ('z.T', 'z.T.detach()'),
     'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
     'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
-    'half precision stays': ('h, z = common.at_least_float32(h, z)', 'pass'),
+    'half precision stays': ('h, z = common.same_precision(h, z)', 'pass'),
     'two columns averaged': ('F.logsigmoid(s_ewp - s_hn)',
                              'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
 }
 RIGHT['hybrid_loss'] = {
     'hybrid by hybrid': '''
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
-    h, z = common.at_least_float32(h, z)
+    h, z = common.same_precision(h, z)
     terms = [0 * h.sum()]
     for x, weak, other in zip(h, weak_positive, negative):
         if weak.any() and other.any():
@@ -365,22 +365,26 @@ def max_of_mixed(f, i, j, lam):
 # ---- retrieval
 
 WRONG['retrieval_metrics'] = {
-    'sum past R': ('hit = hit & (rank <= r)', 'pass', ':int(r.max())]', ':]'),
+    'sum past R': ('hit = hit & (rank <= r[:, None])', 'pass', ':int(r.max())]', ':]'),
     'the query finds itself': ('k_nearest(query, gallery, depth)', 'k_nearest(query, searched, depth)'),
-    'a query is its own match': (' - int(within)', ''),
+    'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
-    'ks ignored': ('within = gallery is None', 'ks, within = (1, 2, 4, 8), gallery is None'),
+    'ks ignored': ('within = gallery is None', 'ks = (1, 2, 4, 8)\n    within = gallery is None'),
     'no match: left out of R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
-    'no match: counts in RP and MAP@R': ('100 * sum(p) / max(1, len(p))', '100 * sum(p) / len(query)'),
-    'no match: not counted': ('len(average) == len(query)', 'True'),
+    'no match: counts in RP and MAP@R': (
+        '100 * sum(precision) / max(1, len(precision))', '100 * sum(precision) / len(query)',
+        '100 * sum(average) / max(1, len(average))', '100 * sum(average) / len(query)'),
+    'no match: not counted': ('len(average) < len(query)', 'False'),
     'first hit dropped, not oneself': (
         'for rows, s, index in k_nearest(query, gallery, depth):',
-        'for rows, s, index in k_nearest(query, searched, depth + within):\n'
-        '        s, index = s[:, int(within):], index[:, int(within):]'),
-    'R of the first query': ('r = matches[rows]', 'r = matches[:1].expand(len(rows))'),
-    'ties as they come': ('1e-6 * hit', '0 * hit'),
-    'nothing to retrieve is no error': ('not len(query) or len(searched) < 1 + within', 'False'),
+        'for rows, s, index in k_nearest(query, searched, depth + itself):\n'
+        '        s, index = s[:, itself:], index[:, itself:]'),
+    'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
+    'ties as they come': ('return hit.gather(1, order)', 'return hit'),
+    'matches first': ('hit.int().argsort', '(~hit).int().argsort'),
+    'nothing to retrieve is no error': (
+        'len(query) == 0 or len(searched) == 0 or (within and len(query) == 1)', 'False'),
     'NaN is no error': ('not (query.isfinite().all() and searched.isfinite().all())', 'False'),
     'NaN in the gallery is no error': (' and searched.isfinite().all()', ''),
     'precision where there is no match': ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank'),
@@ -398,7 +402,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
         s = gallery @ query[i]
         hit = gallery_labels == query_labels[i]
         s, hit = (torch.cat([t[:i], t[i + 1:]]) if within else t for t in (s, hit))
-        hit = hit[(s - 1e-6 * hit).argsort(descending=True)]
+        hit = hit[torch.tensor(sorted(range(len(s)), key=lambda j: (-float(s[j]), bool(hit[j]))), dtype=torch.long)]
         r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
         p = (hit.cumsum(0) / rank * hit)[:r]
         rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])

@@ -52,7 +52,7 @@ def test_official_formats(tmp_path, monkeypatch, name):
     """In CUB the first 100 classes train. Files that macOS leaves beside the images are no images."""
     unpack(name, tmp_path, monkeypatch)
     *_, labels, classes = FORMATS[name]
-    data = common.load_dataset(name, tmp_path, resize=8, cache=tmp_path / 'cache')
+    data = common.load_dataset(name, tmp_path, 8, 8, tmp_path / 'cache')
     assert {split: getattr(data, split).labels.tolist() for split in labels} == labels
     assert data.query.classes == data.gallery.classes == classes
     assert (data.gallery is data.query) == ('gallery' not in labels) and data.train[0].shape == (8, 10, 3)
@@ -73,7 +73,7 @@ def test_cars_official_format(tmp_path, monkeypatch):
         rows[i] = (f'car_ims/{i}.jpg', 150, 1, 1, 150, class_, test)
         Image.new('RGB', (16, 12)).save(tmp_path / f'car_ims/{i}.jpg')
     scipy_io.savemat(tmp_path / 'cars_annos.mat', dict(annotations=rows))
-    data = common.load_dataset('cars', tmp_path, resize=8, cache=tmp_path / 'cache')
+    data = common.load_dataset('cars', tmp_path, 8, 8, tmp_path / 'cache')
     assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
     assert data.train.labels.tolist() == [1, 0, 1] and data.query.labels.tolist() == [1, 0, 0]
     monkeypatch.setitem(sys.modules, 'scipy.io', None)
@@ -150,7 +150,7 @@ def test_folder_with_query_and_gallery(tmp_path):
     draw_folder(tmp_path / 'train', ['a', 'b'], per_class=2)
     draw_folder(tmp_path / 'query', ['d', 'c', 'a9'], per_class=1)             # a9 has no match in the gallery
     draw_folder(tmp_path / 'gallery', ['b2', 'c', 'd'], per_class=2)
-    data = common.load_dataset('folder', tmp_path, resize=16, cache=tmp_path / 'cache')
+    data = common.load_dataset('folder', tmp_path, 16, 16, tmp_path / 'cache')
     assert data.query.labels.tolist() == [0, 2, 3] and data.gallery.labels.tolist() == [1, 1, 2, 2, 3, 3]
     assert data.query.classes == ['a9', 'b2', 'c', 'd'] and data.train.classes == ['a', 'b']
     shutil.rmtree(tmp_path / 'gallery')
@@ -229,8 +229,8 @@ def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, mon
 # ---- sizes, names and shapes
 
 @pytest.mark.parametrize('resize, image_size, expected', [
-    (None, None, (256, 224)), (None, 112, (128, 112)), (128, None, (128, 112)), (300, 200, (300, 200))])
-def test_sizes_follow_each_other_as_in_the_recipes(monkeypatch, resize, image_size, expected):
+    (None, None, (256, 224)), (None, 112, (128, 112)), (300, None, (300, 224)), (300, 200, (300, 200))])
+def test_the_stored_size_follows_the_crop_and_never_the_reverse(monkeypatch, resize, image_size, expected):
     rows = dict(train=[('x', 'a', None)], query=[('x', 'b', None)])
     monkeypatch.setattr(common, 'list_images', lambda *_, **__: rows)
     monkeypatch.setattr(common, 'decode', lambda paths, side, *rest: (None, [(side, side)]))

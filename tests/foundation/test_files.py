@@ -108,6 +108,21 @@ def test_a_full_disk_leaves_the_old_file_intact(tmp_path, error):
     assert (tmp_path / 'old').read_text() == 'precious' and not list(tmp_path.glob('*.tmp'))
 
 
+@pytest.mark.parametrize('error', [None, RuntimeError('PytorchStreamWriter failed writing file')])
+def test_ctrl_c_while_a_file_is_written_is_ctrl_c(tmp_path, error):
+    """torch.save turns it into an error of its own when it comes in the middle of a write."""
+    (tmp_path / 'old').write_text('precious')
+    with pytest.raises(KeyboardInterrupt):
+        with common.written_whole(tmp_path / 'old') as file:
+            try:
+                file.write(b'half')
+                raise KeyboardInterrupt
+            finally:
+                if error:
+                    raise error
+    assert (tmp_path / 'old').read_text() == 'precious' and not list(tmp_path.glob('*.tmp'))
+
+
 def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next_that_writes_it(tmp_path):
     """But not what a living process still writes, or one of another machine, and nothing of other files."""
     gone = subprocess.Popen([sys.executable, '-c', ''])

@@ -21,7 +21,7 @@ def test_every_image_becomes_rgb(tmp_path, mode, suffix):
     for name in 'abcd':
         (tmp_path / name).mkdir()
         Image.new('RGB', (20, 14), (200, 30, 60)).convert(mode).save(tmp_path / name / f'0.{suffix}')
-    data = common.load_dataset('folder', tmp_path, resize=7, cache=tmp_path / 'cache')
+    data = common.load_dataset('folder', tmp_path, 7, 7, tmp_path / 'cache')
     assert data.train[0].shape == (7, 10, 3)
 
 

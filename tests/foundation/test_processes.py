@@ -47,7 +47,7 @@ def test_the_main_process_prints_and_writes_and_its_row_is_that_of_all(trained):
     assert outputs[0].count('R@1 = ') == 8 and 'R@1' not in outputs[1]
     assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(['ms-folder-1', *SCRIPTS])
     assert not list(two.glob('runs/*/*.tmp'))
-    rows = weights(two / 'runs' / 'ms-folder-1')[1]
+    rows = weights(two / 'runs' / 'ms-folder-1' / 'last.pt')[1]
     assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
 
 

@@ -102,6 +102,13 @@ def test_retrieval_of_two_that_tie_puts_the_other_class_first(query, labels):
     expect(found['R@1'], 100, 'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.02 (class 1)')
 
 
+@pytest.mark.parametrize('ks', [(1,), (1, 2)])
+def test_retrieval_of_a_match_that_is_hardly_nearer_finds_it(ks):
+    """Equal means equal: a cosine that is larger by 6e-7 comes first, however many images are retrieved."""
+    found = retrieval_metrics(points(0), torch.tensor([0]), points(20, 20.0001), torch.tensor([0, 1]), ks=ks)
+    expect(found['R@1'], 100, f'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.0001, ks {ks}')
+
+
 def test_retrieval_of_many_queries():
     """4,400 queries take two blocks. Classes of 4 come first and of 2 last, so R differs between the blocks."""
     labels = torch.cat([torch.arange(500).repeat_interleave(4), 500 + torch.arange(1200).repeat_interleave(2)])
@@ -146,11 +153,16 @@ def test_errors_say_what_is_wrong():
 # ---- search and mean similarities
 
 @pytest.mark.parametrize('within', [True, False])
-@pytest.mark.parametrize('library', ['faiss', 'torch'])
+@pytest.mark.parametrize('library', ['faiss', 'faiss with tensors', 'torch'])
 def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, within):
-    """By both searches, in two blocks, of embeddings of any length; within a set nobody finds oneself."""
+    """By all searches, in two blocks, of embeddings of any length; within a set nobody finds oneself."""
     if library == 'torch':
         monkeypatch.setitem(sys.modules, 'faiss', None)     # importing it now fails: torch searches, as on a GPU
+    else:
+        faiss = pytest.importorskip('faiss')
+    if library == 'faiss with tensors':     # as faiss.contrib.torch_utils, which other libraries import, changes it
+        knn = faiss.knn
+        monkeypatch.setattr(faiss, 'knn', lambda *args: tuple(map(torch.from_numpy, knn(*args))))
     z = torch.randn(4300, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     query, gallery = (z, None) if within else (z[:4200], z[4200:])
     rows, s, index = map(torch.cat, zip(*common.k_nearest(query, gallery, 3)))

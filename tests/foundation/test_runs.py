@@ -136,6 +136,58 @@ def test_resume_with_another_number_of_steps_says_that_it_is_another_run(run, sm
         assert said == (schedule == 'cosine' and flag != '--eval-every')
 
 
+def test_a_run_that_ended_inside_an_epoch_goes_on_to_no_other_number_of_steps(run, small, capsys):
+    """An epoch has three steps here. Where nothing is left to do, the result is printed again."""
+    run(train_ms, '--name', 'x', '--steps', '4', '--epochs', '9')
+    for flags in ('--steps 20', '--steps 0', '--epochs 3 --steps 0'):
+        with pytest.raises(UsageError, match='x ended inside an epoch, after 1 of its 3 steps, and cannot go on'):
+            train_ms.main(['--resume', 'runs/x', *flags.split()])
+    for flags in ('--steps 3', '--epochs 1'):
+        with pytest.raises(UsageError, match='x has 4 steps done, and --epochs and --steps ask for 3'):
+            train_ms.main(['--resume', 'runs/x', *flags.split()])
+    before = common.read_checkpoint('runs/x')
+    capsys.readouterr()
+    assert train_ms.main(['--resume', 'runs/x']) == before['rows'][-1]
+    assert f'R@1 = {before["rows"][-1]["R@1"]:.1f}' in capsys.readouterr().out
+
+
+def test_the_result_is_of_the_network_in_last_pt(run, small, monkeypatch):
+    """Stopped after epoch 3, which was not evaluated; with --epochs 3, nothing is left to train."""
+    saved = []
+
+    def save(path, *positional, real=common.save_checkpoint, **named):
+        if len(saved) == 4:
+            raise KeyboardInterrupt
+        saved.append(path)
+        real(path, *positional, **named)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common, 'save_checkpoint', save)
+        run(train_ms, '--name', 'x', '--epochs', '4', '--steps', '0', '--eval-every', '2')
+    trained = common.read_checkpoint('runs/x')
+    assert trained['epoch'] == 3 and [row['epoch'] for row in trained['rows']] == [0, 2]
+    row = train_ms.main(['--resume', 'runs/x', '--epochs', '3', '--device', 'cpu'])
+    assert row['epoch'] == 3 and [row['epoch'] for row in rows_of('x')] == [0, 2, 3]
+    after = common.read_checkpoint('runs/x')
+    assert all(torch.equal(value, after['model'][key]) for key, value in trained['model'].items()), 'only evaluated'
+    model = common.load_checkpoint('runs/x', precision=trained['args']['precision'])
+    data = common.load_dataset('folder', trained['args']['data'], 32, 32)
+    assert common.evaluate(model, data).items() <= row.items()
+
+
+def test_a_finished_cosine_run_goes_on_at_the_rate_of_its_new_length(run, small, monkeypatch):
+    run(train_ms, '--name', 'x', '--epochs', '1', '--steps', '0', '--schedule', 'cosine', '--lr', '0.01')
+    rates, real = [], common.make_optimizer
+
+    def make(*args, **options):
+        optimizer = real(*args, **options)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]['lr']))
+        return optimizer
+    monkeypatch.setattr(common, 'make_optimizer', make)
+    args = train_ms.get_args(['--resume', 'runs/x', '--epochs', '3'])
+    train_ms.main(['--resume', 'runs/x', '--epochs', '3', '--device', 'cpu'])
+    assert rates == pytest.approx([0.01 * common.learning_rate_factor(i, args, 3, 9) for i in range(3, 9)])
+
+
 @pytest.mark.parametrize('classes, per_class', [('bcde', 5), ('abcde', 4)])
 def test_a_run_goes_on_with_the_images_that_it_began_with(run, small, tmp_path, classes, per_class):
     """Not with more images, nor with other classes: with a new class a, it would train a and b, and test c."""
@@ -151,7 +203,7 @@ def test_a_resumed_run_needs_no_file_of_weights(run, small, monkeypatch):
     asked = []
     monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: asked.append(weights) or SmallNet())
     run(train_ms, '--name', 'mine', '--weights', 'gone.pth')
-    train_ms.main(['--resume', 'runs/mine', '--steps', '4', '--device', 'cpu'])
+    train_ms.main(['--resume', 'runs/mine', '--device', 'cpu'])
     assert asked == ['gone.pth', 'none'] and common.read_checkpoint('runs/mine')['args']['weights'] == 'gone.pth'
 
 
@@ -200,7 +252,7 @@ def test_the_best_epoch_by_validation_is_kept(train_with, capsys):
     row = train_with([90, 10, 30, 20, 30], '--fold', '0/3', '--epochs', '4', '--name', 'x')
     assert row['epoch'] == 2 and row['MAP@R'] == 30, 'neither epoch 0 nor a later one that is no better'
     best = common.read_file('runs/x/best.pt')
-    assert best['epoch'] == 2 and common.read_checkpoint('runs/x')['epoch'] == 4
+    assert best['epoch'] == 2 and common.read_file('runs/x/last.pt')['epoch'] == 4
     assert torch.equal(common.load_checkpoint('runs/x').linear.weight, best['model']['linear.weight'])
     assert epochs_of('x') == [0, 1, 2, 3, 4], 'evaluated after each epoch'
     out = capsys.readouterr().out
@@ -238,6 +290,6 @@ def test_a_kill_between_best_and_last_costs_nothing(train_with, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(common, 'save_checkpoint', save)
         train_with([0, 10, 20, 5], '--fold', '0/3', '--epochs', '3', '--name', 'x')
-    assert common.read_checkpoint('runs/x')['epoch'] == 1 and common.read_file('runs/x/best.pt')['epoch'] == 2
+    assert common.read_file('runs/x/last.pt')['epoch'] == 1 and common.read_file('runs/x/best.pt')['epoch'] == 2
     row = train_with([20, 5], '--resume', 'runs/x')
     assert row['epoch'] == 2 and common.read_file('runs/x/best.pt')['epoch'] == 2

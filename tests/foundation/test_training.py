@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SmallNet, draw_folder
+from conftest import SCRIPTS, SmallNet, draw_folder, rows_of
 from PIL import Image
 
 import common
@@ -19,8 +19,7 @@ from common import UsageError
 def train_epoch(held, step, steps):
     """An epoch of so many steps at a constant learning rate, with what main hands to the loop -> its row"""
     schedule = torch.optim.lr_scheduler.LambdaLR(held.optimizer, lambda _: 1.0)
-    run = SimpleNamespace(epoch=0, total=steps)
-    return common.train_epoch(held.args, run, held.data, [[0, 5]] * steps, step, held.optimizer, schedule)
+    return common.train_epoch(held.args, held.data, [[0, 5]] * steps, step, held.optimizer, schedule, 1, steps)
 
 
 @pytest.fixture
@@ -186,16 +185,19 @@ def test_minutes_and_images_per_second(run, small, slow_steps):
     assert [row['minutes'] for row in (before, first, last)] == [0, 12, 22]
     assert first['images_per_second'] == pytest.approx(8 / 60) and last['images_per_second'] == pytest.approx(8 / 600)
     assert last['no_positive'] == 0
-    train_ms.main(['--resume', 'runs/x', '--steps', '0', '--epochs', '3'])
-    assert common.read_checkpoint('runs/x')['minutes'] == 34, 'those before are kept'
+
+
+def test_minutes_before_a_stop_are_kept(run, small, slow_steps):
+    run(train_ms, '--epochs', '1', '--steps', '0', '--name', 'x')
+    train_ms.main(['--resume', 'runs/x', '--epochs', '2'])
+    assert [row['minutes'] for row in rows_of('x')] == [0, 12, 24]
 
 
 def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
     held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
     monkeypatch.setattr(common, 'show_progress', shown.append)
     schedule = SimpleNamespace(last_epoch=100, step=lambda: setattr(schedule, 'last_epoch', schedule.last_epoch + 1))
-    row = common.train_epoch(held.args, SimpleNamespace(epoch=4, total=150), held.data, [[0, 5]] * 31, held.step,
-                             held.optimizer, schedule)
+    row = common.train_epoch(held.args, held.data, [[0, 5]] * 31, held.step, held.optimizer, schedule, 5, 150)
     # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
     expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
     assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
@@ -223,10 +225,10 @@ def test_weights_that_are_no_numbers_do_not_overwrite_a_checkpoint(run, small, m
     """An evaluation would notice them, too, so here these epochs have none."""
     real = common.train_epoch
 
-    def poisoned(args, run, *rest):
-        row = real(args, run, *rest)
-        if row['epoch'] == 2:
-            run.states['model'].linear.weight.data[0, 0] = float('nan')
+    def poisoned(args, data, sampler, step, optimizer, schedule, epoch, total):
+        row = real(args, data, sampler, step, optimizer, schedule, epoch, total)
+        if epoch == 2:
+            optimizer.param_groups[0]['params'][-1].data[0] = float('nan')
         return row
     monkeypatch.setattr(common, 'train_epoch', poisoned)
     with pytest.raises(UsageError, match='not finite'):

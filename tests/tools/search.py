@@ -3,8 +3,11 @@
     pip install optuna
     python tests/tools/search.py train_ms.py --trials 10                            # on shapes
     python tests/tools/search.py train_ms.py --dataset cub --data data --protocol reality-check --storage sqlite:///ms.db
+    python tests/tools/search.py train_mine.py --range alpha 0.1 10 --range margin 0 1
 
-All flags that are not named here go to the script. With --storage, a search that was stopped goes on when it is started
+A range searches a flag of any script, a copied one too; if its ends are more than 0 and a factor of 100 or more apart,
+the logarithm is searched. For the seven scripts there are RANGES, which hold where no --range is given. All other flags
+that are not named here go to the script. With --storage, a search that was stopped goes on when it is started
 again; and machines that name the same database, on one of them or on a server, share the trials. Each run keeps two
 checkpoints in runs/, for a ResNet-50 of 0.3 GB each; they may be deleted while the search goes on. Not collected by
 pytest.
@@ -34,10 +37,30 @@ RANGES = {
 }
 
 
+def ranges_of(options):
+    """{flag: (low, high, log)} of --range, or else of RANGES"""
+    if not options.range:
+        if options.script not in RANGES:
+            raise common.UsageError(f'which flags of {options.script} are searched? Say it with --range FLAG LOW HIGH')
+        return RANGES[options.script]
+    ranges = {}
+    for flag, *ends in options.range:
+        try:
+            low, high = map(float, ends)
+        except ValueError:
+            raise common.UsageError(f'--range {flag} {" ".join(ends)}: the ends are two numbers') from None
+        if not low < high:
+            raise common.UsageError(f'--range {flag} {low:g} {high:g}: the first number must be the lower one')
+        ranges[f'--{flag}'] = low, high, low > 0 and high >= 100 * low
+    return ranges
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument('script', choices=list(RANGES))
+    parser.add_argument('script', help='train_ms.py, or any other script that is made like it')
+    parser.add_argument('--range', nargs=3, action='append', metavar=('FLAG', 'LOW', 'HIGH'), default=[],
+                        help='a flag to search, without its --, between these values; several times')
     parser.add_argument('--trials', type=common.at_least(1), default=50, help='to add; the Reality Check has 50')
     parser.add_argument('--folds', type=int, default=4, help='each a run of every trial')
     parser.add_argument('--storage', help='database that keeps the trials, sqlite:///FILE or one on a server')
@@ -46,12 +69,15 @@ def main(argv=None):
         import optuna
     except ImportError:
         parser.exit(2, 'error: the search is that of Optuna: pip install optuna\n')
-    script = importlib.import_module(options.script.removesuffix('.py'))
+    ranges = ranges_of(options)
+    path = Path(options.script)
+    sys.path.insert(0, str(path.resolve().parent))
+    script = importlib.import_module(path.stem)
     script.get_args([*flags, '--fold', f'0/{options.folds}'])           # a mistake shows before the first trial
 
     def score(trial):
         chosen = [f'{flag}={trial.suggest_float(flag, low, high, log=log)}'
-                  for flag, (low, high, log) in RANGES[options.script].items()]
+                  for flag, (low, high, log) in ranges.items()]
         try:
             rows = [script.main([*flags, *chosen, '--fold', f'{n}/{options.folds}']) for n in range(options.folds)]
         except common.NotFinite:                                        # a bad setting, but no reason to stop

@@ -256,19 +256,20 @@ def faults():
 def retrieval():
     """Small problems, many with ties, against brute force"""
     def error(seed, gallery, equal):
-        """The largest error of a metric; with `equal`, coordinates are -1, 0 or 1, so that many similarities tie."""
+        """The largest error of a metric; with `equal`, vectors lie along the axes, so that many cosines are equal."""
         rng = np.random.default_rng(seed)
         n, g, dim = int(rng.integers(2, 14)), int(rng.integers(1, 14)), int(rng.integers(1, 5))
 
         def embeddings(m):
-            z = rng.integers(-1, 2, size=(m, dim)).astype(float) if equal else rng.normal(size=(m, dim))
-            z[(z == 0).all(axis=1), 0] = 1
+            z = rng.normal(size=(m, dim))
+            if equal:
+                z = np.eye(dim)[rng.integers(dim, size=m)] * rng.choice([-1, 1], size=(m, 1))
             return torch.tensor(z), torch.tensor(rng.integers(0, 4, m))
         q, qy = x, xy = embeddings(n)
         if gallery:
             x, xy = embeddings(g)
         ours = common.retrieval_metrics(q.float(), qy, *((x.float(), xy) if gallery else ()))
-        s = torch.cosine_similarity(q[:, None], x, dim=2).numpy().round(5 if equal else 12)
+        s = torch.cosine_similarity(q[:, None], x, dim=2).numpy().round(12)
         # At equal similarities, non-matches come first.
         ranked = [sorted((-s[i, j], bool(qy[i] == xy[j])) for j in range(len(x)) if gallery or j != i)
                   for i in range(n)]

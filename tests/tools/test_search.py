@@ -1,6 +1,10 @@
 """tests/tools/search.py: a search that is stopped and goes on."""
+from types import SimpleNamespace
+
 import pytest
 import search
+
+import common
 
 
 def test_a_search_goes_on_and_takes_the_best_mean_of_the_folds(small, folder, tmp_path, monkeypatch, capsys):
@@ -23,3 +27,13 @@ def test_every_flag_that_is_searched_is_one_of_its_script():
             assert low < high and (low > 0 or not log)
             for value in (low, high):
                 __import__(script.removesuffix('.py')).get_args([f'{flag}={value}'])
+
+
+def test_the_ranges_of_a_script_of_ones_own():
+    def ranges(*words, script='train_mine.py'):
+        return search.ranges_of(SimpleNamespace(script=script, range=[word.split() for word in words]))
+    assert ranges('alpha 0.1 10', 'lam -1 1') == {'--alpha': (0.1, 10, True), '--lam': (-1, 1, False)}
+    assert ranges('alpha 1 2', script='train_ms.py') == {'--alpha': (1, 2, False)}, 'in place of those of the list'
+    for words, reason in (((), 'train_mine.py are searched'), (['alpha 1 x'], 'two numbers'), (['alpha 2 1'], 'lower')):
+        with pytest.raises(common.UsageError, match=reason):
+            ranges(*words)

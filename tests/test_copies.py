@@ -1,0 +1,57 @@
+"""A script copied under another name, with another loss, is a script of its own."""
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+import common
+import eval as evaluation
+import train_proxy_anchor
+
+FLAGS = '--image-size 32 --batch-size 8 --per-class 2 --dim 8 --device cpu'
+
+
+@pytest.fixture
+def mine(folder, small, tmp_path, monkeypatch):
+    """main of train_mine.py, which lies in another folder than common.py; it runs in a third one."""
+    text = (ROOT / 'train_proxy_anchor.py').read_text()
+    call = 'proxy_anchor_loss(z, labels, proxies, args.alpha, args.delta)'
+    assert text.count(call) == 1
+    text = text.replace(call, 'F.cross_entropy(z @ proxies.T, labels)')
+    (tmp_path / 'copies').mkdir()
+    (tmp_path / 'copies' / 'train_mine.py').write_text(text.split('"""', 2)[2])         # and it has no docstring
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / 'copies'))
+    monkeypatch.delitem(sys.modules, 'train_mine', raising=False)
+    script = __import__('train_mine')
+    yield lambda *flags: script.main([*FLAGS.split(), '--dataset', 'folder', '--data', str(folder), *flags])
+    del sys.modules['train_mine']
+
+
+def test_a_copied_script_trains_resumes_and_is_evaluated_under_its_own_name(mine, capsys):
+    assert mine('--epochs', '1')['epoch'] == 1
+    assert 'python train_mine.py --resume runs/mine-folder-1' in capsys.readouterr().out
+    assert sys.modules['train_mine'].main(['--resume', 'runs/mine-folder-1', '--epochs', '2'])['epoch'] == 2
+    saved = common.read_checkpoint('runs/mine-folder-1')
+    assert saved['script'] == 'train_mine'
+    # With another seed and the original's name, it would be averaged with that script's runs.
+    torch.save(saved | dict(script='train_proxy_anchor', args=saved['args'] | dict(seed=1)), 'other.pt')
+    rows = evaluation.main(['--checkpoint', 'runs/mine-folder-1', 'other.pt', '--device', 'cpu'])['rows']
+    assert [row['recipe'] for row in rows] == ['mine', 'proxy_anchor'], 'no two seeds of one recipe'
+    with pytest.raises(common.UsageError, match='runs/mine-folder-1/last.pt was made by train_mine.py'):
+        train_proxy_anchor.main(['--resume', 'runs/mine-folder-1'])
+
+
+def test_a_copy_is_no_script_of_a_paper(tmp_path):
+    """Its docstring and comments cite equations, but of no paper that is known."""
+    ignored = shutil.ignore_patterns('.*', 'runs', 'cache', 'data', 'assets')
+    project = Path(shutil.copytree(ROOT, tmp_path / 'project', ignore=ignored))
+    outputs = []
+    for text in ('', (ROOT / 'train_ms.py').read_text(), 'def loss():\n    return 0\n'):
+        (project / 'train_mine.py').write_text(text)
+        outputs.append(subprocess.check_output([sys.executable, project / 'tests/equations.py'], text=True))
+    assert outputs[0] == outputs[1] == outputs[2] and 'train_ms.py' in outputs[0]
