@@ -125,7 +125,8 @@ def analyse(z, training, data, result, gallery=None):
     z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the row with R@1
     gallery (G, D)             of data.gallery; None where queries are searched in themselves
     """
-    y, p = data.query.labels.to(z.device), result['R@1'] / 100
+    y = data.query.labels.to(z.device)
+    p = result['R@1'] / 100
     measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'uniformity': uniformity(z),
                 'utilization': utilization(z, training)}
     if 's+' in result:
@@ -141,8 +142,11 @@ def analyse(z, training, data, result, gallery=None):
 
 # ---- pictures
 
-GREEN, RED, PLAIN = (0, 160, 0), (220, 0, 0), (255, 255, 255)
-ROWS, BORDER = 8, 4                                         # queries on a sheet; width of a border, in pixels
+GREEN = (0, 160, 0)
+RED = (220, 0, 0)
+PLAIN = (255, 255, 255)
+ROWS = 8                                                    # queries on a sheet
+BORDER = 4                                                  # its width, in pixels
 
 
 def draw_sheet(path, queries, gallery, rows, index, hit=None):
@@ -154,11 +158,14 @@ def draw_sheet(path, queries, gallery, rows, index, hit=None):
     """
     if path.exists() and path.resolve() in {Path(name).resolve() for name in [*queries.paths, *gallery.paths]}:
         raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
-    columns, side = 1 + index.shape[1], queries.image_size + 2 * BORDER
+    columns = 1 + index.shape[1]
+    side = queries.image_size + 2 * BORDER
     sheet = torch.empty(len(rows), columns, 3, side, side, dtype=torch.uint8)
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
-            border = PLAIN if column == 0 or hit is None else GREEN if hit[n, column - 1] else RED
+            border = PLAIN
+            if column > 0 and hit is not None:
+                border = GREEN if hit[n, column - 1] else RED
             sheet[n, column] = torch.tensor(border)[:, None, None]
             images = gallery if column else queries
             images.crop(i, None, False, sheet[n, column, :, BORDER:-BORDER, BORDER:-BORDER])
@@ -193,7 +200,8 @@ def search_photo(args, model, images, path):
     if not others:
         raise common.UsageError(f'{args.query} is the only image of the folder: there is nothing to search in')
     images = images.subset(torch.tensor(others))
-    z, gallery = common.embed(model, query), common.embed(model, images)
+    z = common.embed(model, query)
+    gallery = common.embed(model, images)
     _, s, index = next(common.k_nearest(z, gallery, min(args.top, len(images))))        # both (1, k)
     nearest = [dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
                for similarity, i in zip(s[0].tolist(), index[0].tolist())]
@@ -274,7 +282,8 @@ def score_recipe(args, seeds, load):
     """{setting: {seed: row}} of one recipe, whose runs are {seed: {fold: run}}"""
     table = {}
     for seed, folds in sorted(seeds.items()):
-        rows, embeddings = [], []
+        rows = []
+        embeddings = []
         for _, run in sorted(folds.items()):
             model = common.load_checkpoint(run.path, args.device, args.precision)
             data = load(model.args['resize'], model.args['image_size'])
@@ -292,14 +301,22 @@ def score_recipe(args, seeds, load):
 
 def show_table(rows):
     """Prints rows [recipe, setting, {seed: row}] as mean ± half width, and returns them for the JSON line."""
-    keys, width, shown = ('R@1', 'RP', 'MAP@R'), max(len(recipe) for recipe, *_ in rows), []
+    keys = ('R@1', 'RP', 'MAP@R')
+    width = max(len(recipe) for recipe, *_ in rows)
     print(f'{"":{width + 26}}' + ''.join(f'{key:>16}' for key in keys))
+    shown = []
     for recipe, setting, seeds in rows:
-        values = {key: interval([row[key] for row in seeds.values()]) for key in next(iter(seeds.values()))}
-        cells = [f'{middle:.2f}' + ('' if half is None else f' ± {half:.2f}') for middle, half in map(values.get, keys)]
-        print(f'{recipe:{width}}  {setting:24}' + ''.join(f'{cell:>16}' for cell in cells))
-        shown.append(dict(recipe=recipe, setting=setting, seeds=list(seeds)) |
-                     {key: dict(mean=middle, interval=half) for key, (middle, half) in values.items()})
+        line = dict(recipe=recipe, setting=setting, seeds=list(seeds))
+        text = f'{recipe:{width}}  {setting:24}'
+        for key in next(iter(seeds.values())):
+            middle, half = interval([row[key] for row in seeds.values()])
+            line[key] = dict(mean=middle, interval=half)
+        for key in keys:
+            half = line[key]['interval']
+            cell = f'{line[key]["mean"]:.2f}' + ('' if half is None else f' ± {half:.2f}')
+            text += f'{cell:>16}'
+        print(text)
+        shown.append(line)
     return shown
 
 
@@ -380,9 +397,13 @@ def evaluate_one(args):
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
-    # What a photo is searched in need not be new to the network.
-    data = common.load_dataset(dataset, folder, model.args['resize'], model.args['image_size'], args.cache,
-                               known=() if args.query else model.classes, least=1 if args.query else 2)
+    known = model.classes
+    least = 2
+    if args.query:                                          # what a photo is searched in need not be new to the network
+        known = ()
+        least = 1
+    data = common.load_dataset(dataset, folder, model.args['resize'], model.args['image_size'], args.cache, known=known,
+                               least=least)
     if args.query:
         picture = args.sheet or (path if path.is_dir() else path.parent) / 'query.png'
         return search_photo(args, model, data.gallery, picture)
@@ -425,8 +446,11 @@ def evaluate_several(args):
             differences = {seed: {key: ours[seed][key] - theirs[seed][key] for key in ours[seed]} for seed in ours}
             rows.append((f'{first} - {second}', setting.split(' (')[0], differences))
     counts = sorted({len(seeds) for seeds in recipes.values()})
-    print(f'{dataset}: ' + ('one seed of each recipe, so there is no interval' if counts == [1] else
-          f'the mean over {" or ".join(map(str, counts))} seeds, ± its 95 % confidence interval'))
+    if counts == [1]:
+        print(f'{dataset}: one seed of each recipe, so there is no interval')
+    else:
+        numbers = ' or '.join(map(str, counts))
+        print(f'{dataset}: the mean over {numbers} seeds, ± its 95 % confidence interval')
     return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=dataset,
                 rows=show_table(rows))
 

@@ -90,7 +90,9 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     Not torch's label_smoothing, which shares it among all C classes. With a single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
-    return F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other) + other      # own: 1 - (C - 1) other
+    target = torch.full((len(y), num_classes), other, dtype=dtype, device=y.device)
+    target[F.one_hot(y, num_classes).bool()] = 1 - (num_classes - 1) * other
+    return target
 
 
 def scaled_proxynca_loss(z, y, centers, s=16.0):
@@ -146,17 +148,20 @@ def corrupt_labels(labels, noise, generator=None):
     returns    (N,) labels 0..C'-1; longtail leaves C' = C minus the classes that were dissolved
     """
     kind, rate = noise.split(':')
-    labels, rate = labels.clone(), float(rate)
-    total, classes = len(labels), int(labels.max()) + 1
+    rate = float(rate)
+    labels = labels.clone()
+    total = len(labels)
+    classes = int(labels.max()) + 1
     if kind == 'symmetric':
         chosen = torch.randperm(total, generator=generator)[:round(rate * total)]
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
         return labels % classes                                          # plus 1 to C - 1: never the own class
-    order = torch.randperm(classes, generator=generator)
-    held = torch.bincount(labels, minlength=classes)[order].cumsum(0)    # held[k]: images of the first k + 1 classes
-    num_gone = int((held <= rate * total).sum().clamp(max=classes - 2))  # two classes always remain
-    # The place of each class in `order`, minus num_gone: 0, 1, ... for classes that remain, below 0 for dissolved ones
-    new = (order.argsort() - num_gone)[labels]
+    order = torch.randperm(classes, generator=generator)                 # the first of these classes are dissolved
+    held = torch.bincount(labels, minlength=classes)[order].cumsum(0)    # images of the first, of the first two, ...
+    num_gone = min(int((held <= rate * total).sum()), classes - 2)       # two classes always remain
+    number = torch.zeros(classes, dtype=torch.long)                      # the new number of a class that remains
+    number[order[num_gone:]] = torch.arange(classes - num_gone)
+    new = number[labels]
     for c in order[:num_gone].tolist():
         for cluster in (labels == c).nonzero()[:, 0].split(5):
             new[cluster] = torch.randint(classes - num_gone, (1,), generator=generator)
@@ -185,7 +190,8 @@ DEFAULTS = {
 }
 # Embeddings that are not normalised lie far from their centres: with lam = 2, the gradient of the centre term
 # by the network's weights is about 60 times that of the cross-entropy (shapes, before training).
-DEFAULTS |= {(dataset, 'center_loss'): dict(lam=0.03) for dataset in DEFAULTS}
+for dataset in list(DEFAULTS):
+    DEFAULTS[dataset, 'center_loss'] = dict(lam=0.03)
 
 # The flags that the loss of each variant reads
 CCL = {'s', 'margin', 'lam', 'smoothing'}

@@ -99,7 +99,8 @@ def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
 
 # ---- hybrids
 
-KINDS, AXES = ['cutmix', 'mixup', 'gridmask'], ['top-bottom', 'left-right']
+KINDS = ['cutmix', 'mixup', 'gridmask']
+AXES = ['top-bottom', 'left-right']
 
 
 def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations=1, axis='top-bottom',
@@ -147,12 +148,14 @@ def choose_classes(y, num, combinations, groups=None, generator=None):
 
 def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
     """Joins num images into one.  parts (H, num, 3, h, w) -> (H, 3, h, w)"""
-    num, (height, width) = parts.shape[1], parts.shape[-2:]
+    num = parts.shape[1]
+    height, width = parts.shape[-2:]
     if kind not in KINDS or axis not in AXES:
         raise ValueError(f'kind is one of {KINDS} and axis one of {AXES}; got kind {kind!r}, axis {axis!r}')
     if kind == 'mixup':
         return parts.mean(dim=1)                    # with two images HSE Eq. (3) for lambda = 1/2
-    row, column = torch.arange(height)[:, None], torch.arange(width)[None, :]
+    row = torch.arange(height)[:, None]
+    column = torch.arange(width)[None, :]
     if kind == 'gridmask':                          # blocks from the images in turn; with two a chessboard
         owner = (row // mask_size + column // mask_size) % num
     else:                                           # strips whose sizes differ by a pixel at most
@@ -241,9 +244,14 @@ def npair_loss(z, y):
     z = common.at_least_float32(z)
     same = y[:, None] == y[None, :]                                      # (B, B)
     positive = (same.tril(-1).sum(dim=1) == 1).nonzero()[:, 0]           # (P,) just one image of the class came before
-    anchor = same[positive].int().argmax(dim=1)                          # (P,) argmax returns the first of the class
+    # (P,) the first image of that class: of the equal values in a row of 0s and 1s, argmax returns the first
+    anchor = same[positive].int().argmax(dim=1)
     s = z[anchor] @ z[positive].T                                        # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
+
+
+LOSSES = dict(ms=multi_similarity_loss, contrastive=contrastive_loss, proxy_anchor=proxy_anchor_loss, epshn=epshn_loss,
+              npair=npair_loss)
 
 
 class SuperClassSampler:
@@ -254,7 +262,8 @@ class SuperClassSampler:
         if per_class < 1 or batch_size % (len(self.members) * per_class):
             raise common.UsageError(f'--batch-size must be a multiple of {len(self.members)} x --per-class, and '
                                     '--per-class at least 1')
-        share, self.batches = batch_size // len(self.members), max(1, len(labels) // batch_size)
+        self.batches = max(1, len(labels) // batch_size)
+        share = batch_size // len(self.members)                          # images of each super-class in a batch
         self.samplers = [common.BalancedSampler(labels[m], share, per_class) for m in self.members]
 
     def __len__(self):
@@ -288,22 +297,26 @@ DEFAULTS = {
 # command for Cars has 0.5, and batches of 30 classes x 4); shapes and folder take these values. On SOP alpha is that
 # of the released commands. Where neither says anything it is 0.1, the default of the released flag. EPSHN has 16
 # images per class on Cars and 8 on CUB, each the better of Table 2. N-pair has 64 dimensions in Table 2.
-DEFAULTS |= {(dataset, loss): row for loss, datasets, row in (
-    ('ms', ('shapes', 'folder', 'reality-check'), dict(alpha=0.05)),
-    ('ms', ('cub', 'cars'), dict(alpha=0.05, batch_size=80, per_class=5)),
-    ('ms', ('sop', 'inshop'), dict(alpha=0.3)),
-    ('proxy_anchor', ('shapes', 'folder'), dict(alpha=2.0, proxy_lr_mult=10)),
-    ('proxy_anchor', ('cub', 'cars', 'sop', 'inshop', 'reality-check'), dict(alpha=2.0)),
-    ('epshn', ('cars',), dict(per_class=16)),
-    ('epshn', ('sop', 'inshop'), dict(alpha=1.0)),
-    ('npair', ('cub', 'cars', 'sop', 'inshop'), dict(dim=64)),
-) for dataset in datasets}
+for dataset in ('shapes', 'folder', 'reality-check'):
+    DEFAULTS[dataset, 'ms'] = dict(alpha=0.05)
+for dataset in ('cub', 'cars'):
+    DEFAULTS[dataset, 'ms'] = dict(alpha=0.05, batch_size=80, per_class=5)
+for dataset in ('shapes', 'folder'):
+    DEFAULTS[dataset, 'proxy_anchor'] = dict(alpha=2.0, proxy_lr_mult=10)
+for dataset in ('cub', 'cars', 'sop', 'inshop', 'reality-check'):
+    DEFAULTS[dataset, 'proxy_anchor'] = dict(alpha=2.0)
+DEFAULTS['cars', 'epshn'] = dict(per_class=16)
+for dataset in ('sop', 'inshop'):
+    DEFAULTS[dataset, 'ms'] = dict(alpha=0.3)
+    DEFAULTS[dataset, 'epshn'] = dict(alpha=1.0)
+for dataset in ('cub', 'cars', 'sop', 'inshop'):
+    DEFAULTS[dataset, 'npair'] = dict(dim=64)
 
 
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('HSE').add_argument
-    add('--loss', choices=['ms', 'contrastive', 'proxy_anchor', 'epshn', 'npair'], default='ms', help='L_m')
+    add('--loss', choices=list(LOSSES), default='ms', help='L_m')
     add('--alpha', type=common.at_least(0, float), default=0.1, help='weight of L_Hy; 0: no hybrids')
     add('--temperature', type=common.at_least(1e-3, float), default=0.1, help='in L_Hy; 1 is Eq. (9) as printed')
     add('--kind', choices=KINDS, default='cutmix', help='how images are joined')
@@ -350,17 +363,17 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    num_classes, y = data.train.num_classes, data.train.labels
+    num_classes = data.train.num_classes
     # A fold may lack whole super-classes, so that a batch cannot have equally many classes of all of them.
-    groups = None if args.fold else data.train.groups
+    super_classes = None if args.fold else data.train.groups             # (N,) of each image
     if args.alpha > 0 or args.show_hybrids:
-        check_batch(args, num_classes, groups)
+        check_batch(args, num_classes, super_classes)
     super_class = torch.zeros(num_classes, dtype=torch.long)    # (C,) of each class; 0 where a dataset has none
-    if groups is None:
-        sampler = common.make_sampler(args, y)
+    if super_classes is None:
+        sampler = common.make_sampler(args, data.train.labels)
     else:
-        sampler = SuperClassSampler(y, groups, args.batch_size, args.per_class)
-        super_class[y] = groups
+        sampler = SuperClassSampler(data.train.labels, super_classes, args.batch_size, args.per_class)
+        super_class[data.train.labels] = super_classes
 
     def hybridise(images, labels):
         labels = labels.cpu()                       # waits for the GPU, so only once
@@ -370,27 +383,26 @@ def main(argv=None):
     if args.show_hybrids:
         return show(args, data, sampler, hybridise)
     model = common.build(args)
-    weights, learned = [dict(params=model.parameters())], {}
+    groups = [dict(params=model.parameters())]
+    learned = {}
     if args.loss == 'proxy_anchor':                 # proxies as in train_proxy_anchor.py
         proxies = torch.randn(num_classes, args.dim) * (2 / num_classes) ** 0.5
         learned['proxies'] = torch.nn.Parameter(proxies.to(args.device))                    # (C, D)
-        weights.append(dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult))
-        base_loss = partial(proxy_anchor_loss, proxies=learned['proxies'])
-    else:
-        base_loss = dict(ms=multi_similarity_loss, contrastive=contrastive_loss, epshn=epshn_loss,
-                         npair=npair_loss)[args.loss]
+        groups.append(dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult))
+    base_loss = partial(LOSSES[args.loss], **learned)
 
     def step(images, labels):
         if args.alpha == 0:
             return base_loss(model(images), labels)
         if args.hybrids == 'replace':               # the last classes leave the batch, before sources are chosen
             stay = len(images) - args.per_class * args.combinations
-            images, labels = images[:stay], labels[:stay]
+            images = images[:stay]
+            labels = labels[:stay]
         hybrids, sources = hybridise(images, labels)
         z, h = model(torch.cat([images, hybrids])).split([len(images), len(hybrids)])       # (B, D), (H, D)
         return hse_loss(base_loss, z, labels, h, sources, args.alpha, args.temperature)
 
-    return common.train(args, model, data, step, common.make_optimizer(args, weights), learned, sampler)
+    return common.train(args, model, data, step, common.make_optimizer(args, groups), learned, sampler)
 
 
 def show(args, data, sampler, hybridise):

@@ -23,12 +23,13 @@ Equations
 Symbols
     paper     here          flag              meaning
     f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
-    y         y, weights    -                 labels from 0 to 1: (A, V) of V examples for each of A anchors, (A, M) of
-                                              M mixtures. Elsewhere y are the classes (B,) of the images
+    y         pair_y        -                 (A, M) labels of mixtures; y in labelled_loss, else y are classes (B,)
     x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
     w         strength      --strength        weight of the mixed loss
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
+    m         m             --m               margin on s, of ms and contrastive; the index m of g_m is a layer
+    beta      beta          --beta            sharpness of ms for positives;  gamma, --gamma  for negatives
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
@@ -36,13 +37,12 @@ Run
     python train_metrix.py --analyse runs/metrix-shapes-1    # Fig. 2 and utilization, of a trained network
     python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed    # last row of Table 6
 
-Expect
-    With ms and feature mixing, R@1 rises from 7.4 to 61.3 ± 1.5 on shapes (three seeds on a CPU in bfloat16, 95 %
-    intervals; rounding alone has moved seed 0 from 58.5 to 64.0). On 25 species of birds, with a fine-tuned ResNet-18
-    (tests/results), it rises from 52.8 to 55.8 ± 1.4, and without mixing to 57.2 ± 0.6: the paper's gain does not
-    show there. The paper (Table 2) reports for ms R@1
-    71.4 on CUB, 89.6 on Cars, 81.0 on SOP and 92.2 on In-Shop, with ResNet-50 and 512 dimensions; without mixing
-    67.8, 87.8, 76.9 and 90.1.
+Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
+    before training    7.4          52.8
+    without mixing                  57.2 ± 0.6   67.8   87.8   76.9   90.1
+    feature mixing     61.3 ± 1.5   55.8 ± 1.4   71.4   89.6   81.0   92.2
+    Shapes and 25 species of birds are measured: ResNet-18, three seeds, 95 % intervals (tests/results). On birds the
+    paper's gain does not show. The others are from its Table 2, with ResNet-50 and 512 dimensions.
 """
 import argparse
 import random
@@ -88,7 +88,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
-    pull, push = -s * positive, (s - m).clamp_min(0) * negative         # (A, V)
+    pull = -s * positive                                                # (A, V)
+    push = (s - m).clamp_min(0) * negative                              # (A, V)
     if reduction == 'mean':
         pull = pull / (positive > 0).sum(dim=1, keepdim=True).clamp_min(1)
         push = push / (push > 0).sum(dim=1, keepdim=True).clamp_min(1)
@@ -128,7 +129,7 @@ TABLE_1 = {
     'lifted': lambda s, positive, negative, m=0.5: (                    # tau is [.]+ of both terms together
         (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
     'nca': lambda s, positive, negative: (-log_sum_exp(s, positive), log_sum_exp(s, negative)),     # and ProxyNCA
-    # Scaled by 1/T = 9. Training has proxynca_pp below, which scales by 2/T = 18 and sums over all proxies.
+    # Scaled by 1/T = 9. Training has proxynca_pp_of_queries, which scales by 2/T = 18 and sums over all proxies.
     'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: (
         -log_sum_exp(s / temperature, positive), log_sum_exp(s / temperature, negative))}
 
@@ -142,7 +143,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """
     z = common.at_least_float32(z)
     if kind == 'proxynca_pp':
-        return proxynca_pp(z, y, y, 1, proxies, **hyper)
+        return proxynca_pp_of_queries(z, y, y, 1, proxies, **hyper)
     if kind == 'proxy_anchor':
         z, proxies = common.same_precision(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
@@ -161,10 +162,11 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
+    # The first mask is read as labels, 1 and 0. The second leaves out the image itself, and what the miner dropped.
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()
 
 
-def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
+def proxynca_pp_of_queries(v, y_i, y_j, lam, proxies, temperature=1 / 9):
     """ProxyNCA++ for queries v (M, D) whose class is y_i with share lam, and y_j with share 1 - lam -> scalar
 
     Cross-entropy of -|v - p|^2 / temperature over the C proxies p. The softmax over p cancels |v|^2, and |p|^2 = 1:
@@ -177,6 +179,11 @@ def proxynca_pp(v, y_i, y_j, lam, proxies, temperature=1 / 9):
 
 
 # ---- mixtures
+
+# How V(a), Eq. (8), is computed without a loop over the anchors: each pair of images of two classes is mixed once, with
+# one lambda, for all anchors. A table of labels and a mask, both (A, M), say which mixtures an anchor has, and with
+# which label: for an anchor of the class of end i, a mixture has label lambda; for one of the class of end j, it has
+# 1 - lambda; for all others it is not in V(a).
 
 
 def mix(x, i, j, lam):
@@ -211,18 +218,20 @@ def max_of_mixed(f, i, j, lam):
     to find where the maxima are. Then both ends are mixed at these positions, with gradients.
     """
     h, w = f.shape[2:]
-    lam, positions = lam[:, None], []                                                           # (M, 1)
+    lam = lam[:, None]                                                                          # (M, 1)
+    positions = []
     # So many pairs at a time: 2^27 values on a GPU, where few large chunks are faster, and 2^21 on a CPU
     n = max(1, 2 ** (27 if f.is_cuda else 21) // f[0].numel())
     with torch.no_grad():
         for i_, j_, lam_ in zip(i.split(n), j.split(n), lam.split(n)):
+            # f[j_] is a copy, which lerp_ turns in place into f_j + lam (f_i - f_j).
             mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (n, c, h, w)
             # f has the layout of the network. On a CPU that is channels_last, in which max_pool2d is many times faster.
             positions.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))    # (n, c)
     position = torch.cat(positions)                                                             # (M, c)
     maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                                  # (B T, c)
     f_i, f_j = (maps.gather(0, end[:, None] * (h * w) + position) for end in (i, j))            # (M, c)
-    return f_j.lerp(f_i, lam)                           # f_j + lam (f_i - f_j)
+    return f_j.lerp(f_i, lam)
 
 
 def cross_class_pairs(y):
@@ -231,17 +240,19 @@ def cross_class_pairs(y):
 
 
 def pair_labels(y, anchor_y, i, j, lam):
-    """Labels of M mixtures for A anchors of classes anchor_y -> weights (the labels), valid; both (A, M)
+    """Labels of M mixtures for A anchors of classes anchor_y -> pair_y, valid; both (A, M)
 
     A mixture is valid for an anchor if exactly one of its ends, of classes y[i] and y[j], has the anchor's class.
     Its label is the share of that end: lam for i, 1 - lam for j.
     """
-    i_is_positive, j_is_positive = anchor_y[:, None] == y[i], anchor_y[:, None] == y[j]
-    return torch.where(i_is_positive, lam, 1 - lam), i_is_positive ^ j_is_positive      # mix(1, 0) in Eq. (8)
+    i_is_positive = anchor_y[:, None] == y[i]                                                   # (A, M)
+    j_is_positive = anchor_y[:, None] == y[j]                                                   # (A, M)
+    pair_y = torch.where(i_is_positive, lam, 1 - lam)                                           # mix(1, 0) in Eq. (8)
+    return pair_y, i_is_positive ^ j_is_positive
 
 
-def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
-    """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> weights, valid (A, M)
+def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
+    """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> pair_y, valid; both (A, M)
 
     pairs      pos-neg, anc-neg or pos-pos
     y          class labels of all possible ends;  i, j, lam, anchor_y  as in pair_labels
@@ -249,11 +260,27 @@ def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     negatives  (A, len(y)) bool, the negatives of each anchor that may be mixed
     """
     with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
-    weights, valid = pair_labels(y, anchor_y, i, j, lam)
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
-        return torch.ones_like(weights), (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j]) & ~with_anchor
+        both = (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j])                        # (A, M)
+        return torch.ones_like(both, dtype=lam.dtype), both & ~with_anchor
+    pair_y, valid = pair_labels(y, anchor_y, i, j, lam)
     valid = valid & (negatives[:, i] | negatives[:, j])             # only with a negative that may be mixed
-    return weights, valid & (with_anchor if pairs == 'anc-neg' else ~with_anchor)               # M(a) in Eq. (8)
+    if pairs == 'anc-neg':
+        return pair_y, valid & with_anchor                                                      # M(a) in Eq. (8)
+    return pair_y, valid & ~with_anchor
+
+
+def anchors_and_ends(kind, pairs, z, y, proxies):
+    """The A anchors of the mixed loss, and the E ends that can be mixed: indices of the anchors among the ends (A,),
+    -1 if they are none; embeddings and classes of the anchors (A, D), (A,), and of the ends (E, D), (E,)"""
+    if kind != 'proxy_anchor':
+        return torch.arange(len(y), device=y.device), z, y, z, y
+    anchor_y = y.unique()                           # the anchors are the proxies of the classes in the batch
+    anchor_z = F.normalize(common.at_least_float32(proxies), dim=1)[anchor_y]
+    if pairs != 'anc-neg':
+        return torch.full_like(anchor_y, -1), anchor_z, anchor_y, z, y
+    anchor = len(y) + torch.arange(len(anchor_y), device=y.device)  # an anchor is mixed, so it is an end as well
+    return anchor, anchor_z, anchor_y, torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
 
 
 def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
@@ -261,23 +288,16 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     proxies of the classes in the batch; for proxynca_pp the mean is over the mixtures.
 
     kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict, because proxy_anchor has an alpha of its own
-    mixup   input, feature or embed;  pairs  as in mixtures
+    mixup   input, feature or embed;  pairs  as in label_mixtures
     k       number of hardest negatives of each anchor that are mixed, None: all;  alpha  of Beta(alpha, alpha)
     images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
     """
     z = common.at_least_float32(z)
-    anchor, anchor_z, anchor_y = torch.arange(len(y), device=y.device), z, y                    # (A,), (A, D), (A,)
-    end_z, end_y = z, y                             # what can be mixed
-    if kind == 'proxy_anchor':                      # the anchors are the proxies of the classes in the batch
-        anchor_y = y.unique()
-        anchor_z = F.normalize(common.at_least_float32(proxies), dim=1)[anchor_y]
-        anchor = torch.full_like(anchor_y, -1)
-        if pairs == 'anc-neg':                      # the anchor is mixed: so the proxies are appended to the ends
-            anchor = len(y) + torch.arange(len(anchor_y), device=y.device)
-            end_z, end_y = torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
+    anchor, anchor_z, anchor_y, end_z, end_y = anchors_and_ends(kind, pairs, z, y, proxies)
     negatives = anchor_y[:, None] != y                                                          # (A, B)
     if k is not None:
         s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
+        # An anchor with fewer than k negatives gets others as well, which is harmless: no mixture with them is valid.
         negatives = torch.zeros_like(negatives).scatter(1, s.topk(min(k, len(y)), dim=1).indices, True)
     negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
     if pairs == 'pos-pos':                          # all pairs: those of two classes are not valid, and left out below
@@ -286,11 +306,11 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
         i, j = cross_class_pairs(end_y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
     lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)               # Eq. (8)
-    weights, valid = mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
+    pair_y, valid = label_mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)        # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
         return z.new_zeros(())
-    i, j, lam, weights, valid = i[used], j[used], lam[used], weights[:, used], valid[:, used]
+    i, j, lam = (t[used] for t in (i, j, lam))
     if mixup == 'input':
         # Eq. (4), input mixup: f(lam x + (1 - lam) x'). Trained BatchNorm sees these images as well.
         v = model(mix(images, i, j, lam))
@@ -299,29 +319,20 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     else:
         v = mix_embeddings(end_z, i, j, lam)
     if kind == 'proxynca_pp':                       # the anchors only served to choose the pairs
-        return proxynca_pp(v, y[i], y[j], lam, proxies, **hyper)
-    return labelled_loss(*drop_invalid(anchor_z @ v.T, weights, valid), kind, **hyper).mean()
-
-
-def drop_invalid(s, y, valid):
-    """The valid columns of each row: s, y, valid (A, V) -> (A, most), where no row has more than `most` of them
-
-    They come in any order, and a row with fewer is filled up with columns that are not valid. This saves time and
-    memory: in a batch of 20 classes x 5 images, an anchor has 380 of the 4,750 pos-neg mixtures.
-    """
-    most = int(valid.sum(dim=1).max())
-    valid, columns = valid.to(torch.uint8).topk(most, dim=1, sorted=False)                      # ones are largest
-    return s.gather(1, columns), y.gather(1, columns), valid.bool()
+        return proxynca_pp_of_queries(v, y[i], y[j], lam, proxies, **hyper)
+    return labelled_loss(anchor_z @ v.T, pair_y[:, used], valid[:, used], kind, **hyper).mean()         # Eq. (9)
 
 
 @contextmanager
 def keeping_statistics(trunk, on):
     """Inside `with`, trained BatchNorm normalises by the batch as always; if `on`, its running statistics stay."""
-    momenta = {layer: layer.momentum for layer in trunk.modules() if on and hasattr(layer, 'running_mean')}
-    for layer in momenta:
-        layer.momentum = 0.0                        # the share that a batch has in the running statistics
+    layers = [layer for layer in trunk.modules() if hasattr(layer, 'running_mean')]
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        if on:
+            layer.momentum = 0.0                    # the share that a batch has in the running statistics
     yield
-    for layer, momentum in momenta.items():
+    for layer, momentum in zip(layers, momenta):
         layer.momentum = momentum
 
 
@@ -348,28 +359,52 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share at or below the
     threshold for their own lambda.
     """
-    samples, hyper = [], dict(beta=beta, gamma=gamma, m=m)
+    hyper = dict(beta=beta, gamma=gamma, m=m)
+    samples = []
     for index in batches:
         # float64: with beta and gamma of some hundreds, tiny derivatives would be 0 in float32, and count as <= 0.
-        zb, yb = z[index].double(), y[index]
+        zb = z[index].double()                                                                  # (B, D)
+        yb = y[index]                                                                           # (B,)
         i, j = cross_class_pairs(yb)
         lam = Beta(alpha, alpha).sample(i.shape).double()
-        weights, valid = mixtures('pos-neg', yb, i, j, lam, torch.arange(len(yb)), yb, yb[:, None] != yb)
+        pair_y, valid = label_mixtures('pos-neg', yb, i, j, lam, torch.arange(len(yb)), yb, yb[:, None] != yb)
         s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
-        labelled_loss(s, weights, valid, 'ms', **hyper).sum().backward()
+        labelled_loss(s, pair_y, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        below = s <= positivity_threshold(weights, **hyper)     # the share of True is F_lambda: Eq. (11), (25)
-        samples.append(torch.stack([weights, positive, below, s.detach()])[:, valid])           # (4, pairs)
-    lam, *columns = torch.cat(samples, dim=1)
-    tenths = [(tenth / 10 + 0.05, (lam * 10).long().clamp_max(9) == tenth) for tenth in range(10)]
-    return [(middle, *(t[b].mean().item() for t in columns), int(b.sum())) for middle, b in tenths if b.any()]
+        below = s <= positivity_threshold(pair_y, **hyper)      # the share of True is F_lambda: Eq. (11), (25)
+        samples.append(torch.stack([pair_y, positive, below, s.detach()])[:, valid])            # (4, pairs)
+    samples = torch.cat(samples, dim=1)                                                         # (4, all pairs)
+    tenth = (samples[0] * 10).long().clamp_max(9)                                               # of their lambda
+    rows = []
+    for n in tenth.unique().tolist():
+        _, measured, predicted, s = samples[:, tenth == n].mean(dim=1).tolist()
+        rows.append((n / 10 + 0.05, measured, predicted, s, int((tenth == n).sum())))
+    return rows
+
+
+def utilization(q, z, y, batches, alpha):
+    """Eq. (12) for queries q (Q, D), with the images z (N, D), y (N,) as examples, and with mixed ones of these batches
+    as well -> two numbers"""
+    def distances_to(examples):                     # squared distance of each query to the nearest example
+        return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])         # (Q,)
+
+    clean = distances_to(z)
+    mixed = clean
+    for index in batches:
+        i, j = cross_class_pairs(y[index])
+        lam = Beta(alpha, alpha).sample(i.shape)
+        examples = torch.cat([z[index], mix_embeddings(z[index], i, j, lam)])       # never empty: clean ones as well
+        mixed = mixed.minimum(distances_to(examples))
+    return clean.mean().item(), mixed.mean().item()                                             # Eq. (12)
 
 
 def analyse(args):
     """Prints Fig. 2 and the utilization of a saved network on the dataset of its run; draws Fig. 2 with matplotlib."""
     model = common.load_checkpoint(args.analyse, args.device, args.precision)
     data = common.dataset_from(args)
-    z, q, y = common.embed(model, data.train), common.embed(model, data.query), data.train.labels
+    z = common.embed(model, data.train)
+    q = common.embed(model, data.query)
+    y = data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
     if args.loss == 'contrastive' and 'm' not in args.changed:
@@ -382,18 +417,9 @@ def analyse(args):
     if rows and all(predicted in (0, 1) for _, _, predicted, *_ in rows):
         print('No s(a, v) lies between these thresholds, so the figure shows no transition: take a network trained '
               f'with this m, or --m {sum(s for *_, s, _ in rows) / len(rows):.2f}, about the mean similarity')
-
-    def distances_to(examples):                     # squared distance of each query to the nearest example
-        return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])
-
-    clean = mixed = distances_to(z)                 # Eq. (12) is their mean; mixed examples below lower `mixed`
-    for index in batches:
-        i, j = cross_class_pairs(y[index])
-        lam = Beta(args.alpha, args.alpha).sample(i.shape)
-        examples = torch.cat([z[index], mix_embeddings(z[index], i, j, lam)])       # never empty: clean ones as well
-        mixed = mixed.minimum(distances_to(examples))
-    print(f'utilization, Eq. (12): {clean.mean():.3f} by clean examples, {mixed.mean():.3f} by these and the mixed '
-          f'ones of {len(batches)} batches')
+    clean, mixed = utilization(q, z, y, batches, args.alpha)
+    print(f'utilization, Eq. (12): {clean:.3f} by clean examples, {mixed:.3f} by these and the mixed ones of '
+          f'{len(batches)} batches')
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -431,8 +457,10 @@ DEFAULTS = {
     'inshop': SOP | dict(lr=1e-4),
     'reality-check': dict(proxy_lr_mult=6000),          # 4 images per class stay, also with proxies: mixing needs them
 }
-DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) for dataset in DEFAULTS}         # the paper does not state this m
-DEFAULTS['cub', 'contrastive'] = DEFAULTS['cars', 'contrastive'] = dict(m=0.5, decay_rate=0.1)
+for dataset in list(DEFAULTS):
+    DEFAULTS[dataset, 'contrastive'] = dict(m=0.5)                                  # the paper does not state this m
+for dataset in ('cub', 'cars'):
+    DEFAULTS[dataset, 'contrastive'] = dict(m=0.5, decay_rate=0.1)
 DEFAULTS['sop', 'contrastive'] = dict(m=0.5, warmup=5)
 
 # {loss: {hyper-parameter: its flag}}, for the losses that can be trained
@@ -445,8 +473,11 @@ def plan(args):
     """The choices (type of mixing, sets of pairs, k), of which each iteration draws one; [] without mixing"""
     if args.mixup == ['none']:
         return []
+    numbers = args.hard_negatives
+    if len(numbers) == 1:
+        numbers = numbers * len(args.mixup)         # one K serves all types
     choices = []
-    for mixup, k in zip(args.mixup, args.hard_negatives * len(args.mixup)):     # one K serves all types
+    for mixup, k in zip(args.mixup, numbers):
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
@@ -461,7 +492,8 @@ def plan(args):
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Metrix').add_argument
-    above_0, cosine = common.at_least(1e-3, float), common.between(-1, 1)
+    above_0 = common.at_least(1e-3, float)
+    cosine = common.between(-1, 1)
     add('--loss', choices=list(HYPER), default='ms', help='base loss')
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
         help='what is mixed; if several are given, each iteration draws one')
@@ -529,7 +561,8 @@ def main(argv=None):
     model = common.build(args)
     if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
         torch.backends.cudnn.benchmark = False
-    groups, learned = [dict(params=model.parameters())], {}
+    groups = [dict(params=model.parameters())]
+    learned = {}
     if args.loss in ('proxy_anchor', 'proxynca_pp'):                    # with proxies as in train_proxy_anchor.py
         proxies = torch.randn(data.train.num_classes, args.dim) * (2 / data.train.num_classes) ** 0.5
         learned = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)

@@ -9,13 +9,13 @@ Idea
     images of other classes. Most of these pairs teach nothing, because the positive is already
     similar or the negative already dissimilar. The log of a sum of exponentials is a smooth maximum.
     The loss has two of them: one over the positives, of how dissimilar they are, and one over the
-    negatives, of how similar they are. The paper names three similarities by which a pair, say a
-    negative one, can be judged: its own (self-similarity); the same compared with those of the
-    anchor's other negatives ("negative relative"); and compared with those of its positives
-    ("positive relative"). The two smooth maxima use the first two: the weight of a negative pair grows
-    with its own similarity and shrinks with those of the others. A miner uses the third, before the
-    loss: it drops pairs that are easy by some tolerance, negatives that are less similar than every
-    positive, and positives that are more similar than every negative.
+    negatives, of how similar they are. How much a pair counts is the derivative of the loss by its
+    similarity. For a negative n of the anchor a this is
+        exp(beta (s(a,n) - lambda)) / (1 + sum over all negatives m of exp(beta (s(a,m) - lambda))).
+    So a negative counts by its own similarity, and relative to the anchor's other negatives. How it
+    compares with the positives decides in the miner alone, before the loss: the miner drops negatives
+    that are less similar than every positive, and positives that are more similar than every negative,
+    by more than a tolerance.
 
 Equation, for an anchor a; the loss is the mean of l(a) over the B images of the batch
     Metrix Eq. (2)    l(a) = 1/alpha log(1 + sum_{p in P(a)} exp(-alpha (s(a,p) - lambda)))    pull

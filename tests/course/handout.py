@@ -68,7 +68,7 @@ EXERCISES = {
         {'train_ccl.py': 'scaled_proxynca_loss'}),
     'proxynca_pp_loss': Exercise(
         'train_proxynca_pp.py', 'proxynca_pp_loss', 'test_proxynca_pp_', 1, 'ProxyNCA++, as at the top of the script',
-        {'train_metrix.py': 'proxynca_pp'}),
+        {'train_metrix.py': 'proxynca_pp_of_queries'}),
     'center_contrastive_loss': Exercise(
         'train_ccl.py', 'center_contrastive_loss', 'ccl_eq5_ or ccl_eq8_ or ccl_eq11_', 2,
         'CCL Eq. (5); (8) and (11) are special cases'),

@@ -17,7 +17,7 @@ from worked import expect, expect_raised
 
 import common
 import train_metrix
-from train_metrix import clean_loss, cross_class_pairs, labelled_loss, mix_embeddings, mix_features, mixtures
+from train_metrix import clean_loss, cross_class_pairs, label_mixtures, labelled_loss, mix_embeddings, mix_features
 
 Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
 
@@ -214,10 +214,10 @@ def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkey
 def test_metrix_eq8_labels():
     """A mixture is valid for the class of one of its ends, and labelled with the share of that end."""
     y, i, j = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 0]), torch.tensor([2, 3, 1])
-    weights, valid = train_metrix.pair_labels(y, torch.tensor([0, 1, 2, 5]), i, j, torch.tensor([0.3, 0.6, 0.5]))
+    pair_y, valid = train_metrix.pair_labels(y, torch.tensor([0, 1, 2, 5]), i, j, torch.tensor([0.3, 0.6, 0.5]))
     what = 'Metrix Eq. (8): anchors of classes 0, 1, 2, 5; mixtures of classes 0-1, 0-2, 0-0, lambda 0.3, 0.6, 0.5'
     expect(valid, [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]], f'valid, {what}')
-    expect(weights[valid], [0.3, 0.6, 0.7, 0.4], f'the weights of the valid ones, row by row, {what}', 1e-6)
+    expect(pair_y[valid], [0.3, 0.6, 0.7, 0.4], f'the labels of the valid ones, row by row, {what}', 1e-6)
 
 
 @pytest.mark.parametrize('pairs, expected', [
@@ -225,10 +225,10 @@ def test_metrix_eq8_labels():
 def test_metrix_eq8_sets(pairs, expected):
     """M(a) of the first anchor: U+ x U-, S x U-, U+ x U+"""
     y, ends, lam = torch.tensor([0, 0, 0, 1]), torch.triu_indices(4, 4, 1), shares(6)
-    weights, valid = mixtures(pairs, y, *ends, lam, torch.tensor([0]), y[:1], (y != 0)[None])
+    pair_y, valid = label_mixtures(pairs, y, *ends, lam, torch.tensor([0]), y[:1], (y != 0)[None])
     what = f'Metrix Eq. (8), {pairs}, of the first anchor of classes 0, 0, 0, 1'
     expect(ends[:, valid[0]].T, expected, what)
-    expect(weights[valid], [1] if pairs == 'pos-pos' else lam[valid[0]], f'the labels, {what}', 1e-6)
+    expect(pair_y[valid], [1] if pairs == 'pos-pos' else lam[valid[0]], f'the labels, {what}', 1e-6)
 
 
 # ---- the mixed loss
@@ -237,7 +237,7 @@ def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
     """Of the first anchor, mixtures of the positive and each of two negatives, with lambda 0.3 and 0.8, are at 0.6 and
     at 0.9: lambda counts among positives, the rest among negatives."""
     y, i, j, lam = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([0.3, 0.8])
-    labels, valid = mixtures('pos-neg', y, i, j, lam, torch.tensor([0]), y[:1], (y != 0)[None])
+    labels, valid = label_mixtures('pos-neg', y, i, j, lam, torch.tensor([0]), y[:1], (y != 0)[None])
     pull = 0.3 * exp(-2 * (0.6 - 0.7)) + 0.8 * exp(-2 * (0.9 - 0.7))
     push = 0.7 * exp(9 * (0.6 - 0.7)) + 0.2 * exp(9 * (0.9 - 0.7))
     s = 0.3 * 0.6 + 0.8 * 0.9

@@ -215,16 +215,16 @@ def push():
 
 def mined():
     """`valid & mined`: what is mixed for an anchor are a positive and a negative that the miner keeps (epsilon 0.39)"""
-    real, real_mixtures = train_metrix.mixed_loss, train_metrix.mixtures
+    real, real_mixtures = train_metrix.mixed_loss, train_metrix.label_mixtures
 
     def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, **kwargs):
         kept, negatives_kept = train_ms.mine(z @ z.T, y, 0.39)                                  # (B, B)
 
-        def mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
-            weights, valid = real_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives & negatives_kept)
+        def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
+            pair_y, valid = real_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives & negatives_kept)
             positive_end = torch.where(y[i] == anchor_y[:, None], i, j)                         # (A, M)
-            return weights, valid & (kept.gather(1, positive_end) | (positive_end == anchor[:, None]))
-        with mock.patch.object(train_metrix, 'mixtures', mixtures):
+            return pair_y, valid & (kept.gather(1, positive_end) | (positive_end == anchor[:, None]))
+        with mock.patch.object(train_metrix, 'label_mixtures', label_mixtures):
             return real(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, **kwargs)
     return dict(mixed_loss=mixed_loss)
 
