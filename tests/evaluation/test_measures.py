@@ -69,6 +69,13 @@ def test_the_threshold_with_a_gallery_is_about_pairs_of_a_query_and_an_image_of_
     assert swapped < 70, 'labels of the gallery count'
 
 
+def test_the_threshold_with_a_gallery_counts_exact_copies_in_it():
+    """Positive pairs are 0, 0 and 75 degrees apart, negative ones 15 to 90: above 15 degrees, 2/3 and all are right."""
+    gallery, labels = on_circle(0, 90, 75, 20), torch.tensor([0, 1, 0, 2])
+    _, accuracy = evaluation.best_threshold(on_circle(0, 90), torch.tensor([0, 1]), gallery, labels)
+    assert accuracy == pytest.approx(100 * (2 / 3 + 1) / 2)
+
+
 def test_the_threshold_of_thousands_of_images_is_by_all_their_pairs():
     """More than are compared at a time. The first 4,096 have two classes, the others a third one."""
     y = torch.cat([torch.arange(4096) % 2, torch.full((400,), 2)])

@@ -72,6 +72,14 @@ def test_the_loss_of_a_row_is_the_mean_over_its_steps(before_training):
     assert row['loss'] == pytest.approx(59 / 2)
 
 
+def test_an_epoch_that_the_steps_cut_short(before_training):
+    """Two steps of five, each with two images of two classes, so that no image has a positive"""
+    held = before_training(train_ms)
+    schedule = torch.optim.lr_scheduler.LambdaLR(held.optimizer, lambda _: 1.0)
+    row = common.train_epoch(held.args, held.data, [[0, 5]] * 5, held.step, held.optimizer, schedule, 1, 2)
+    assert schedule.last_epoch == 2 and row['no_positive'] == 1
+
+
 @pytest.mark.parametrize('warmup', [0, 2])
 def test_in_the_warm_up_all_but_the_trunk_learns(watched, warmup):
     seen = watched(train_ms, '--epochs', '4', '--warmup', str(warmup), '--freeze-bn')
