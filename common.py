@@ -103,8 +103,9 @@ class Embedder(nn.Module):
     def place(self, device):
         """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
         torch.set_float32_matmul_precision('highest')       # some systems turn on TF32, which errs by 1e-3 in a cosine
+        self.to(device)
+        kind = self.linear.weight.device.type
         # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
-        kind = self.to(device).linear.weight.device.type
         fast = kind == 'cpu' or (kind == 'cuda' and self.precision == 'bf16')
         self.layout = torch.channels_last if fast else torch.contiguous_format
         self.trunk.to(memory_format=self.layout)
@@ -232,8 +233,8 @@ def learning_rate_factor(iteration, args, per_epoch, total):
 def train(args, model, data, step, optimizer, learned=None, sampler=None):
     """Trains, evaluates, logs and saves. Returns the last row of the log, a dict; with --fold the best row.
 
-    step       step(images, labels) -> scalar loss. This is all that a method adds to the loop. images
-               (B, 3, S, S) are the whole batch, augmented and normalised; labels (B,); both on the device
+    step       step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S) are the
+               whole batch, augmented and normalised; labels (B,); both on the device
     optimizer  over the weights of the model and of whatever else the method learns
     learned    {name: parameter or module}: what the method learns beside the model; it goes into the checkpoint
     sampler    yields lists of indices; None: the batches of --batch-size and --per-class
@@ -247,7 +248,6 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         total = min(total, args.steps)
     epochs = math.ceil(total / per_epoch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
-    # Whatever has a state to save. A ParameterDict accepts modules, too.
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
     # A new run begins with epoch 0, which is the network before training; one that goes on, behind its last epoch.
     folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
@@ -268,7 +268,11 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         row = from_main_process(row)                        # under torchrun, all processes keep the row of the first
         if 'R@1' in row:
             rows.append(row)
-        save_epoch(folder, args, data, states, row, rows)   # before printing, so that an error there loses nothing
+        # Before printing, which may fail. A kill between the two files costs nothing: a resumed run repeats the epoch.
+        if args.fold and epoch > 0 and best_row(rows) is row:
+            save_epoch(folder / 'best.pt', args, data, states, row, rows)
+        save_epoch(folder / 'last.pt', args, data, states, row, rows)
+        write_log(folder, rows)
         show_row(row, rows, titles=epoch == first)
     return summary(args, data, folder, rows)
 
@@ -1040,15 +1044,11 @@ def known_classes(args, data):
     return data.train.classes + (data.query.classes if args.fold else [])
 
 
-def save_epoch(folder, args, data, states, row, rows):
-    """Writes what a run needs to go on behind this epoch: with --fold best.pt if this is the best epoch, then last.pt,
-    then the log. If a kill comes between the two, a resumed run repeats the epoch."""
-    is_best = args.fold and row['epoch'] > 0 and best_row(rows) is row
+def save_epoch(path, args, data, states, row, rows):
+    """Writes the checkpoint of an epoch, with whatever a run needs to go on behind it."""
     others = {name: part.state_dict() for name, part in states.items() if name != 'model'}
-    for name in ['best.pt', 'last.pt'] if is_best else ['last.pt']:
-        save_checkpoint(folder / name, args, states['model'], epoch=row['epoch'], rows=rows, minutes=row['minutes'],
-                        classes=known_classes(args, data), images=len(data.train), **others)
-    write_log(folder, rows)
+    save_checkpoint(path, args, states['model'], epoch=row['epoch'], rows=rows, minutes=row['minutes'],
+                    classes=known_classes(args, data), images=len(data.train), **others)
 
 
 def begin(args):

@@ -188,6 +188,8 @@ def test_ccl_eq14_moves_the_centres_of_the_classes_present():
     expected = [0.9 * before[0] + 0.1 * (z[0] + z[3]) / 2, before[1], 0.9 * before[2] + 0.1 * (z[1] + z[2]) / 2]
     expect(moved, torch.stack(expected), 'CCL Eq. (14), mu 0.9, two images of class 0, two of class 2')
     assert torch.equal(centers, before), 'new centres, the old ones untouched'
+    moved = momentum_centers(centers, z[:1], torch.tensor([1]), mu=0.9)
+    expect(moved[1], 0.9 * before[1] + 0.1 * z[0], 'CCL Eq. (14), mu 0.9, one image of class 1')
 
 
 # ---- the script

@@ -516,6 +516,15 @@ def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
     assert [row[-1] for row in train_metrix.positivity(z, y, [[0, 1, 2]])] == [1, 1], 'all pairs are counted'
 
 
+def test_metrix_eq25_is_by_the_label_and_not_by_the_share_of_the_first_end(monkeypatch):
+    """Lambda is 0.08, so the mixtures of points at 0, 10 (class 0), 60 and 95 degrees (class 1) lie near an end of class
+    1, and have label 0.92 for it: the threshold is 0.796. For the anchor at 95, two are at 0.76 and 0.77, below it; for
+    the anchor at 60, two are at 0.87 and more."""
+    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.08))
+    rows = train_metrix.positivity(on_circle(0, 10, 60, 95), torch.tensor([0, 0, 1, 1]), [[0, 1, 2, 3]])
+    assert [(round(row[0], 2), row[2], row[4]) for row in rows] == [(0.05, 1, 4), (0.95, 0.5, 4)]
+
+
 # ---- the analysis
 
 def test_the_utilization_is_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
