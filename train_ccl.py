@@ -90,9 +90,8 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     Not torch's label_smoothing, which shares it among all C classes. With a single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
-    target = torch.full((len(y), num_classes), other, dtype=dtype, device=y.device)
-    target[F.one_hot(y, num_classes).bool()] = 1 - (num_classes - 1) * other
-    return target
+    extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # what the own class has more
+    return extra + other
 
 
 def scaled_proxynca_loss(z, y, centers, s=16.0):

@@ -517,9 +517,9 @@ def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
 
 
 def test_metrix_eq25_is_by_the_label_and_not_by_the_share_of_the_first_end(monkeypatch):
-    """Lambda is 0.08, so the mixtures of points at 0, 10 (class 0), 60 and 95 degrees (class 1) lie near an end of class
-    1, and have label 0.92 for it: the threshold is 0.796. For the anchor at 95, two are at 0.76 and 0.77, below it; for
-    the anchor at 60, two are at 0.87 and more."""
+    """Points at 0, 10 (class 0), 60 and 95 degrees (class 1), lambda 0.08: the mixtures lie near their ends of class 1,
+    for which they have label 0.92 and the threshold 0.796. The anchor at 95 has two at 0.76 and 0.77, below it; that at
+    60 has two at 0.87 and more."""
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.08))
     rows = train_metrix.positivity(on_circle(0, 10, 60, 95), torch.tensor([0, 0, 1, 1]), [[0, 1, 2, 3]])
     assert [(round(row[0], 2), row[2], row[4]) for row in rows] == [(0.05, 1, 4), (0.95, 0.5, 4)]
