@@ -402,7 +402,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
         s = gallery @ query[i]
         hit = gallery_labels == query_labels[i]
         s, hit = (torch.cat([t[:i], t[i + 1:]]) if within else t for t in (s, hit))
-        hit = hit[torch.tensor(sorted(range(len(s)), key=lambda j: (-float(s[j]), bool(hit[j]))), dtype=torch.long)]
+        order = hit.int().argsort(stable=True)
+        hit = hit[order][s[order].argsort(descending=True, stable=True)]
         r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
         p = (hit.cumsum(0) / rank * hit)[:r]
         rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])

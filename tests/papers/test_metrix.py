@@ -220,15 +220,26 @@ def test_metrix_eq8_labels():
     expect(pair_y[valid], [0.3, 0.6, 0.7, 0.4], f'the labels of the valid ones, row by row, {what}', 1e-6)
 
 
-@pytest.mark.parametrize('pairs, expected', [
-    ('pos-neg', [[1, 3], [2, 3]]), ('anc-neg', [[0, 3]]), ('pos-pos', [[1, 2]])])
-def test_metrix_eq8_sets(pairs, expected):
-    """M(a) of the first anchor: U+ x U-, S x U-, U+ x U+"""
+def sets_of_the_first_anchor(pairs):
+    """V(a) of the first anchor of classes 0, 0, 0, 1: the ends of its mixtures, their labels, and the shares lambda"""
     y, ends, lam = torch.tensor([0, 0, 0, 1]), torch.triu_indices(4, 4, 1), shares(6)
     pair_y, valid = label_mixtures(pairs, y, *ends, lam, torch.tensor([0]), y[:1], (y != 0)[None])
+    return ends[:, valid[0]].T, pair_y[valid], lam[valid[0]]
+
+
+@pytest.mark.parametrize('pairs, expected', [('pos-neg', [[1, 3], [2, 3]]), ('anc-neg', [[0, 3]])])
+def test_metrix_eq8_sets(pairs, expected):
+    """U+ x U-, S x U-"""
+    ends, labels, lam = sets_of_the_first_anchor(pairs)
     what = f'Metrix Eq. (8), {pairs}, of the first anchor of classes 0, 0, 0, 1'
-    expect(ends[:, valid[0]].T, expected, what)
-    expect(pair_y[valid], [1] if pairs == 'pos-pos' else lam[valid[0]], f'the labels, {what}', 1e-6)
+    expect(ends, expected, what)
+    expect(labels, lam, f'the labels, {what}', 1e-6)
+
+
+def test_pos_pos_pairs_have_label_1():
+    """U+ x U+, of which Eq. (8) is not graded: no share counts"""
+    ends, labels, _ = sets_of_the_first_anchor('pos-pos')
+    assert ends.tolist() == [[1, 2]] and labels.tolist() == [1]
 
 
 # ---- the mixed loss
