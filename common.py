@@ -604,12 +604,27 @@ def decode(paths, resize, what, cache):
             return content, sizes
     print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
     sizes = []
+    errors = {}                                             # {path: why it cannot be read}
+
+    def read(path):
+        try:
+            return read_image(path, resize)
+        except UsageError as error:                         # the other files are tried all the same
+            errors[path] = error
+            return np.empty((0, 0, 3), np.uint8)
+
     with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
         for start in range(0, len(paths), 512):             # in pieces, or memory would hold all images at once
-            for pixels in pool.map(partial(read_image, side=resize), paths[start:start + 512]):
+            for pixels in pool.map(read, paths[start:start + 512]):
                 out.write(pixels.tobytes())
                 sizes.append(pixels.shape[:2])
             show_progress(f'{len(sizes):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(sizes) == len(paths))
+        if len(errors) == 1:
+            raise next(iter(errors.values()))
+        if errors:
+            print(*sorted(errors), sep='\n', file=sys.stderr)
+            raise UsageError(f'{len(errors)} of {len(paths):,} images of {what} cannot be read; they are listed above: '
+                             'replace or remove them')
         out.write(np.array(sizes, dtype=np.int32).tobytes())
     return np.memmap(file, dtype=np.uint8, mode='c'), np.array(sizes)
 
@@ -834,7 +849,7 @@ def classes_below(root):
     """{path of the class below root: sorted paths of its images}; hidden files and folders are left out."""
     classes = {}
     visited = set()
-    unreadable = []
+    others = []                                             # files that are no images of a kind that is read
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
         if os.path.realpath(folder) in visited:             # a link to a folder that was read already
@@ -842,14 +857,17 @@ def classes_below(root):
             continue
         visited.add(os.path.realpath(folder))
         paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
-        images = [path for path in paths if path.is_file() and torchvision.datasets.folder.is_image_file(path.name)]
+        paths = [path for path in paths if path.is_file()]
+        images = [path for path in paths if torchvision.datasets.folder.is_image_file(path.name)]
         if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
             classes[Path(folder).relative_to(root).as_posix()] = images
-        elif paths and not images and (Path(folder) != root or not folders):
-            unreadable.append(folder)
-    if unreadable:                                          # the HEIC files of a phone, for example
-        print(f'warning: {len(unreadable)} folders hold files, but no images of a kind that is read; the first is '
-              f'{unreadable[0]}', file=sys.stderr)
+        if Path(folder) != root or not folders:
+            others += [path for path in paths if path not in images]
+    if others:                                              # HEIC files or videos of a phone, for example
+        endings = Counter(path.suffix.lower() or 'no ending' for path in others)
+        counts = ', '.join(f'{number} {ending}' for ending, number in endings.most_common(5))
+        print(f'warning: {root}: {len(others)} files are of kinds that are not read ({counts}), the first is '
+              f'{others[0]}; convert images among them to JPEG', file=sys.stderr)
     return classes
 
 

@@ -206,10 +206,13 @@ def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
     (tmp_path / 'x/phone').mkdir()
     (tmp_path / 'x/phone/1.heic').write_bytes(b'a kind that PIL does not read')
     common.list_images('folder', tmp_path / 'x')
-    assert 'warning: 1 folders hold files, but no images' in capsys.readouterr().err
+    assert 'x/phone/1.heic; convert images among them to JPEG' in capsys.readouterr().err
     (tmp_path / 'x/phone/edited').mkdir()
+    for name in ('2.HEIC', 'film.gif'):                     # beside images as well
+        (tmp_path / 'x/a' / name).write_bytes(b'of another kind')
     common.list_images('folder', tmp_path / 'x')
-    assert 'warning: 1 folders hold files, but no images' in capsys.readouterr().err
+    warning, = capsys.readouterr().err.splitlines()
+    assert f'{tmp_path / "x"}: 3 files are of kinds that are not read (2 .heic, 1 .gif), the first is' in warning
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
@@ -295,5 +298,5 @@ def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
     assert train_ms.main([*flags, '--fold', '1/3', '--name', 'fold'])['epoch'] == 1
     saved = common.read_checkpoint('runs/fold')
     assert saved['classes'] == list('abefcd'), 'validation classes have been seen as well'
-    with pytest.raises(UsageError, match='cannot read the image'):
+    with pytest.raises(UsageError, match='18 of 18 images of folder query cannot be read'):
         train_ms.main(flags)

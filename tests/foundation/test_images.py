@@ -48,6 +48,26 @@ def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
         common.read_image(tmp_path / 'x.jpg', 20)
 
 
+def test_all_files_that_cannot_be_read_are_named_at_once(tmp_path, capsys):
+    """Names with spaces and umlauts, too. Nothing is left of the cache, and the mended folder is decoded."""
+    draw_folder(tmp_path / 'x', ['Vögel im Nest', 'b', 'c', 'd'], per_class=4)
+    broken = [tmp_path / 'x' / name for name in ('Vögel im Nest/1.jpg', 'b/0.jpg', 'c/3.jpg')]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:300])
+    paths = sorted((tmp_path / 'x').rglob('*.jpg'))
+    with pytest.raises(UsageError, match='^3 of 16 images of photos cannot be read; they are listed above'):
+        common.decode(paths, 8, 'photos', tmp_path / 'cache')
+    assert capsys.readouterr().err.splitlines() == sorted(map(str, broken))
+    assert not list((tmp_path / 'cache').iterdir())
+    for path in broken[:2]:
+        path.unlink()
+    paths = sorted((tmp_path / 'x').rglob('*.jpg'))
+    with pytest.raises(UsageError, match='cannot read the image .*c/3.jpg: .*; replace or remove it'):
+        common.decode(paths, 8, 'photos', tmp_path / 'cache')
+    broken[2].unlink()
+    assert len(common.decode(sorted((tmp_path / 'x').rglob('*.jpg')), 8, 'photos', tmp_path / 'cache')[1]) == 13
+
+
 def test_more_images_than_are_decoded_at_a_time_keep_their_order(tmp_path):
     """More than 512, each of a colour of its own"""
     paths = [tmp_path / f'{i}.ppm' for i in range(1030)]

@@ -237,7 +237,7 @@ def test_metrix_eq8_sets(pairs, expected):
 
 
 def test_pos_pos_pairs_have_label_1():
-    """U+ x U+, of which Eq. (8) is not graded: no share counts"""
+    """U+ x U+: both ends are positives, whatever their shares."""
     ends, labels, _ = sets_of_the_first_anchor('pos-pos')
     assert ends.tolist() == [[1, 2]] and labels.tolist() == [1]
 
