@@ -659,7 +659,8 @@ def to_rgb(image):
 # the folder --data holds; README says where it comes from.
 DATASETS = dict(
     shapes=dict(ks=(1, 2, 4, 8)),
-    folder=dict(ks=(1, 2, 4, 8), layout='a folder of images for each class'),
+    folder=dict(ks=(1, 2, 4, 8),
+                layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
     cub=dict(ks=(1, 2, 4, 8), counts=dict(train=(5864, 100), query=(5924, 100)),
              layout='CUB_200_2011/ with images.txt and images/'),
     cars=dict(ks=(1, 2, 4, 8), counts=dict(train=(8054, 98), query=(8131, 98)),
@@ -680,9 +681,9 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
                 read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
-    least       how many classes each split needs; 1 is enough to search a photo in them
-    `gallery is query` where the test set is searched in itself. Train labels are 0..C-1; query and gallery
-    share theirs. Raises UsageError if files or counts are not as published.
+    least       how many classes each split needs. 1 is enough where nothing is measured; then copies are no matter
+    `gallery is query` where the test set is searched in itself, and `seen` says whether all its classes are `known`.
+    Train labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
     """
     if name not in DATASETS:
         raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
@@ -706,6 +707,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
             setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups, paths))
     if fold:
         hold_out(data, fold)
+    data.seen = bool(known) and set(data.query.classes) <= set(known)
     data.gallery = getattr(data, 'gallery', data.query)
     return data
 
@@ -740,7 +742,7 @@ def list_images(name, root, known=None, fold=None, least=2):
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None
     splits = {split: rows for split, rows in splits.items() if split in wanted}
-    if name == 'folder':
+    if name == 'folder' and least > 1:
         warn_of_copies(splits)
     return splits
 
@@ -755,7 +757,8 @@ def check_images(name, root, splits, needed, least):
     for split in needed:
         _, classes = found.get(split, (0, 0))
         if classes < least:
-            raise ValueError(f'{split} needs {least} classes or more, and has {classes}')
+            what = 'the training set' if split == 'train' else 'the test set'
+            raise ValueError(f'{what} needs {least} classes or more, and has {classes}')
     paths = [row[0] for rows in splits.values() for row in rows]
     twice = [path for path, times in Counter(paths).items() if times > 1]
     outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
@@ -785,8 +788,8 @@ def warn_of_copies(splits):
             elif split != 'train':
                 originals[content] = path
     if copies:
-        print(f'warning: {len(copies)} files are copies of test images, which flatters the result; the first is '
-              f'{copies[0]}', file=sys.stderr)
+        print(f'warning: {len(copies)} files are copies of test images, which flatters the result:', *copies[:20],
+              *['...'] * (len(copies) > 20), sep='\n', file=sys.stderr)
 
 
 def split_lines(path):
@@ -820,13 +823,15 @@ def read_folder(root, known=None):
     """A class is a folder that holds images directly, at any depth; its name is its path.
 
     train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. Without them the first half
-    of the sorted classes trains and the rest tests; with `known`, classes that a network knows, all others test.
+    of the sorted classes trains and the rest tests. With `known`, classes that a network knows, all others test; but
+    a test/, val/ or query/ without any other class is a test set of known classes.
     """
     folders = {path.name.lower(): path for path in root.iterdir() if path.is_dir()}
     parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
     if {'query', 'gallery'} <= folders.keys():
         parts |= dict(query=folders['query'], gallery=folders['gallery'])
-    if 'gallery' in parts or all(parts.values()):
+    divided = 'gallery' in parts or all(parts.values())
+    if divided:
         splits = {split: classes_below(folder) if folder else {} for split, folder in parts.items()}
     else:
         classes = sorted(classes_below(root).items())
@@ -836,7 +841,16 @@ def read_folder(root, known=None):
         splits = dict(train=dict(classes[:half]), query=dict(classes[half:]))
     if known is not None:
         splits.pop('train')
-        if out := {name for names in splits.values() for name in names if name in known}:
+        found = {name for names in splits.values() for name in names}
+        out = found & set(known)
+        if out and out == found and divided:
+            print(f'warning: {root}: all {len(out)} classes of its test images were in the training set, which '
+                  'flatters the result', file=sys.stderr)
+            out = set()
+        elif out and out == found:
+            raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can '
+                             'be evaluated if they lie in test/ or val/, beside train/')
+        elif out:
             print(f'{root}: {len(out)} classes were in the training set, or chose the epoch, and are left out')
         splits = {split: {name: names[name] for name in names.keys() - out} for split, names in splits.items()}
     if not splits.get('gallery', True):

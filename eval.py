@@ -5,7 +5,8 @@ Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is o
 
 Of a folder, all classes are evaluated except those that the networks were trained or validated on, whose names the
 checkpoints hold. If it has train/ and test/ (or val/), only test/ is evaluated; if it has query/ and gallery/, the
-images of query/ are searched in gallery/.
+images of query/ are searched in gallery/. If these hold no other classes than those of the training, they are evaluated
+all the same, with a warning and "seen": true in the last line.
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
 95 % confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
@@ -190,6 +191,15 @@ def draw_queries(path, data, z, gallery, top, hardest):
     rows = order[:ROWS].tolist()
     draw_sheet(path, data.query, data.gallery, rows, index[rows], hit[rows])
     print(f'{len(rows)} queries and their nearest images: {path}')
+    for number, row in enumerate(rows, start=1):
+        print(f'row {number}    {describe(data.query, row)}')
+        for similarity, i in zip(s[row].tolist(), index[row].tolist()):
+            print(f'{similarity:9.3f}  {describe(data.gallery, i)}')
+
+
+def describe(images, i):
+    """Class and path of image i, as a line of text"""
+    return f'{images.classes[images.labels[i]]}  {images.paths[i]}'
 
 
 def search_photo(args, model, images, path):
@@ -373,7 +383,7 @@ def load_training_set(args, model):
     trained = model.args
     folder = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
     training = common.load_dataset(trained['dataset'], folder, trained['resize'], trained['image_size'], args.cache,
-                                   fold=trained.get('fold')).train
+                                   fold=trained.get('fold'), least=1).train
     if new := set(training.classes) - set(model.classes):
         raise common.UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
                                 f'of its training set are new to the network, among them {min(new)}')
@@ -422,7 +432,7 @@ def evaluate_one(args):
         save_embeddings(args.embed, data, z, gallery)
     if args.sheet:
         draw_queries(args.sheet, data, z, gallery, args.top, args.hardest)
-    return dict(checkpoint=str(path), dataset=dataset) | result
+    return dict(checkpoint=str(path), dataset=dataset) | (dict(seen=True) if data.seen else {}) | result
 
 
 def evaluate_several(args):

@@ -348,7 +348,11 @@ def check_batch(args, num_classes, groups=None):
     """Refuses a batch that is too small: beside the `num` classes of a hybrid, one must stay for its negative. With
     super-classes, groups (N,), each of them must have `num` classes in a batch."""
     classes = min(args.batch_size // args.per_class, num_classes) if args.per_class else 0
-    classes -= args.combinations * (args.hybrids == 'replace')           # the Nsize hybrids of a set replace one class
+    replaced = args.combinations if args.hybrids == 'replace' else 0     # the Nsize hybrids of a set replace one class
+    classes -= replaced
+    if num_classes - replaced <= args.num:
+        raise common.UsageError(f'hybrids need {args.num + 1 + replaced} training classes with these flags, and there '
+                                f'are {num_classes}; --alpha 0 makes none')
     if classes <= args.num:
         raise common.UsageError(f'--num {args.num} needs {args.num + 1} classes among the images that stay in a batch, '
                                 f'and {max(classes, 0)} do: raise --batch-size, or lower --num, --combinations or '

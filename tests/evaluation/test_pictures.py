@@ -25,7 +25,8 @@ def picture(path):
 def sheet(path, degrees, labels, top, hardest):
     """draw_queries of one-coloured images at these angles -> the picture, and the numbers of the images on it"""
     pixels = np.arange(len(labels), dtype=np.uint8).repeat(3 * 6 * 6) * 10
-    images = common.Images(pixels, [(6, 6)] * len(labels), torch.tensor(labels), 6)
+    images = common.Images(pixels, [(6, 6)] * len(labels), torch.tensor(labels), 6,
+                           ['bird', 'car', 'bus', *'defghijkl'])
     data = SimpleNamespace(query=images, gallery=images)
     evaluation.draw_queries(path, data, on_circle(*degrees), None, top, hardest=hardest)
     return picture(path), (picture(path)[8::16, 8::16, 0] // 10).tolist()
@@ -47,6 +48,15 @@ def test_sheets_of_a_data_set(tmp_path):
             tile[:14, :14] = (0, 160, 0) if labels[query] == labels[image] else (220, 0, 0)
         tile[4:10, 4:10] = 10 * image
         np.testing.assert_array_equal(tiles[row, column], tile)
+
+
+def test_a_sheet_says_which_files_it_shows(tmp_path, capsys):
+    """Row, class and path of each query; then similarity, class and path of each of its neighbours."""
+    sheet(tmp_path / 'x.png', (0, 5, 90), [0, 0, 1], 2, hardest=False)
+    assert capsys.readouterr().out.splitlines() == [
+        f'2 queries and their nearest images: {tmp_path / "x.png"}',
+        'row 1    bird  image 0', '    0.996  bird  image 1', '    0.000  car  image 2',
+        'row 2    bird  image 1', '    0.996  bird  image 0', '    0.087  car  image 2']
 
 
 def test_a_sheet_goes_through_all_classes(tmp_path):

@@ -43,6 +43,23 @@ def test_eval_repeats_the_last_row_without_the_training_classes_and_ends_with_on
     assert '12 queries of 3 classes' in capsys.readouterr().out, 'c is the name of a training class'
 
 
+@pytest.mark.parametrize('side', ['test', 'val'])
+def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, small, tmp_path, capsys, side):
+    """The usual layout of a classifier: train/ and val/ with the same classes. A class that is new comes alone."""
+    draw_folder(tmp_path / 'x/train', 'abc', per_class=4)
+    draw_folder(tmp_path / f'x/{side}', 'abc', per_class=3, seed=1)
+    row = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
+    assert '3 of its classes are in the training set as well' in capsys.readouterr().out
+    result = evaluation.main([*FP32, '--sheet', 'sheet.png', '--embed', 'x.npz', '--analyse'])
+    captured = capsys.readouterr()
+    assert 'all 3 classes of its test images were in the training set, which flatters' in captured.err
+    assert json.loads(captured.out.strip().split('\n')[-1])['seen'] is True
+    assert result['R@1'] == row['R@1'] and len(np.load('x.npz')['labels']) == 9 and (tmp_path / 'sheet.png').exists()
+    draw_folder(tmp_path / f'x/{side}', 'de', per_class=3, seed=2)
+    result = evaluation.main([*FP32, '--embed', 'x.npz'])
+    assert 'seen' not in result and np.load('x.npz')['classes'].tolist() == ['d', 'e']
+
+
 def test_another_dataset_needs_its_folder_and_a_drawn_one_has_none(run, small):
     run(train_ms, '--name', 'mine')
     with pytest.raises(common.UsageError, match='training was on folder: .* --data'):

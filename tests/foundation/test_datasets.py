@@ -127,8 +127,8 @@ def names(rows):
     ('Latin/a Greek/beta Greek/alpha Latin/deep/b', 'Greek/alpha Greek/beta', 'Latin/a Latin/deep/b'),
     ('a b c d e', 'a b', 'c d e'), ('train/x train/y test/a test/b', 'x y', 'a b'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'x y', 'a b'), ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'),
-    ('train/x test/a test/b', '', 'train needs 2 classes'),
-    ('train/x train/y test/a', '', 'query needs 2 classes'), ('a b c', '', 'train needs 2 classes'),
+    ('train/x test/a test/b', '', 'the training set needs 2 classes'),
+    ('train/x train/y test/a', '', 'the test set needs 2 classes'), ('a b c', '', 'the training set needs 2 classes'),
     ('Train/x Train/y valid/x valid/y', '', 'train/ holds classes, but there is no test/ or val/')])
 def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
@@ -166,8 +166,10 @@ def test_classes_that_a_network_has_seen_are_left_out_of_a_folder(tmp_path, caps
     assert names(splits['query']) == ['b', 'c', 'e'] and 'train' not in splits
     assert '2 classes were in the training set' in capsys.readouterr().out
     assert names(common.list_images('folder', tmp_path / 'flat', known=[])['query']) == list('abcde')
-    with pytest.raises(UsageError, match='query needs 2 classes or more, and has'):
+    with pytest.raises(UsageError, match='the test set needs 2 classes or more, and has 1'):
         common.list_images('folder', tmp_path / 'flat', known=['a', 'b', 'c', 'd'])
+    with pytest.raises(UsageError, match='all its classes were in the training set, .* lie in test/ or val/'):
+        common.list_images('folder', tmp_path / 'flat', known=list('abcde'))
     draw_folder(tmp_path / 'split/train', 'ab', per_class=1)
     draw_folder(tmp_path / 'split/test', 'bcd', per_class=1)
     assert names(common.list_images('folder', tmp_path / 'split', known=['a', 'b'])['query']) == ['c', 'd']
@@ -189,9 +191,14 @@ def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
     shutil.copy(tmp_path / 'train/a/1.jpg', tmp_path / 'test/c/other.jpg')
     shutil.copy(tmp_path / 'test/d/2.jpg', tmp_path / 'test/d/again.jpg')
     common.list_images('folder', tmp_path)
-    err = capsys.readouterr().err
-    assert '2 files are copies of test images, which flatters the result; the first is' in err
-    assert f'{tmp_path}/test/d/again.jpg, a copy of {tmp_path}/test/d/2.jpg' in err
+    first, *copies = capsys.readouterr().err.splitlines()
+    assert first == 'warning: 2 files are copies of test images, which flatters the result:'
+    assert copies == [f'{tmp_path}/test/d/again.jpg, a copy of {tmp_path}/test/d/2.jpg',
+                      f'{tmp_path}/train/a/1.jpg, a copy of {tmp_path}/test/c/other.jpg']
+    for i in range(30):
+        shutil.copy(tmp_path / 'test/d/2.jpg', tmp_path / f'test/d/again-{i}.jpg')
+    common.list_images('folder', tmp_path)
+    assert len(capsys.readouterr().err.splitlines()) == 1 + 20 + 1, 'twenty, and dots for the others'
 
 
 def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):

@@ -311,11 +311,18 @@ def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
 
 
 @pytest.mark.parametrize('flags, classes', [
-    ('--num 3', 3), ('--combinations 2', 2), ('--batch-size 64 --combinations 2 --num 4', 4), ('--per-class 0', 0),
+    ('--num 3', 3), ('--combinations 2', 2), ('--per-class 0', 0),
     ('--alpha 0 --per-class 0 --show-hybrids x.png', 0)])
 def test_a_batch_with_no_negative_left_is_refused(run, small, flags, classes):
     """The batch has 4 classes, the dataset 6. Hybrids replace one class for each combination."""
     with pytest.raises(common.UsageError, match=f'among the images that stay in a batch, and {classes} do'):
+        run(train_hse, *flags.split())
+
+
+@pytest.mark.parametrize('flags, needed', [('--num 4 --combinations 2 --batch-size 64', 7), ('--combinations 4', 7)])
+def test_too_few_training_classes_are_said_to_be_too_few(run, small, flags, needed):
+    """Where no batch size would help: there are six."""
+    with pytest.raises(common.UsageError, match=f'hybrids need {needed} training classes .*there are 6'):
         run(train_hse, *flags.split())
 
 

@@ -91,7 +91,8 @@ def main(argv=None):
     study.optimize(score, options.trials)
     best = ' '.join(f'{flag} {value:.4g}' for flag, value in study.best_params.items())
     finished = sum(trial.value is not None for trial in study.trials)
-    print(f'best of {finished} trials: MAP@R {study.best_value:.2f} with python {options.script} {best}')
+    command = ' '.join(['python', options.script, *flags, best])
+    print(f'best of {finished} trials: MAP@R {study.best_value:.2f} with {command}')
     return study
 
 
