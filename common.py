@@ -170,8 +170,8 @@ class BalancedSampler(Sampler):
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // (P K) batches, at least one. No batch has a class or an image twice. All classes, and all images
-    of a class, come up about equally often. Only in a class of fewer than K images some repeat in a batch.
+    An epoch has N // (P K) batches, at least one. A batch has no class twice, and no image twice unless its class has
+    fewer than K. All classes, and all images of a class, come up about equally often.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -195,8 +195,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def deal(deck, items, number):
-            """Takes `number` items from the top of a deck of cards. If fewer are left, all other items are shuffled and
-            put below them; if there are fewer items than that, they repeat."""
+            """Takes `number` items from the top of a deck of cards. Under a deck that is too short come the items that
+            are not in it, shuffled; or if all are in it, all of them again."""
             while len(deck) < number:
                 others = [item for item in items if item not in deck]
                 if not others:
@@ -249,15 +249,15 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     epochs = math.ceil(total / per_epoch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
-    # A new run begins with epoch 0, which is the network before training; one that goes on, behind its last epoch.
+    # A new run begins with epoch 0, the network before training; one that goes on, after its last epoch, see resume.
     folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(first, epochs + 1):
         if out_of_patience(args, rows):
             break
         row = dict(epoch=epoch, loss=None, images_per_second=None)
-        # last_epoch, torch's name, counts the steps done. Epoch 0 has none, nor has one that only lacks its evaluation.
-        if schedule.last_epoch < min(epoch * per_epoch, total):
+        done = schedule.last_epoch                          # torch's name; it counts steps
+        if done < min(epoch * per_epoch, total):            # no for epoch 0, and where only the evaluation is missing
             set_seed(args.seed, epoch)
             model.train()
             model.train_trunk(epoch > args.warmup)          # in the first --warmup epochs, all but the trunk learns
@@ -268,7 +268,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         row = from_main_process(row)                        # under torchrun, all processes keep the row of the first
         if 'R@1' in row:
             rows.append(row)
-        # Before printing, which may fail. A kill between the two files costs nothing: a resumed run repeats the epoch.
+        # Before printing, which may fail; and best.pt first: if a kill comes before last.pt, the epoch is repeated.
         if args.fold and epoch > 0 and best_row(rows) is row:
             save_epoch(folder / 'best.pt', args, data, states, row, rows)
         save_epoch(folder / 'last.pt', args, data, states, row, rows)
@@ -307,8 +307,9 @@ def train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total):
                                 f'try a lower --lr, or --precision fp32')
             minutes = (time.time() - start) / max(1, number - 1) * (total - schedule.last_epoch) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
-    return dict(loss=mean, no_positive=float(without_positive) / (steps * len(y)),
-                images_per_second=max(1, steps - 1) * len(y) / (time.time() - start))
+    size = len(y)                                           # all batches of an epoch have this size
+    return dict(loss=mean, no_positive=float(without_positive) / (steps * size),
+                images_per_second=max(1, steps - 1) * size / (time.time() - start))
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -341,9 +342,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, for the first hit may be a duplicate.
-    2. Among equal similarities, non-matches come first. This order is made among the retrieved images only. If a tie
-       reaches beyond them, a fixed random order decides which of its images are retrieved. So a network that maps all
-       images to one point scores about chance or less, not 100.
+    2. Among equal similarities, non-matches come first. If images of equal similarity do not all fit among the
+       retrieved ones, a fixed random order decides which of them are retrieved. So a network that maps all images to
+       one point scores about chance or less, not 100.
     3. A query without a match is a miss in R@K, is left out of RP and MAP@R, and is counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves
@@ -1090,7 +1091,7 @@ def begin(args):
 
 def resume(args, data, states, per_epoch, total):
     """Loads the last checkpoint of a run into `states` -> its folder, the epoch to go on with, its rows, and the time
-    when it would have begun without the stop. It goes on with its last epoch if that only lacks the evaluation."""
+    of its start, moved so that the minutes of a row leave out the pause."""
     saved = read_checkpoint(args.resume / 'last.pt')
     now = dict(classes=known_classes(args, data), images=len(data.train))
     if any(saved.get(name, value) != value for name, value in now.items()):
@@ -1113,6 +1114,7 @@ def resume(args, data, states, per_epoch, total):
     for group, rate in zip(states['optimizer'].param_groups, schedule.base_lrs):
         group['lr'] = rate * learning_rate_factor(done, args, per_epoch, total)
     write_log(args.resume, rows)                            # exactly the rows of the checkpoint
+    # After a run of --eval-every 2, say, its last epoch may be the last one now, and still to be evaluated.
     first = epoch if done == total and evaluated < epoch else epoch + 1
     return args.resume, first, rows, began
 

@@ -5,10 +5,10 @@ Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sec
 
 Idea
     Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In metric learning
-    a label belongs to a pair: an anchor with a positive, an image of its class, has label 1, and with a negative,
-    an image of another class, label 0. So a mixture of lambda times a positive and 1 - lambda times a negative has
-    label lambda: it enters the loss's sum over positives with weight lambda, and its sum over negatives with
-    weight 1 - lambda. Training then also covers the space between the classes, where there are no images.
+    a label belongs to a pair. An anchor and an image of its class, a positive, have label 1; an anchor and an image
+    of another class, a negative, have label 0. So a mixture of lambda times a positive and 1 - lambda times a
+    negative has label lambda: it enters the loss's sum over positives with weight lambda, and its sum over negatives
+    with weight 1 - lambda. Training then also covers the space between the classes, where there are no images.
 
 Equations
     Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
@@ -23,9 +23,9 @@ Equations
 Symbols
     paper     here          flag              meaning
     f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
-    y         pair_y        -                 (A, M) labels of mixtures; y in labelled_loss, else y are classes (B,)
+    y         pair_y        -                 (A, M) labels of M mixtures for A anchors; elsewhere y are classes (B,)
     x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
-    lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
+    lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha); as a label it is pair_y
     w         strength      --strength        weight of the mixed loss
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
     m         m             --m               margin on s, of ms and contrastive; the index m of g_m is a layer
@@ -69,22 +69,23 @@ def labelled_loss(s, y, valid, kind, **hyper):
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
     pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)   # (A,), (A,)
-    # Eq. (7); tau is the identity, but for lifted, whose row applies it. With the labels of Eq. (5) and (6) this is
-    # Eq. (3). Over mixed examples it is Eq. (9), and Eq. (13) writes that out for pos-neg pairs, whose y is lambda.
+    # Eq. (7): tau( sigma+( sum y rho+(s) ) + sigma-( sum (1 - y) rho-(s) ) ); tau is the identity, but for lifted. With
+    # labels 1 and 0, Eq. (5) and (6), it is Eq. (3); over mixtures, Eq. (9), which Eq. (13) writes out for pos-neg.
     return pull + push
 
 
 # ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
-# a negative (1 - y), all (A, V). They return the two terms of Eq. (7), pull and push, both (A,); lifted has one term.
+# a negative (1 - y), all (A, V); a mask serves as weights 1 and 0. A row is sigma and rho in one: it returns the two
+# terms of Eq. (7), pull and push, both (A,); lifted has one term.
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
     """Eq. (1): sum_p -s(a,p), and sum_n [s(a,n) - m]+.  Eq. (14): sum_v -lambda s(a,v), and
     sum_v (1 - lambda) [s(a,v) - m]+
 
-    'sum' is the equation as printed. 'mean' divides the sum over positives by their number, and the sum over negatives
-    by the number of those above m. As sums, the 380 pos-neg mixtures that an anchor has in a batch of 20 classes x 5
-    images would outweigh its 99 clean pairs.
+    'sum' is the equation as printed. 'mean' divides the first sum by the number of examples with y > 0, and the second
+    by the number of those with y < 1 and s > m. As sums, the 4 x 95 = 380 pos-neg mixtures that an anchor has in a
+    batch of 20 classes x 5 images would outweigh its 99 clean pairs.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -155,14 +156,14 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
     negative = ~same                                                                            # N(a) in Eq. (6)
     if epsilon is not None:
-        # The miner of train_ms.py drops positives that are more similar than every negative by epsilon or more, and
-        # negatives that are less similar than every positive by that much. "<" is written as "not >=", as there: so a
-        # pair whose similarity is NaN is kept, and the loss shows it.
+        # The miner of train_ms.py keeps a positive if s - epsilon < the most similar negative, and a negative if
+        # s + epsilon > the least similar positive. They are written with "not", so that a pair whose similarity is NaN
+        # is kept, and the loss shows it.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
-    # The first mask is read as labels, 1 and 0. The second leaves out the image itself, and what the miner dropped.
+    # The labels are 1 for positives, else 0. Valid is neither the image itself, nor what the miner dropped.
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()
 
 
@@ -207,8 +208,12 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     it is enough to mix the pooled maps. The maximum is not; of equal maxima, the first takes the gradient.
     """
     f = common.at_least_float32(f)
-    pooling = dict(avg=lambda: mix(f.mean(dim=(2, 3)), i, j, lam), max=lambda: max_of_mixed(f, i, j, lam.to(f.dtype)))
-    return sum(pooling[name]() for name in pool.split('+'))
+    p = 0
+    if 'avg' in pool:
+        p = p + mix(f.mean(dim=(2, 3)), i, j, lam)
+    if 'max' in pool:
+        p = p + max_of_mixed(f, i, j, lam.to(f.dtype))
+    return p
 
 
 def max_of_mixed(f, i, j, lam):
@@ -247,7 +252,8 @@ def pair_labels(y, anchor_y, i, j, lam):
     """
     i_is_positive = anchor_y[:, None] == y[i]                                                   # (A, M)
     j_is_positive = anchor_y[:, None] == y[j]                                                   # (A, M)
-    pair_y = torch.where(i_is_positive, lam, 1 - lam)                                           # mix(1, 0) in Eq. (8)
+    # The label in Eq. (8), mixed from 1 and 0, is the share of the positive.
+    pair_y = torch.where(i_is_positive, lam, 1 - lam)                                           # (A, M)
     return pair_y, i_is_positive ^ j_is_positive
 
 
@@ -266,8 +272,8 @@ def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     pair_y, valid = pair_labels(y, anchor_y, i, j, lam)
     valid = valid & (negatives[:, i] | negatives[:, j])             # only with a negative that may be mixed
     if pairs == 'anc-neg':
-        return pair_y, valid & with_anchor                                                      # M(a) in Eq. (8)
-    return pair_y, valid & ~with_anchor
+        return pair_y, valid & with_anchor                                                      # M(a) = {a} x U-(a)
+    return pair_y, valid & ~with_anchor                                                         # M(a) = U+(a) x U-(a)
 
 
 def anchors_and_ends(kind, pairs, z, y, proxies):
@@ -297,7 +303,8 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
     negatives = anchor_y[:, None] != y                                                          # (A, B)
     if k is not None:
         s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
-        # An anchor with fewer than k negatives gets others as well, which is harmless: no mixture with them is valid.
+        # An anchor with fewer than k negatives also gets images of its class. That changes nothing: all its negatives
+        # are chosen, so all its mixtures are allowed.
         negatives = torch.zeros_like(negatives).scatter(1, s.topk(min(k, len(y)), dim=1).indices, True)
     negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
     if pairs == 'pos-pos':                          # all pairs: those of two classes are not valid, and left out below
@@ -357,7 +364,7 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
     Returns for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)). measured
     is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share at or below the
-    threshold for their own lambda.
+    threshold for their own label. Eq. (25) is derived for an anchor with one mixture; here each anchor has many.
     """
     hyper = dict(beta=beta, gamma=gamma, m=m)
     samples = []
@@ -374,7 +381,7 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         below = s <= positivity_threshold(pair_y, **hyper)      # the share of True is F_lambda: Eq. (11), (25)
         samples.append(torch.stack([pair_y, positive, below, s.detach()])[:, valid])            # (4, pairs)
     samples = torch.cat(samples, dim=1)                                                         # (4, all pairs)
-    tenth = (samples[0] * 10).long().clamp_max(9)                                               # of their lambda
+    tenth = (samples[0] * 10).long().clamp_max(9)                                               # of their label
     rows = []
     for n in tenth.unique().tolist():
         _, measured, predicted, s = samples[:, tenth == n].mean(dim=1).tolist()
@@ -386,7 +393,8 @@ def utilization(q, z, y, batches, alpha):
     """Eq. (12) for queries q (Q, D), with the images z (N, D), y (N,) as examples, and with mixed ones of these batches
     as well -> two numbers"""
     def distances_to(examples):                     # squared distance of each query to the nearest example
-        return 2 - 2 * torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])         # (Q,)
+        s = torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])                    # (Q,)
+        return 2 - 2 * s                            # |q - x|^2 at unit length
 
     clean = distances_to(z)
     mixed = clean
@@ -439,10 +447,11 @@ def analyse(args):
 # ---- recipes and flags
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates (none for
-# ProxyNCA++ on CUB and Cars; it gets those of ms). From the released code come smallest crop, warm-up, clipping,
-# proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, its default;
-# some commands have 5 or 20. On SOP and In-Shop they freeze BatchNorm for contrastive with mixing only; here it trains.
+# Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates, but no decay
+# rate for ProxyNCA++ on CUB and Cars, which gets that of ms. From the released code come smallest crop, warm-up,
+# clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, which
+# is its default; some of its commands have 5 or 20. On SOP and In-Shop its commands freeze BatchNorm for contrastive
+# with mixing only; here it trains.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -455,7 +464,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': dict(proxy_lr_mult=6000),          # 4 images per class stay, also with proxies: mixing needs them
+    'reality-check': dict(proxy_lr_mult=6000),          # 4 images per class, also with proxies: mixing needs positives
 }
 for dataset in list(DEFAULTS):
     DEFAULTS[dataset, 'contrastive'] = dict(m=0.5)                                  # the paper does not state this m
@@ -589,8 +598,9 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. An unordered pair has one lambda and one mixture, which all anchors share; Eq. (8) reads as one for each
-       anchor. Mixed embeddings are scaled to unit length, as in the released code.
+    1. An unordered pair of different images has one lambda and one mixture, which all anchors share; Eq. (8) reads as a
+       draw for each anchor, and pos-pos as all ordered pairs. Mixed embeddings are scaled to unit length, as in the
+       released code.
     2. Contrastive has means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be divided
