@@ -1,6 +1,7 @@
 """eval.py: the numbers of the training run again, tables over seeds and folds, and comparisons."""
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -41,6 +42,14 @@ def test_eval_repeats_the_last_row_without_the_training_classes_and_ends_with_on
     assert result['dataset'] == 'folder' and 'alignment' not in result and 'unmatched' not in out
     evaluation.main([*FP32, '--dataset', 'folder', '--data', 'cars'])
     assert '12 queries of 3 classes' in capsys.readouterr().out, 'c is the name of a training class'
+
+
+def test_copies_are_warned_of_once_and_not_where_a_photo_is_searched(tmp_path, birds, capsys):
+    shutil.copy(tmp_path / 'birds/e/0.jpg', tmp_path / 'birds/f/copy.jpg')
+    for flags, warned in ([], 1), (['--analyse'], 1), (['--query', 'birds/a/0.jpg'], 0):
+        capsys.readouterr()
+        evaluation.main([*FP32, *flags])
+        assert capsys.readouterr().err.count('files are copies of test images') == warned, flags
 
 
 @pytest.mark.parametrize('side', ['test', 'val'])
