@@ -114,7 +114,7 @@ WRONG['proxy_anchor_loss'] = {
     'pull divided by all classes': ('.sum() / present', '.mean()'),
     'push divided by the classes present': ('~positive).mean()', '~positive).sum() / present'),
     'push by present proxies only': ('~positive).mean()', '~positive)[positive.any(dim=1)].mean()'),
-    'margin of negatives with minus': ('(s + delta)', '(s - delta)'),
+    'margin of negatives with minus': ('(s + delta), ~positive', '(s - delta), ~positive'),
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
     'half precision stays': ('z, proxies = common.same_precision(z, proxies)', 'pass'),
