@@ -825,7 +825,8 @@ def read_folder(root, known=None):
 
     train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. Without them the first half
     of the sorted classes trains and the rest tests. With `known`, classes that a network knows, all others test; but
-    a test/, val/ or query/ without any other class is a test set of known classes.
+    a test/, val/ or query/ without any other class is a test set of known classes, and in a folder that has images and
+    no folders of images, these are one class without a name.
     """
     folders = {path.name.lower(): path for path in root.iterdir() if path.is_dir()}
     parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
@@ -835,7 +836,7 @@ def read_folder(root, known=None):
     if divided:
         splits = {split: classes_below(folder) if folder else {} for split, folder in parts.items()}
     else:
-        classes = sorted(classes_below(root).items())
+        classes = sorted(classes_below(root, alone=known is not None).items())
         if known is None and any(name.lower().startswith('train/') for name, _ in classes):
             raise ValueError('train/ holds classes, but there is no test/ or val/ beside it')
         half = len(classes) // 2 if known is None else 0
@@ -860,8 +861,9 @@ def read_folder(root, known=None):
             for split, names in splits.items() for name in sorted(names) for path in names[name]]
 
 
-def classes_below(root):
-    """{path of the class below root: sorted paths of its images}; hidden files and folders are left out."""
+def classes_below(root, alone=False):
+    """{path of the class below root: sorted paths of its images}; hidden files and folders are left out. Images in root
+    itself, a sheet for example, are no class; with `alone` they are the class '' where there is no other."""
     classes = {}
     visited = set()
     others = []                                             # files that are no images of a kind that is read
@@ -874,8 +876,9 @@ def classes_below(root):
         paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
         paths = [path for path in paths if path.is_file()]
         images = [path for path in paths if torchvision.datasets.folder.is_image_file(path.name)]
-        if images and Path(folder) != root:                 # files in root itself, a sheet for example, are no class
-            classes[Path(folder).relative_to(root).as_posix()] = images
+        if images:
+            name = '' if Path(folder) == root else Path(folder).relative_to(root).as_posix()
+            classes[name] = images
         if Path(folder) != root or not folders:
             others += [path for path in paths if path not in images]
     if others:                                              # HEIC files or videos of a phone, for example
@@ -883,6 +886,8 @@ def classes_below(root):
         counts = ', '.join(f'{number} {ending}' for ending, number in endings.most_common(5))
         print(f'warning: {root}: {len(others)} files are of kinds that are not read ({counts}), the first is '
               f'{others[0]}; convert images among them to JPEG', file=sys.stderr)
+    if not (alone and classes.keys() == {''}):
+        classes.pop('', None)
     return classes
 
 

@@ -6,7 +6,8 @@ Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is o
 Of a folder, all classes are evaluated except those that the networks were trained or validated on, whose names the
 checkpoints hold. If it has train/ and test/ (or val/), only test/ is evaluated; if it has query/ and gallery/, the
 images of query/ are searched in gallery/. If these hold no other classes than those of the training, they are evaluated
-all the same, with a warning and "seen": true in the last line.
+all the same, with a warning and "seen": true in the last line. Of images that are in no folders of classes, nothing
+can be measured, but --query searches them, and --embed embeds them.
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
 95 % confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
@@ -407,16 +408,18 @@ def evaluate_one(args):
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
-    known = model.classes
-    least = 2
-    if args.query:                                          # what a photo is searched in need not be new to the network
-        known = ()
-        least = 1
+    # What a photo is searched in need not be new to the network, nor sorted into classes. Nor need what is embedded.
+    known = () if args.query else model.classes
+    least = 1 if args.query or args.embed else 2
     data = common.load_dataset(dataset, folder, model.args['resize'], model.args['image_size'], args.cache, known=known,
                                least=least)
     if args.query:
         picture = args.sheet or (path if path.is_dir() else path.parent) / 'query.png'
         return search_photo(args, model, data.gallery, picture)
+    if len(data.query.classes) < 2:
+        common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')
+        save_embeddings(args.embed, data, *common.embed_test(model, data))
+        return dict(checkpoint=str(path), dataset=dataset)
     training = load_training_set(args, model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = common.score(data, z, gallery)

@@ -118,6 +118,26 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
         evaluation.main(flags)
 
 
+def test_a_pile_of_photographs_is_searched_and_embedded(run, small, tmp_path, capsys):
+    """Images in no folders; nothing is measured, since they have no classes. A sheet beside the classes is no image."""
+    run(train_ms, '--name', 'mine', '--precision', 'fp32')
+    draw_folder(tmp_path / 'x', ['pile'], per_class=5)
+    (tmp_path / 'x/pile/notes.txt').touch()
+    flags = ['--checkpoint', 'runs/mine', '--data', 'x/pile', *EVAL]
+    found = evaluation.main([*flags, '--query', 'x/pile/0.jpg', '--top', '9'])['nearest']
+    assert sorted(row['path'] for row in found) == [f'x/pile/{i}.jpg' for i in range(1, 5)]
+    assert evaluation.main([*flags, '--embed', 'x.npz']) == dict(checkpoint='runs/mine', dataset='folder')
+    saved = np.load('x.npz')
+    assert saved['embeddings'].shape == (5, 16) and saved['classes'].tolist() == ['']
+    for more, reason in ([], 'the test set needs 2 classes or more, and has 1'), (['--embed', 'y.npz', '--analyse'], (
+            '--analyse has no effect with x/pile, which has fewer than two classes')):
+        with pytest.raises(common.UsageError, match=reason):
+            evaluation.main([*flags, *more])
+    draw_folder(tmp_path / 'x/pile', ['a', 'b'], per_class=2, seed=1)
+    evaluation.main([*flags, '--embed', 'x.npz'])
+    assert np.load('x.npz')['classes'].tolist() == ['a', 'b'], 'beside classes, images are none'
+
+
 def test_saved_embeddings_have_unit_length(run, small, folder):
     """Also where those of the training have not"""
     run(train_ccl, '--name', 'mine', '--variant', 'center_loss')
