@@ -75,11 +75,12 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     own = F.one_hot(y, len(c)).to(c.dtype)                               # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * own)                                 # (B, C)
-    # L_contrast, (B,), is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a
-    # margin it is Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
+    # L_contrast, (B,), is -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) ). For m = 0 it
+    # is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a margin it is
+    # Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center, (B,), is the second line of Eq. (2), called Eq. (3) in the text. Here it has the form of Eq. (4), which
-    # is linear in z: so its expected value under dropout is its value without dropout.
+    # L_center, (B,), is |x - c_y|^2, the second line of Eq. (2), called Eq. (3) in the text. Here it has the form of
+    # Eq. (4), 2 - 2 c_y.x, which is linear in z: so its expected value under dropout is its value without dropout.
     center = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center).mean()                              # Eq. (5)
 

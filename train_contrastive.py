@@ -61,9 +61,9 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     """
     d = distances(common.at_least_float32(z))                            # (B, B)  HSE Eq. (1)
     positive, negative = pairs(y)
-    # Reality Check Eq. (1), first term; HSE Eq. (2) for a positive pair
+    # Reality Check Eq. (1), first term, [d - m_pos]+; with the power of 2, HSE Eq. (2) for a positive pair
     pull = (d - pos_margin).clamp_min(0).pow(power).masked_fill(~positive, 0)
-    # Reality Check Eq. (1), second term; HSE Eq. (2) for a negative pair
+    # Reality Check Eq. (1), second term, [m_neg - d]+; with the power of 2, HSE Eq. (2) for a negative pair
     push = (neg_margin - d).clamp_min(0).pow(power).masked_fill(~negative, 0)
     return mean_nonzero(pull) + mean_nonzero(push)
 
@@ -112,9 +112,9 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y)
-    pull = -s.masked_fill(~positive, 0).sum(dim=1)                       # (B,) Metrix Eq. (1), first term
+    pull = -s.masked_fill(~positive, 0).sum(dim=1)                       # (B,) Metrix Eq. (1): sum_p -s(a,p)
     excess = (s - margin).clamp_min(0).masked_fill(~negative, 0)         # (B, B)
-    push = excess.sum(dim=1)                                             # (B,) Metrix Eq. (1), second term
+    push = excess.sum(dim=1)                                             # (B,) Metrix Eq. (1): sum_n [s(a,n) - m]+
     if reduction == 'mean':
         pull = pull / positive.sum(dim=1).clamp_min(1)
         push = push / (excess > 0).sum(dim=1).clamp_min(1)

@@ -67,8 +67,9 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
-    # Eq. (9), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(), so it
-    # takes the log-probability of s_hn, too. That loss is least where s_ewp = s_hn, which cannot be meant.
+    # Eq. (9), -alpha log(1 / (1 + exp(s_hn) / exp(s_ewp))), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in
+    # -alpha logsoftmax([s_ewp, s_hn]).mean(), so it takes the log-probability of s_hn, too. That loss is least where
+    # s_ewp = s_hn, which cannot be meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 

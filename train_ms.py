@@ -61,9 +61,11 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y) if epsilon is None else mine(s, y, epsilon)
-    # Metrix Eq. (2), first term: the least similar positives dominate it.
+    # Metrix Eq. (2), first term, 1/alpha log(1 + sum_p exp(-alpha (s(a,p) - lambda))): the least similar positives
+    # dominate it.
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,)
-    # Metrix Eq. (2), second term: the most similar negatives dominate it.
+    # Metrix Eq. (2), second term, 1/beta log(1 + sum_n exp(beta (s(a,n) - lambda))): the most similar negatives
+    # dominate it.
     push = log1p_sum_exp(beta * (s - lam), negative) / beta              # (B,)
     return (pull + push).mean()
 

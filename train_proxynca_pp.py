@@ -80,8 +80,8 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     if len(proxies) == 1:
         return -logits.sum()
     others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) is 0: the sum is over P-
-    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2). The own logit stands only behind the minus, so its
-    # derivative is the -1 of Proxy-Anchor Eq. (3).
+    # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2): sum over x of -s(x,p+) + log sum_{p-} exp(s(x,p-)). The
+    # own logit stands only behind the minus, so its derivative is the -1 of Proxy-Anchor Eq. (3).
     return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
