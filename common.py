@@ -875,12 +875,13 @@ def classes_below(root, alone=False):
         visited.add(os.path.realpath(folder))
         paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
         paths = [path for path in paths if path.is_file()]
-        images = [path for path in paths if torchvision.datasets.folder.is_image_file(path.name)]
+        is_image = [torchvision.datasets.folder.is_image_file(path.name) for path in paths]
+        images = [path for path, yes in zip(paths, is_image) if yes]
         if images:
             name = '' if Path(folder) == root else Path(folder).relative_to(root).as_posix()
             classes[name] = images
         if Path(folder) != root or not folders:
-            others += [path for path in paths if path not in images]
+            others += [path for path, yes in zip(paths, is_image) if not yes]
     if others:                                              # HEIC files or videos of a phone, for example
         endings = Counter(path.suffix.lower() or 'no ending' for path in others)
         counts = ', '.join(f'{number} {ending}' for ending, number in endings.most_common(5))

@@ -84,7 +84,8 @@ def main(argv=None):
             return 0.0
         return sum(row['MAP@R'] for row in rows) / len(rows)
 
-    study = optuna.create_study(study_name=' '.join([options.script, *flags, f'--folds {options.folds}']),
+    typed = [' '.join(['--range', *words]) for words in options.range]      # another range is another search
+    study = optuna.create_study(study_name=' '.join([options.script, *flags, *typed, f'--folds {options.folds}']),
                                 storage=options.storage, direction='maximize', load_if_exists=True)
     # A machine that joins later must not draw what the first one drew.
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
