@@ -266,7 +266,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - began) / 60
         row = from_main_process(row)                        # under torchrun, all processes keep the row of the first
-        if 'R@1' in row:
+        if 'R@1' in row or not data.query:
             rows.append(row)
         # Before printing, which may fail; and best.pt first: if a kill comes before last.pt, the epoch is repeated.
         if args.fold and epoch > 0 and best_row(rows) is row:
@@ -682,8 +682,10 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
                 read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
-    least       how many classes each split needs. 1 is enough where nothing is measured; then copies are no matter
-    `gallery is query` where the test set is searched in itself, and `seen` says whether all its classes are `known`.
+    least       how many classes each split needs. 1 is enough where nothing need be measured; then neither copies
+                matter, nor that all classes are known
+    `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. `seen`
+    says whether all test classes are `known`.
     Train labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
     """
     if name not in DATASETS:
@@ -708,8 +710,9 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
             setattr(data, split, Images(pixels, sizes, labels, image_size, numbers, groups, paths))
     if fold:
         hold_out(data, fold)
-    data.seen = bool(known) and set(data.query.classes) <= set(known)
+    data.query = getattr(data, 'query', None)
     data.gallery = getattr(data, 'gallery', data.query)
+    data.seen = bool(known) and set(data.query.classes) <= set(known)
     return data
 
 
@@ -735,7 +738,9 @@ def list_images(name, root, known=None, fold=None, least=2):
     root = Path(root).expanduser()
     splits = {}
     try:
-        listed = read_folder(root, known) if name == 'folder' else read_benchmark(name, root)
+        if name == 'folder' and known is None and folders_in(root).keys() == {'train'}:
+            wanted = ['train']
+        listed = read_folder(root, known, least) if name == 'folder' else read_benchmark(name, root)
         for split, *row in listed:
             splits.setdefault(split, []).append(row)
         check_images(name, root, splits, [split for split in ('train', 'query') if split in wanted], least)
@@ -820,15 +825,20 @@ def read_benchmark(name, root):
             yield split, root / 'Img' / path, class_, None
 
 
-def read_folder(root, known=None):
+def folders_in(root):
+    """{name in lower case: path} of the folders in `root`, without hidden ones"""
+    return {path.name.lower(): path for path in root.iterdir() if path.is_dir() and path.name[0] != '.'}
+
+
+def read_folder(root, known=None, least=2):
     """A class is a folder that holds images directly, at any depth; its name is its path.
 
-    train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. Without them the first half
-    of the sorted classes trains and the rest tests. With `known`, classes that a network knows, all others test; but
-    a test/, val/ or query/ without any other class is a test set of known classes, and in a folder that has images and
-    no folders of images, these are one class without a name.
+    train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. train/ alone holds training classes
+    only. Without such folders the first half of the sorted classes trains and the rest tests. With `known`, classes
+    that a network knows, all others test; but a test/, val/ or query/ without any other class is a test set of known
+    classes, and so is any folder if `least` is 1. Images that lie in no folder are then one class without a name.
     """
-    folders = {path.name.lower(): path for path in root.iterdir() if path.is_dir()}
+    folders = folders_in(root)
     parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
     if {'query', 'gallery'} <= folders.keys():
         parts |= dict(query=folders['query'], gallery=folders['gallery'])
@@ -836,18 +846,21 @@ def read_folder(root, known=None):
     if divided:
         splits = {split: classes_below(folder) if folder else {} for split, folder in parts.items()}
     else:
-        classes = sorted(classes_below(root, alone=known is not None).items())
+        only_train = folders.keys() == {'train'}
+        classes = sorted(classes_below(folders['train'] if only_train else root, alone=known is not None).items())
         if known is None and any(name.lower().startswith('train/') for name, _ in classes):
-            raise ValueError('train/ holds classes, but there is no test/ or val/ beside it')
-        half = len(classes) // 2 if known is None else 0
+            raise ValueError('train/ holds classes, and of the other folders none is test/ or val/')
+        half = 0
+        if known is None:
+            half = len(classes) if only_train else len(classes) // 2
         splits = dict(train=dict(classes[:half]), query=dict(classes[half:]))
     if known is not None:
         splits.pop('train')
         found = {name for names in splits.values() for name in names}
         out = found & set(known)
-        if out and out == found and divided:
-            print(f'warning: {root}: all {len(out)} classes of its test images were in the training set, which '
-                  'flatters the result', file=sys.stderr)
+        if out and out == found and (divided or least == 1):
+            print(f'warning: {root}: all {len(out)} classes to evaluate were in the training set, which flatters the '
+                  'result', file=sys.stderr)
             out = set()
         elif out and out == found:
             raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can '
@@ -965,8 +978,9 @@ def new_folder(args):
 
 
 def evaluate(model, data):
-    """What a row of the log says about the test set: the metrics, and the mean similarities s+ and s- of queries"""
-    return score(data, *embed_test(model, data))
+    """What a row of the log says about the test set: the metrics, and the mean similarities s+ and s- of queries.
+    Nothing if there is no test set."""
+    return score(data, *embed_test(model, data)) if data.query else {}
 
 
 def embed_test(model, data):
@@ -1006,15 +1020,14 @@ def out_of_patience(args, rows):
 
 def print_recipe(args, model, data, sampler, epochs, folder):
     """What is going to run, before it runs: the data, the batches, and all flags."""
-    part = 'test'
-    until = ''
-    if args.fold:
-        part = 'validation'
-        until = f' or until {args.patience} evaluations bring no gain'
-    searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
+    part = 'validation' if args.fold else 'test'
+    until = f' or until {args.patience} evaluations bring no gain' if args.fold else ''
+    test = 'no test images, so nothing will be evaluated'
+    if data.query:
+        searched = '' if data.gallery is data.query else f' in {len(data.gallery):,}'
+        test = f'{len(data.query):,}{searched} {part} images of {len(data.query.labels.unique()):,} classes'
     size = getattr(sampler, 'batch_size', args.batch_size)               # smaller where there are few classes
-    print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
-          f'{len(data.query):,}{searched} {part} images of {len(data.query.labels.unique()):,} classes\n'
+    print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, {test}\n'
           f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in flags_of(args).items()))
     print(f'After a stop, this goes on: python {args.script}.py --resume {folder}')
@@ -1036,6 +1049,10 @@ def show_row(row, rows, titles):
 
 def summary(args, data, folder, rows):
     """Prints what the result means, and how it was chosen. Returns its row: the last, or with --fold the best."""
+    if not data.query:
+        print('All classes were trained on, so there is no result. To search for a photo:\n'
+              f'python eval.py --checkpoint {best_of(folder)} --query PHOTO')
+        return rows[-1]
     best = best_row(rows)
     row = best if args.fold else rows[-1]
     seen = set(data.train.classes) & set(data.query.classes)

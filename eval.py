@@ -34,11 +34,12 @@ The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix,
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
-    python eval.py --checkpoint runs/ms-folder-1 --query photo.jpg --top 5       # its nearest images
+    python eval.py --checkpoint runs/ms-folder-1 --query a.jpg b.jpg --top 5     # the nearest images of each
     python eval.py --checkpoint runs/ms-folder-1 --data photos --embed out.npz
     python eval.py --checkpoint runs/ms-* runs/contrastive-*                     # a table, a row for each recipe
     python eval.py --checkpoint runs/metrix-cub-[123] --against runs/ms-cub-[123]
 """
+import hashlib
 import json
 import sys
 from functools import cache, partial
@@ -194,8 +195,13 @@ def draw_queries(path, data, z, gallery, top, hardest):
     print(f'{len(rows)} queries and their nearest images: {path}')
     for number, row in enumerate(rows, start=1):
         print(f'row {number}    {describe(data.query, row)}')
-        for similarity, i in zip(s[row].tolist(), index[row].tolist()):
-            print(f'{similarity:9.3f}  {describe(data.gallery, i)}')
+        list_nearest(data.gallery, s[row], index[row])
+
+
+def list_nearest(images, s, index):
+    """Prints similarity, class and path of some images: s, index (k,)"""
+    for similarity, i in zip(s.tolist(), index.tolist()):
+        print(f'{similarity:9.3f}  {describe(images, i)}')
 
 
 def describe(images, i):
@@ -203,24 +209,56 @@ def describe(images, i):
     return f'{images.classes[images.labels[i]]}  {images.paths[i]}'
 
 
-def search_photo(args, model, images, path):
-    """Prints and draws the images that are nearest to --query. If it is one of them itself, it is left out."""
-    photo = common.read_image(args.query, model.args['resize'])
-    query = common.Images(photo.flatten(), [photo.shape[:2]], torch.zeros(1), images.image_size, paths=[args.query])
-    others = [i for i, name in enumerate(images.paths) if Path(name).resolve() != args.query.resolve()]
-    if not others:
-        raise common.UsageError(f'{args.query} is the only image of the folder: there is nothing to search in')
-    images = images.subset(torch.tensor(others))
-    z = common.embed(model, query)
-    gallery = common.embed(model, images)
-    _, s, index = next(common.k_nearest(z, gallery, min(args.top, len(images))))        # both (1, k)
-    nearest = [dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
-               for similarity, i in zip(s[0].tolist(), index[0].tolist())]
-    for image in nearest:
-        print(f'{image["similarity"]:8.3f}  {image["label"]}  {image["path"]}')
-    draw_sheet(path, query, images, [0], index)
-    print(f'{args.query} and the images nearest to it: {path}')
-    return dict(query=str(args.query), nearest=nearest)
+# ---- search
+
+
+def read_photos(paths, side, image_size):
+    """The photos of --query as Images, shorter side `side`"""
+    pixels = [common.read_image(path, side) for path in paths]
+    return common.Images(np.concatenate([photo.flatten() for photo in pixels]), [photo.shape[:2] for photo in pixels],
+                         torch.zeros(len(paths)), image_size, paths=paths)
+
+
+def embed_once(model, images):
+    """The embeddings of `images` (N, D). They are kept beside the file that has the decoded images, whose name changes
+    with them; a hash of the network is added to that name."""
+    if not isinstance(images.pixels, np.memmap):            # drawn images have no file
+        return common.embed(model, images)
+    key = hashlib.sha256(f'{images.image_size} {model.precision}'.encode())
+    for weight in model.state_dict().values():
+        key.update(weight.cpu().numpy().tobytes())
+    decoded = Path(images.pixels.filename)
+    file = decoded.with_name(f'{decoded.stem}-embedded-{key.hexdigest()[:16]}.npy')
+    if not file.exists():
+        with common.written_whole(file) as out:
+            np.save(out, common.embed(model, images).numpy())
+    with common.distrusting(file):
+        return torch.from_numpy(np.load(file))
+
+
+def search(args, model, photos, images, path):
+    """Prints and draws the images that are nearest to each photo. One that is among them does not find itself."""
+    place = {Path(name).resolve(): i for i, name in enumerate(images.paths)}
+    itself = [place.get(Path(name).resolve()) for name in photos.paths]
+    k = min(args.top, len(images) - any(i is not None for i in itself))
+    if k == 0:
+        raise common.UsageError(f'{photos.paths[0]} is the only image of the folder: there is nothing to search in')
+    gallery = F.normalize(embed_once(model, images), dim=1)              # (N, D)
+    s = F.normalize(common.embed(model, photos), dim=1) @ gallery.T      # (Q, N)
+    for n, i in enumerate(itself):
+        if i is not None:
+            s[n, i] = -2                                    # less than any cosine
+    s, index = s.topk(k, dim=1)
+    found = []
+    for n, photo in enumerate(photos.paths):
+        print(f'row {n + 1}    {photo}')
+        list_nearest(images, s[n], index[n])
+        found.append(dict(query=str(photo), nearest=[
+            dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
+            for similarity, i in zip(s[n].tolist(), index[n].tolist())]))
+    draw_sheet(path, photos, images, range(len(photos)), index)
+    print(f'{len(photos)} photos and the images nearest to each: {path}')
+    return found[0] if len(found) == 1 else dict(queries=found)
 
 
 # ---- tables
@@ -346,7 +384,7 @@ def get_args(argv=None):
     add('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths')
     add('--sheet', type=common.file_ending('.png'), metavar='PNG', help='draw some queries and their nearest images')
     add('--hardest', action='store_true', help='sheet: the queries with the worst results first')
-    add('--query', type=Path, metavar='PHOTO', help='print and draw the images nearest to this one')
+    add('--query', type=Path, nargs='+', metavar='PHOTO', help='print and draw the images nearest to each of these')
     add('--top', type=common.at_least(1), default=5, help='sheet and query: how many nearest images')
     add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
@@ -408,14 +446,14 @@ def evaluate_one(args):
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
-    # What a photo is searched in need not be new to the network, nor sorted into classes. Nor need what is embedded.
-    known = () if args.query else model.classes
-    least = 1 if args.query or args.embed else 2
-    data = common.load_dataset(dataset, folder, model.args['resize'], model.args['image_size'], args.cache, known=known,
-                               least=least)
+    sizes = model.args['resize'], model.args['image_size']
+    load = partial(common.load_dataset, dataset, folder, *sizes, args.cache)
     if args.query:
-        picture = args.sheet or (path if path.is_dir() else path.parent) / 'query.png'
-        return search_photo(args, model, data.gallery, picture)
+        photos = read_photos(args.query, *sizes)            # at first, for the folder may take long
+        # What a photo is searched in need not be new to the network, nor sorted into classes.
+        images = load(known=(), least=1).gallery
+        return search(args, model, photos, images, args.sheet or (path if path.is_dir() else path.parent) / 'query.png')
+    data = load(known=model.classes, least=1 if args.embed else 2)
     if len(data.query.classes) < 2:
         common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')
         save_embeddings(args.embed, data, *common.embed_test(model, data))

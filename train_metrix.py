@@ -411,7 +411,6 @@ def analyse(args):
     model = common.load_checkpoint(args.analyse, args.device, args.precision)
     data = common.dataset_from(args)
     z = common.embed(model, data.train)
-    q = common.embed(model, data.query)
     y = data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
@@ -425,9 +424,10 @@ def analyse(args):
     if rows and all(predicted in (0, 1) for _, _, predicted, *_ in rows):
         print('No s(a, v) lies between these thresholds, so the figure shows no transition: take a network trained '
               f'with this m, or --m {sum(s for *_, s, _ in rows) / len(rows):.2f}, about the mean similarity')
-    clean, mixed = utilization(q, z, y, batches, args.alpha)
-    print(f'utilization, Eq. (12): {clean:.3f} by clean examples, {mixed:.3f} by these and the mixed ones of '
-          f'{len(batches)} batches')
+    if data.query:
+        clean, mixed = utilization(common.embed(model, data.query), z, y, batches, args.alpha)
+        print(f'utilization, Eq. (12): {clean:.3f} by clean examples, {mixed:.3f} by these and the mixed ones of '
+              f'{len(batches)} batches')
     try:
         from matplotlib.figure import Figure
     except ImportError:

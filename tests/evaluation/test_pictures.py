@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder, on_circle
+from conftest import draw_folder, on_circle, rows_of
 from PIL import Image
 
 import common
 import eval as evaluation
 import train_ccl
+import train_metrix
 import train_ms
 
 EVAL = ['--device', 'cpu', '--precision', 'fp32']
@@ -116,6 +117,71 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
     (tmp_path / 'photo.png').write_text('no picture')
     with pytest.raises(common.UsageError, match='cannot read the image'):
         evaluation.main(flags)
+
+
+def test_a_second_search_embeds_the_photos_alone(run, small, folder, tmp_path, monkeypatch):
+    """Several photos at once, each found as if alone; images are embedded anew after the network or a file changed."""
+    run(train_ms, '--name', 'mine')
+    embedded = []
+    embed = common.embed
+    monkeypatch.setattr(common, 'embed', lambda model, images: embedded.append(len(images)) or embed(model, images))
+    shutil.copytree(folder / 'test', 'gallery')
+    Image.open('gallery/car1/2.jpg').resize((90, 70)).save('photo.png')
+    photos = ['photo.png', 'gallery/car0/0.jpg', str(folder / 'test/car3/1.jpg')]
+    flags = ['--checkpoint', 'runs/mine', '--data', 'gallery', *EVAL]
+    single = [evaluation.main([*flags, '--query', photo]) for photo in photos]
+    assert sorted(embedded) == [1, 1, 1, 16], 'the images of the folder once'
+    assert single[1]['nearest'][0]['path'] != photos[1] and single[2]['nearest'][0]['path'] == 'gallery/car3/1.jpg'
+    assert evaluation.main([*flags, '--query', *photos]) == dict(queries=single)
+    assert embedded.pop() == 3 and picture('runs/mine/query.png').shape == (3 * (32 + 10) + 2, 6 * (32 + 10) + 2, 3)
+    saved = common.read_file('runs/mine/last.pt')
+    saved['model']['linear.weight'] *= torch.linspace(1, 2, 64)
+    torch.save(saved, 'runs/mine/last.pt')
+    for change in (lambda: None, lambda: Image.open('photo.png').save('gallery/car2/3.jpg')):
+        change()
+        other = evaluation.main([*flags, '--query', *photos])['queries']
+        assert sorted(embedded[-2:]) == [3, 16]
+        model = common.load_checkpoint('runs/mine', precision='fp32')
+        data = common.load_dataset('folder', 'gallery', 32, 32, known=())
+        s = embed(model, data.query) @ model(model.transform(Image.open(photos[2]))[None])[0]
+        assert [row['similarity'] for row in other[2]['nearest']] == pytest.approx(s.topk(5).values.tolist(), abs=1e-3)
+        assert other[2] != single[2]
+    for file in (tmp_path / 'cache').glob('*.npy'):
+        file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(common.UsageError, match='npy cannot be used; is it damaged'):
+        evaluation.main([*flags, '--query', *photos])
+
+
+def test_a_photo_that_cannot_be_read_costs_no_decoding(run, small, folder, tmp_path):
+    run(train_ms, '--name', 'mine')
+    with pytest.raises(common.UsageError, match='cannot read the image typo.jpg'):
+        evaluation.main(['--checkpoint', 'runs/mine', '--query', str(folder / 'test/car0/0.jpg'), 'typo.jpg',
+                         '--cache', 'other', *EVAL])
+    assert not (tmp_path / 'other').exists()
+
+
+def test_a_final_network_searches_and_embeds_what_it_was_trained_on(run, small, tmp_path, capsys):
+    """train/ alone: all classes train, and none is left to evaluate, neither then nor by eval.py."""
+    draw_folder(tmp_path / 'x/train', 'abc', per_class=4)
+    row = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32', '--epochs', '2', '--steps', '4')
+    out = capsys.readouterr().out
+    assert '12 training images of 3 classes, no test images, so nothing will be evaluated' in out
+    assert 'All classes were trained on' in out and '--checkpoint runs/mine/last.pt --query PHOTO' in out
+    assert [(one['epoch'], one['loss'] is None) for one in rows_of('mine')] == [(0, True), (1, False), (2, False)]
+    assert row == rows_of('mine')[-1] and row['loss'] is not None and row['images_per_second'] > 0 and 'R@1' not in row
+    flags = ['--checkpoint', 'runs/mine', *EVAL]
+    with pytest.raises(common.UsageError, match='all its classes were in the training set'):
+        evaluation.main(flags)
+    assert len(evaluation.main([*flags, '--query', 'x/train/a/0.jpg', '--top', '99'])['nearest']) == 11
+    assert evaluation.main([*flags, '--embed', 'x.npz'])['seen'] is True
+    assert 'all 3 classes to evaluate were in the training set' in capsys.readouterr().err
+    assert np.load('x.npz')['embeddings'].shape == (12, 16)
+    draw_folder(tmp_path / 'y', 'ad', per_class=3)
+    assert 'seen' not in evaluation.main([*flags, '--data', 'y', '--embed', 'y.npz'])
+    assert train_ms.main(['--resume', 'runs/mine', '--epochs', '5', '--steps', '10'])['epoch'] == 5
+    run(train_metrix, '--data', 'x', '--name', 'mixed', '--steps', '1')
+    train_metrix.main(['--analyse', 'runs/mixed'])
+    assert 'Eq. (25)' in capsys.readouterr().out
 
 
 def test_a_pile_of_photographs_is_searched_and_embedded(run, small, tmp_path, capsys):

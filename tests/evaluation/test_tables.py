@@ -59,9 +59,10 @@ def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, 
     draw_folder(tmp_path / f'x/{side}', 'abc', per_class=3, seed=1)
     row = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
     assert '3 of its classes are in the training set as well' in capsys.readouterr().out
+    assert evaluation.main(FP32)['seen'] is True
     result = evaluation.main([*FP32, '--sheet', 'sheet.png', '--embed', 'x.npz', '--analyse'])
     captured = capsys.readouterr()
-    assert 'all 3 classes of its test images were in the training set, which flatters' in captured.err
+    assert 'all 3 classes to evaluate were in the training set, which flatters' in captured.err
     assert json.loads(captured.out.strip().split('\n')[-1])['seen'] is True
     assert result['R@1'] == row['R@1'] and len(np.load('x.npz')['labels']) == 9 and (tmp_path / 'sheet.png').exists()
     draw_folder(tmp_path / f'x/{side}', 'de', per_class=3, seed=2)

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -129,7 +130,8 @@ def names(rows):
     ('TRAIN/x TRAIN/y Val/a Val/b', 'x y', 'a b'), ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'),
     ('train/x test/a test/b', '', 'the training set needs 2 classes'),
     ('train/x train/y test/a', '', 'the test set needs 2 classes'), ('a b c', '', 'the training set needs 2 classes'),
-    ('Train/x Train/y valid/x valid/y', '', 'train/ holds classes, but there is no test/ or val/')])
+    ('Train/x Train/y valid/x valid/y', '', 'train/ holds classes, and of the other folders none is'),
+    ('train/x', '', 'the training set needs 2 classes'), ('train/x train/y test', '', 'the test set needs 2 classes')])
 def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
     draw_folder(tmp_path, folders.split(), per_class=2)
@@ -144,6 +146,22 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
     else:
         with pytest.raises(UsageError, match=f'folder cannot be loaded: {test}'):
             common.list_images('folder', root)
+
+
+def test_a_folder_with_train_alone_has_no_test_set(tmp_path):
+    """For a final network. A fold holds out some of its classes; to another network, they are new."""
+    draw_folder(tmp_path / 'Train', 'abcd', per_class=2)
+    (tmp_path / '.hidden').mkdir()
+    load = partial(common.load_dataset, 'folder', tmp_path, 16, 16, tmp_path.with_name('cache'))
+    data = load()
+    assert data.train.classes == list('abcd') and data.query is data.gallery is None and data.seen is False
+    data = load(fold='0/2')
+    assert data.train.classes == ['c', 'd'] and data.query.classes == ['a', 'b']
+    assert load(known=['a', 'z']).query.classes == ['b', 'c', 'd'] and load(known=()).query.classes == list('abcd')
+    with pytest.raises(UsageError, match='all its classes were in the training set'):
+        load(known=list('abcd'))
+    data = load(known=list('abcd'), least=1)
+    assert data.query.classes == list('abcd') and data.seen is True
 
 
 def test_folder_with_query_and_gallery(tmp_path):
