@@ -257,7 +257,7 @@ def search(args, model, photos, images, path):
             dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
             for similarity, i in zip(s[n].tolist(), index[n].tolist())]))
     draw_sheet(path, photos, images, range(len(photos)), index)
-    print(f'{len(photos)} photos and the images nearest to each: {path}')
+    print(f'these are drawn in {path}')
     return found[0] if len(found) == 1 else dict(queries=found)
 
 
