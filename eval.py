@@ -411,7 +411,7 @@ def place_of_test_set(args, trainings):
     if dataset == 'shapes':
         common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
     folders = sorted({str(flags.get('data')) for flags in trainings})
-    if dataset == 'folder' and not args.data and len(folders) > 1:
+    if dataset in ('folder', 'vectors') and not args.data and len(folders) > 1:
         raise common.UsageError(f'the training images were in {" and ".join(folders)}: name the folder to evaluate '
                                 'with --data')
     return dataset, args.data or trainings[0].get('data')
@@ -446,6 +446,8 @@ def evaluate_one(args):
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
+    if dataset == 'vectors':
+        common.refuse(args, ['sheet', 'hardest', 'query', 'top'], '--dataset vectors, which has no images')
     sizes = model.args['resize'], model.args['image_size']
     load = partial(common.load_dataset, dataset, folder, *sizes, args.cache)
     if args.query:

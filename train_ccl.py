@@ -182,6 +182,7 @@ SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003,
 DEFAULTS = {
     'shapes': dict(per_class=0, pool='avg'),
     'folder': dict(per_class=0, pool='avg'),
+    'vectors': dict(per_class=0, epochs=12),
     'cub': CUB,
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
@@ -241,7 +242,7 @@ def main(argv=None):
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
-    model = common.build(args, head_init='default', normalize=args.variant != 'center_loss')
+    model = common.build(args, data, head_init='default', normalize=args.variant != 'center_loss')
     # Centres of length 1, uniform on the sphere. Except for center_loss, the losses see only directions, so with SGD a
     # centre of length r turns r^2 times more slowly. Drawn from N(0, 1), r^2 would be about D: they would hardly move.
     centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)

@@ -129,6 +129,7 @@ CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, ba
 DEFAULTS = {
     'shapes': dict(),
     'folder': dict(),
+    'vectors': dict(epochs=6),
     'cub': CUB,
     'cars': CUB,
     'sop': CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25),
@@ -161,7 +162,7 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args)
+    model = common.build(args, data)
     optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
 
     def step(images, labels):

@@ -329,6 +329,8 @@ def get_args(argv=None):
     add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies over --lr')
     add('--show-hybrids', type=common.file_ending('.png'), metavar='PNG', help='save a picture of hybrids, and stop')
     args = common.parse(parser, DEFAULTS, argv)
+    if args.dataset == 'vectors':
+        raise common.UsageError('hybrids are joined images, and --dataset vectors has none: take another script')
     if args.loss != 'proxy_anchor':
         common.refuse(args, ['proxy_lr_mult'], f'--loss {args.loss}')
     for kind in KINDS if args.show_hybrids else [args.kind]:        # refuses blocks so large that a parent is hidden
@@ -387,7 +389,7 @@ def main(argv=None):
 
     if args.show_hybrids:
         return show(args, data, sampler, hybridise)
-    model = common.build(args)
+    model = common.build(args, data)
     groups = [dict(params=model.parameters())]
     learned = {}
     if args.loss == 'proxy_anchor':                 # proxies as in train_proxy_anchor.py

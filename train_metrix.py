@@ -460,6 +460,7 @@ DEFAULTS = {
     # From scratch, --lr is already 20 times that of CUB, so the proxies get 10 times --lr and not 100.
     'shapes': dict(proxy_lr_mult=10),
     'folder': dict(proxy_lr_mult=10),
+    'vectors': dict(proxy_lr_mult=10),
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
@@ -468,6 +469,8 @@ DEFAULTS = {
 }
 for dataset in list(DEFAULTS):
     DEFAULTS[dataset, 'contrastive'] = dict(m=0.5)                                  # the paper does not state this m
+DEFAULTS['vectors', 'contrastive'] = dict(m=0.5, epochs=3)
+DEFAULTS['vectors', 'proxynca_pp'] = dict(epochs=8)
 for dataset in ('cub', 'cars'):
     DEFAULTS[dataset, 'contrastive'] = dict(m=0.5, decay_rate=0.1)
 DEFAULTS['sop', 'contrastive'] = dict(m=0.5, warmup=5)
@@ -545,6 +548,8 @@ def check(args):
         common.refuse(args, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
+    if 'input' in args.mixup and args.dataset == 'vectors':
+        raise common.UsageError('--mixup input mixes images; --dataset vectors has none: take --mixup feature')
     if args.pairs == 'pos-pos':
         common.refuse(args, ['hard_negatives'], '--pairs pos-pos')
     if len(args.hard_negatives) not in (1, len(args.mixup)):
@@ -567,7 +572,7 @@ def main(argv=None):
         negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
         print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
     data = common.dataset_from(args)
-    model = common.build(args)
+    model = common.build(args, data)
     if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]

@@ -118,6 +118,7 @@ METRIX = dict(dim=512, pool='avg+max', freeze_bn=False, min_crop=0.08, epochs=60
 DEFAULTS = {
     'shapes': dict(),
     'folder': dict(),
+    'vectors': dict(epochs=3),
     'cub': CUB,
     # Our choice: about as many iterations as on CUB; an epoch of Cars has 100 of them. In the issues of the
     # released code, a user says that the paper's 84.1 needs batches of more than 450.
@@ -146,7 +147,7 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args)
+    model = common.build(args, data)
     optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
     epsilon = None if args.epsilon == 'off' else args.epsilon
 

@@ -107,6 +107,7 @@ DEFAULTS = {
     # From scratch, --lr is already 20 times that of CUB, so the proxies get 10 times --lr and not 100.
     'shapes': dict(proxy_lr_mult=10),
     'folder': dict(proxy_lr_mult=10),
+    'vectors': dict(proxy_lr_mult=10),
     'cub': CUB,
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
@@ -129,7 +130,7 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args)
+    model = common.build(args, data)
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
     optimizer = common.make_optimizer(args, [
         dict(params=model.parameters()),

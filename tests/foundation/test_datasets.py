@@ -267,7 +267,7 @@ def test_the_stored_size_follows_the_crop_and_never_the_reverse(monkeypatch, res
 
 
 def test_a_dataset_that_there_is_not():
-    with pytest.raises(UsageError, match="there is no dataset 'flowers', but shapes, folder, cub"):
+    with pytest.raises(UsageError, match="there is no dataset 'flowers', but shapes, folder, vectors, cub"):
         common.load_dataset('flowers')
 
 

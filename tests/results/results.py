@@ -6,6 +6,7 @@
     python tests/results/results.py birds --jobs 0   only prints
     python tests/results/results.py --patched push train_metrix.py --mixup feature
                                                      a run whose step is changed: see PATCHES
+    python tests/results/results.py --vectors        writes data/birds, which the tables of vectors need
 
 A finished run becomes a line of runs.jsonl, with its commit and its evaluations, of which the first is that of the
 network before training; numbers have six digits, and no two lines have the same command. A run that was stopped goes on
@@ -15,7 +16,7 @@ add a row to TABLES; for a table of your own, add its place and the text around 
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
-small1 lacks: Japanese (katakana), Sanskrit and Tagalog.
+small1 lacks: Japanese (katakana), Sanskrit and Tagalog. birds holds features of cub50 by that trunk, see store_vectors.
 """
 import argparse
 import json
@@ -52,9 +53,11 @@ class Table(NamedTuple):
     repeats: list       # flags; each command is run once with each of them
     rows: dict          # {row: command}
     pairs: list         # [(row, row that it is compared with)]
+    epochs: tuple = ()  # those whose rows are kept and shown; (): all are kept, and the last one is shown
 
 
-SEEDS, FOLDS = [f'--seed {n}' for n in range(3)], [f'--fold {n}/4' for n in range(4)]
+TWENTY = [f'--seed {n}' for n in range(20)]
+SEEDS, FOLDS = TWENTY[:3], [f'--fold {n}/4' for n in range(4)]
 CROSSED = [fold + seed for seed in ('', ' --seed 1', ' --seed 2') for fold in FOLDS]     # three seeds on each fold
 PHOTOS = '--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112'
 BIRDS = f'{PHOTOS} --epochs 9 --warmup 1 --eval-every 9'
@@ -100,6 +103,18 @@ SHORTER = f'{PHOTOS} --epochs 36 --warmup 3 --eval-every 4 --decay-epochs 3'
 AGAIN = (f'train_metrix.py {PHOTOS} --epochs 9 --warmup 1 --eval-every 3 --decay-epochs 5 --lr 3.3e-05 --loss ms '
          '--mixup')
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
+
+
+# An epoch of these birds has 14 steps. So these are about 25, 50, 100, 200, 300, 600 and 1,000 steps.
+KEPT = (0, 2, 4, 7, 14, 21, 43, 71)
+STORED = '--dataset vectors --data data/birds'
+MIXED = [(loss, mixup) for loss in ('proxy_anchor', 'ms', 'contrastive', 'proxynca_pp')
+         for mixup in ('none', 'feature', 'embed')]
+ON_VECTORS = {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 71 --loss {loss} --mixup {mixup}'
+              for loss, mixup in MIXED}
+OTHER_BRAKES = {f'{loss}, {flag}': f'train_metrix.py {STORED} --epochs 71 --loss {loss} --mixup none --{flag}'
+                for loss in ('proxy_anchor', 'ms')
+                for flag in ('weight-decay 0', 'weight-decay 1e-2', 'weight-decay 1', 'dim 64', 'dim 128')}
 
 
 def patched(name, command=FEATURE):
@@ -177,6 +192,18 @@ TABLES = {
                      'ms, none, 36 epochs': f'train_metrix.py {SHORTER} --mixup none'},
                   [('ms, feature', 'ms, none'), ('ms, push', 'ms, none'), ('ms, push', 'ms, feature'),
                    ('ms, none, 36 epochs', 'ms, none'), ('proxy_anchor, feature', 'proxy_anchor, none')]),
+    'vectors': Table(TWENTY, ON_VECTORS, [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXED
+                                          if mixup != 'none'], KEPT),
+    'vector_folds': Table(FOLDS, {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 20 --patience 20 '
+                                                      f'--loss {loss} --mixup {mixup}' for loss, mixup in MIXED}, [],
+                          (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20)),
+    'brakes': Table(TWENTY, {f'{loss}, none': ON_VECTORS[f'{loss}, none'] for loss in ('proxy_anchor', 'ms')}
+                    | OTHER_BRAKES, [(row, f'{row.split(",")[0]}, none') for row in OTHER_BRAKES], KEPT),
+    'vector_terms': Table(TWENTY, {'ms, none': ON_VECTORS['ms, none'], 'ms, feature': ON_VECTORS['ms, feature'],
+                                   'ms, push': patched('push', ON_VECTORS['ms, feature']),
+                                   'ms, softer': patched('softer:2:10:0.3', ON_VECTORS['ms, feature'])},
+                          [('ms, feature', 'ms, none'), ('ms, push', 'ms, none'), ('ms, softer', 'ms, none'),
+                           ('ms, push', 'ms, feature')], KEPT),
 }
 
 
@@ -263,13 +290,21 @@ def run_patched(name, script, *words):
 # ---- making them
 
 
+def store_vectors():
+    """Writes data/birds: pooled features (N, 512) of data/cub50 by data/resnet18.pth, crops of 128 px"""
+    data = common.load_dataset('folder', ROOT / 'data/cub50', resize=146, image_size=128)
+    model = common.Embedder('resnet18', weights=ROOT / 'data/resnet18.pth', pool='avg')
+    model.head = model.pool_features
+    common.save_vectors(ROOT / 'data/birds', data, common.embed(model, data.train), common.embed(model, data.query))
+
+
 def six_digits(rows):
     return [{key: float(f'{value:.6g}') if isinstance(value, float) else value for key, value in row.items()}
             for row in rows]
 
 
-def run(command, threads):
-    """Makes one run, and writes its line -> whether it succeeded"""
+def run(command, threads, epochs=()):
+    """Makes one run, and writes its line, with the rows of these epochs, or of all -> whether it succeeded"""
     name = 'results-' + md5(command.encode()).hexdigest()[:8]
     folder = ROOT / 'runs' / name
     words = command.split() + (['--resume', f'runs/{name}'] if (folder / 'last.pt').exists() else ['--name', name])
@@ -279,6 +314,7 @@ def run(command, threads):
         print(f'{command}\n{done.stdout[-1000:]}', flush=True)
         return False
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    rows = [row for row in rows if not epochs or row['epoch'] in epochs]
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
@@ -355,11 +391,38 @@ def tables(name):
     return out
 
 
+def by_epoch(name):
+    """For a table with epochs: MAP@R and R@1 of its rows, and their differences, at each of them, as Markdown"""
+    runs, table = runs_of(name), TABLES[name]
+    if not runs:
+        return []
+    every = [line for lines in runs.values() for line in lines.values()]
+    found = {row: {flag: {one['epoch']: one for one in line['rows']} for flag, line in lines.items()}
+             for row, lines in runs.items()}
+    shared, own = flags_of({row: table.rows[row] for row in runs})
+    out = [f'{len(every)} runs, each on ' + ' or '.join(sorted({line['machine'] for line in every}))
+           + f'. All rows share `{" ".join(shared)}`.', '']
+    for key in ('MAP@R', 'R@1'):
+        out += [f'| {key} after epoch | runs | {" | ".join(map(str, table.epochs))} | command |',
+                '|---' * (len(table.epochs) + 3) + '|']
+        for row, rows in found.items():
+            cells = [cell([one[epoch][key] for one in rows.values()]) for epoch in table.epochs]
+            out.append(f'| {row} | {len(rows)} | {" | ".join(cells)} | `{own[row]}` |')
+        for row, base in table.pairs:
+            bases = found.get(base, {})
+            both = [(rows, bases[flag]) for flag, rows in found.get(row, {}).items() if flag in bases]
+            if both:
+                cells = [cell([a[epoch][key] - b[epoch][key] for a, b in both], bold=True) for epoch in table.epochs]
+                out.append(f'| {row} - {base} | {len(both)} | {" | ".join(cells)} | |')
+        out.append('')
+    return out[:-1]
+
+
 def choosing(name):
     """What choosing the best epoch on the test set is worth, as Markdown; [] unless all runs were evaluated often"""
     runs, table = runs_of(name), TABLES[name]
     every = [line for lines in runs.values() for line in lines.values()]
-    if '--fold' in table.repeats[0] or not every or min(len(line['rows']) for line in every) < 5:
+    if table.epochs or '--fold' in table.repeats[0] or not every or min(len(line['rows']) for line in every) < 5:
         return []
     rules = [lambda line: line['rows'][-1]['R@1'], lambda line: max(row['R@1'] for row in line['rows'][1:])]
     found = {row: [[rule(line) for line in lines.values()] for rule in rules] for row, lines in runs.items()}
@@ -400,7 +463,11 @@ def section(name):
     """The changed steps of a table's rows, and its tables, as lines of Markdown"""
     names = dict.fromkeys(re.findall(r'--patched (\w+)', ' '.join(TABLES[name].rows.values())))
     notes = [f'* `{patch}`: {" ".join(PATCHES[patch].__doc__.split())}' for patch in names]
-    return [*notes, *([''] if notes else []), *(tables(name) or ['Not run yet.']), '', *choosing(name)]
+    if TABLES[name].epochs:
+        found = by_epoch(name)
+    else:
+        found = tables(name)
+    return [*notes, *([''] if notes else []), *(found or ['Not run yet.']), '', *choosing(name)]
 
 
 def page():
@@ -413,6 +480,8 @@ def page():
 def main():
     if sys.argv[1:2] == ['--patched']:
         return run_patched(*sys.argv[2:])
+    if sys.argv[1:] == ['--vectors']:
+        return store_vectors()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('tables', nargs='*', metavar='NAME', choices=[*TABLES, []], default=[])
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
@@ -428,8 +497,8 @@ def main():
             missing = [command for command in wanted if command not in done]
             threads = max(1, os.cpu_count() // options.jobs)
             with ThreadPoolExecutor(options.jobs) as pool:
-                worked += pool.map(partial(run, threads=threads), missing)
-        print('\n'.join(tables(name) + choosing(name)))
+                worked += pool.map(partial(run, threads=threads, epochs=table.epochs), missing)
+        print('\n'.join(section(name)))
         if options.draw:
             draw(name, options.draw)
     sys.exit(not all(worked))

@@ -67,5 +67,5 @@ def test_the_commands_of_the_results_are_commands():
             script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
             words += [*table.repeats[0].split(), '--device', 'cpu']
             args = __import__(script.removesuffix('.py')).get_args(words)
-            assert args.seed in range(3) and args.dataset in ('shapes', 'folder')
+            assert args.seed in range(3) and args.dataset in ('shapes', 'folder', 'vectors')
         assert {row for pair in table.pairs for row in pair} <= table.rows.keys()

@@ -2,6 +2,7 @@
 
     python tests/tools/bench.py              all of them
     python tests/tools/bench.py loop         the shared loop against a bare forward/backward/optimizer loop
+    python tests/tools/bench.py vectors      the same on stored vectors of 512 numbers
     python tests/tools/bench.py losses       loss time and value against pytorch-metric-learning, if installed
     python tests/tools/bench.py search       60,502 x 512 against one plain matrix product
     python tests/tools/bench.py decode       11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
@@ -90,9 +91,10 @@ def random_images(options, batches):
 
 def prepared(options, script, flags, data):
     """What a script's main() would hand to the loop: its flags, the step closure and its optimizer"""
-    flags = [*flags.split(), *f'--arch {options.arch} --weights none --image-size {options.px} --resize {options.px} '
-             f'--batch-size {options.batch} --per-class 5 --dim 512 --device {options.device} '
-             f'--precision {options.precision}'.split()]
+    flags = f'{flags} --batch-size {options.batch} --per-class 5 --dim 512 --device {options.device}'.split()
+    if data.name != 'vectors':
+        flags += (f'--arch {options.arch} --weights none --image-size {options.px} --resize {options.px} '
+                  f'--precision {options.precision}').split()
     with mock.patch.object(common, 'train') as train, mock.patch.object(common, 'dataset_from', return_value=data):
         import_module(script).main(flags)
     args, _, _, step, optimizer, *_ = train.call_args.args
@@ -108,29 +110,40 @@ def train_on(batches, step, optimizer):
         optimizer.step()
 
 
+def bench_vectors(options):
+    """The shared loop on stored vectors, where a step is short: what the loop adds shows"""
+    labels = torch.arange(60 * options.batch) // 5
+    vectors = common.Vectors(torch.randn(len(labels), 512), labels, (), ())
+    data = argparse.Namespace(train=vectors, query=vectors, gallery=vectors, name='vectors')
+    time_loop(options, data, '--dataset vectors', f'vectors of 512 numbers, batch {options.batch}')
+
+
 def bench_loop(options):
     """The shared loop (sampling, copying, cropping, checks) against steps on crops that lie ready."""
-    data = random_images(options, batches=6)
-    args, *trained = prepared(options, 'train_ms', '', data)
-    _, *trained_bare = prepared(options, 'train_ms', '', data)
+    precision = common.pick_precision(options.precision, common.pick_device(options.device))
+    time_loop(options, random_images(options, batches=6), '',
+              f'{options.arch}, {options.px} px, batch {options.batch}, {precision}')
+
+
+def time_loop(options, data, flags, what):
+    args, *trained = prepared(options, 'train_ms', flags, data)
+    _, *trained_bare = prepared(options, 'train_ms', flags, data)
     schedule = torch.optim.lr_scheduler.LambdaLR(trained[1], lambda _: 1.0)
     sampler = common.make_sampler(args, data.train.labels)
     ready = list(common.batches(data.train, sampler, args.device, augment=args))
 
     def shared():
-        run = argparse.Namespace(epoch=0, total=10 ** 9)
         with mock.patch.object(common, 'show_progress'):
-            common.train_epoch(args, run, data, sampler, *trained, schedule)
+            common.train_epoch(args, data, sampler, *trained, schedule, epoch=0, total=10 ** 9)
 
     def loading():
         for _ in common.batches(data.train, sampler, args.device, augment=args):
             pass
     works = dict(shared=shared, bare=partial(train_on, ready, *trained_bare), loading=loading)
     took = in_turn(works, options.repeats)
-    precision = common.pick_precision(args.precision, args.device)
-    print(f'loop: {options.arch}, {options.px} px, batch {options.batch}, {precision}: shared '
-          f'{took["shared"] / len(ready):.3f} s a step, bare on ready crops {took["bare"] / len(ready):.3f} s, ratio '
-          f'{took["shared"] / took["bare"]:.3f}; crops alone take {took["loading"] / took["shared"]:.1%} of the time')
+    print(f'loop: {what}: shared {1e3 * took["shared"] / len(ready):.2f} ms a step, bare on ready batches '
+          f'{1e3 * took["bare"] / len(ready):.2f} ms, ratio {took["shared"] / took["bare"]:.3f}; batches alone take '
+          f'{took["loading"] / took["shared"]:.1%} of the time')
 
 
 def bench_losses(options):
@@ -225,7 +238,8 @@ def bench_metrix(options):
               f'({took[mixup] / took["none"]:.2f}){more[mixup]}', flush=True)
 
 
-BENCHES = dict(loop=bench_loop, losses=bench_losses, search=bench_search, decode=bench_decode, metrix=bench_metrix)
+BENCHES = dict(loop=bench_loop, vectors=bench_vectors, losses=bench_losses, search=bench_search, decode=bench_decode,
+               metrix=bench_metrix)
 
 
 def main():
