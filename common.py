@@ -43,6 +43,7 @@ from copy import copy
 from datetime import timedelta
 from functools import partial, reduce
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,6 +55,7 @@ from PIL import Image, ImageOps
 from torch import distributed, nn
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
+from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.transforms import v2
 
 # ---- 1. network ------------------------------------------------------------------------------------
@@ -126,10 +128,12 @@ class Embedder(nn.Module):
 
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
-        B = len(x)
         if x.shape[1] != self.channels:
             raise UsageError(f'the network takes {self.channels} channels (images have 3), and got {x.shape[1]}')
-        x = x.tensor_split(world())[rank()]                 # under torchrun this process' share, else the whole batch
+        B = len(x)
+        shared = torch.is_grad_enabled()                    # `embed` has shared out the images already
+        if shared:
+            x = x.tensor_split(world())[rank()]             # under torchrun this process' share, else the whole batch
         x = x.contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
@@ -137,7 +141,7 @@ class Embedder(nn.Module):
                                for chunk in x.split(self.chunk)])
             else:
                 f = self.trunk(x)
-        return gather(f, B)
+        return gather(f, B) if shared else f
 
     def pool_features(self, f):
         """(B, c, h, w) -> (B, c)"""
@@ -319,16 +323,19 @@ def train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total):
 
 
 @torch.no_grad()
+@torch.compiler.set_stance('force_eager')                   # --compile serves training alone
 def embed(model, images, batch_size=128):
     """Embeddings of a whole set, from centre crops -> (N, D) float32 on the CPU, in the order of the images. `model` is
     any module with weights that turns (B, 3, S, S), normalised as for ImageNet, into (B, D)."""
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    lists = BatchSampler(range(len(images)), batch_size, drop_last=False)
-    z = torch.cat([model(x).float().cpu() for x, _ in batches(images, lists, device)])
+    # Under torchrun each process embeds a share of the images. If it has none, it embeds one, and drops that.
+    share = own_share(len(images))
+    lists = BatchSampler(share or [0], batch_size, drop_last=False)
+    z = torch.cat([model(x).float() for x, _ in batches(images, lists, device)])
     model.train(training)
-    return z
+    return gather(z[:len(share)], len(images)).cpu()
 
 
 @torch.no_grad()
@@ -536,7 +543,8 @@ def batches(images, index_lists, device, augment=None):
     augment  None for centre crops; else an object with min_crop, flip and jitter, the flags of these names
 
     Threads crop the next batch while the device works on this one. They draw no random numbers: all of these
-    come from the caller's thread in a fixed order, whatever the number of threads.
+    come from the caller's thread in a fixed order, whatever the number of threads. Under torchrun each process draws
+    those of the whole batch, and crops a share of it in training; the shares are gathered as bytes.
     """
     if isinstance(images, Vectors):
         for rows in index_lists:
@@ -548,14 +556,19 @@ def batches(images, index_lists, device, augment=None):
 
     def start(indices):
         boxes, flips = draw_crops(images.sizes[indices].tolist(), augment)
+        rows = own_share(len(indices)) if augment else range(len(indices))
         # In memory the channels come last, as in the network. From pinned memory, copies need not wait for the GPU.
-        x = torch.empty(len(indices), side, side, 3, dtype=torch.uint8, pin_memory=gpu).permute(0, 3, 1, 2)
+        x = torch.empty(len(rows), side, side, 3, dtype=torch.uint8, pin_memory=gpu).permute(0, 3, 1, 2)
         y = images.labels[indices]
-        return x, y.pin_memory() if gpu else y, pool.map(images.crop, indices, boxes, flips, x)
+        crops = pool.map(images.crop, *([column[i] for i in rows] for column in (indices, boxes, flips)), x)
+        return x, y.pin_memory() if gpu else y, crops
 
     def finish(x, y, crops):
         list(crops)                                         # waits for the threads
-        x = x.to(device, non_blocking=gpu) / 255            # (B, 3, S, S)
+        x = x.to(device, non_blocking=gpu)
+        if augment:
+            x = gather(x, len(y))
+        x = x / 255                                         # (B, 3, S, S)
         if augment and augment.jitter:
             x = jitter_colours(x, augment.jitter)
         return (x - mean) / std, y.to(device, non_blocking=gpu)
@@ -682,18 +695,24 @@ def to_rgb(image):
 # ---- 6. datasets -----------------------------------------------------------------------------------
 
 # ks: the K of Recall@K in the literature. counts: images and classes of each split, checked on loading. layout: what
-# the folder --data holds; README says where it comes from.
+# the folder --data holds; README says where it comes from. url, md5: the archive that --download fetches, and its
+# checksum; it unpacks to a folder of its own name.
 DATASETS = dict(
     shapes=dict(ks=(1, 2, 4, 8)),
     folder=dict(ks=(1, 2, 4, 8),
                 layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
     vectors=dict(ks=(1, 2, 4, 8), layout='train.npz and test.npz, or one NPZ file, as save_vectors writes them'),
     cub=dict(ks=(1, 2, 4, 8), counts=dict(train=(5864, 100), query=(5924, 100)),
-             layout='CUB_200_2011/ with images.txt and images/'),
+             layout='CUB_200_2011/ with images.txt and images/ (--download fetches CUB_200_2011.tgz, 1.1 GB)',
+             url='https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz',
+             md5='97eceeb196236b17998738112f37df78'),
     cars=dict(ks=(1, 2, 4, 8), counts=dict(train=(8054, 98), query=(8131, 98)),
-              layout='cars_annos.mat and car_ims/000001.jpg ... 016185.jpg'),
+              layout='cars_annos.mat and car_ims/, or anno_train.csv, anno_test.csv and car_data/car_data/'),
     sop=dict(ks=(1, 10, 100, 1000), counts=dict(train=(59551, 11318), query=(60502, 11316)),
-             layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt'),
+             layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt (--download fetches '
+                    'Stanford_Online_Products.zip, 2.9 GB)',
+             url='http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip',
+             md5='7f73d41a2f44250d4779881525aea32e'),
     inshop=dict(ks=(1, 10, 20, 30, 40, 50), layout='Eval/list_eval_partition.txt and Img/img/',
                 counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))))
 
@@ -736,6 +755,25 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     data.gallery = getattr(data, 'gallery', data.query)
     data.seen = bool(known) and set(data.query.classes) <= set(known)
     return data
+
+
+def download(name, root):
+    """Fetches the archive of a dataset and unpacks it in the folder `root`, unless its own folder is there already."""
+    url = DATASETS[name].get('url')
+    if not url:
+        raise UsageError(f'--download fetches cub and sop, not {name}; README says where cars and inshop come from')
+    root = Path(root).expanduser().resolve()
+    folder = root / Path(url).stem
+    if folder.exists():
+        return
+    print(f'fetching {url} for {folder}', flush=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=root) as temporary:     # what is not whole stays there, and vanishes with it
+            download_and_extract_archive(url, temporary, md5=DATASETS[name]['md5'], remove_finished=True)
+            os.replace(Path(temporary) / folder.name, folder)
+    except Exception as error:              # no connection, a wrong checksum, a cut archive, a full disk
+        raise UsageError(f'cannot fetch {url}: {error}; fetch it in another way, and unpack it in {root}') from None
 
 
 def read_split(rows, classes, what, resize, image_size, cache):
@@ -846,6 +884,12 @@ def read_benchmark(name, root):
             if '/._' not in path:           # macOS leaves files `._<file>` beside the real ones
                 split = 'train' if int(path[:3]) <= 100 else 'query'
                 yield split, root / 'CUB_200_2011' / 'images' / path, path.split('/')[0], None
+    elif name == 'cars' and (root / 'anno_train.csv').exists():         # a copy: rows of file, box, class
+        for split in ('train', 'test'):     # of another task, classification
+            paths = {path.name: path for path in (root / 'car_data' / 'car_data' / split).glob('*/*')}
+            for row in (root / f'anno_{split}.csv').read_text().split():
+                file, *_, number = row.split(',')
+                yield 'train' if int(number) <= 98 else 'query', paths[file], f'{int(number):03d}', None
     elif name == 'cars':                    # field 0 is the path, field 5 the class, 1 to 196
         from scipy.io import loadmat
         # The first 98 classes train: field 6, `test`, belongs to another task, classification.
@@ -881,7 +925,6 @@ def read_folder(name, root, known=None, least=2):
     read = classes_below
     if name == 'vectors':
         folders = {path.stem: path for path in root.glob('*.npz')}
-        only_train = False
         whole = min(folders.values(), default=root)
         read = classes_in_file
     parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
@@ -1228,7 +1271,7 @@ def write_log(folder, rows):
 def flags_of(args):
     """The flags that a checkpoint keeps. None of them names a file that is written: no Path, and not --name."""
     return {name: value for name, value in vars(args).items()
-            if isinstance(value, (bool, int, float, str, list)) and name not in ('script', 'name')}
+            if isinstance(value, (bool, int, float, str, list)) and name not in ('script', 'name', 'download')}
 
 
 def save_checkpoint(path, args, model, **more):
@@ -1456,6 +1499,7 @@ def parser(doc, notes='', file=None):
     add('--dataset', choices=list(DATASETS), default='shapes', help='shapes: built in; folder: own images')
     add('--data', default='data', help="folder of classes, or what the dataset's site unpacks")
     add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
+    add('--download', action='store_true', help='fetch cub or sop, if it is not in --data')
     # Up to 16 px, the last stage of a ResNet has one pixel, and its gradients in bfloat16 are wrong on a CPU.
     add('--image-size', type=at_least(17), help='side of the crops that the network gets, pixels')
     add('--resize', type=at_least(17), help='shorter side of the stored images, pixels; follows --image-size')
@@ -1578,7 +1622,7 @@ def check(args):
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
         refuse(args, ['name', 'show_batch'], '--resume')
-        free = NO_NUMBERS | {'resume', 'cache', 'epochs', 'steps', 'patience', 'device'}
+        free = NO_NUMBERS | {'resume', 'cache', 'download', 'epochs', 'steps', 'patience', 'device'}
         if fixed := sorted(args.changed - free):
             raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
         if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
@@ -1600,7 +1644,11 @@ def refuse(args, flags, because):
 
 def dataset_from(args):
     """The dataset that the flags name"""
-    load = partial(load_dataset, args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
+    def load():
+        if args.download:
+            download(args.dataset, args.data)
+        return load_dataset(args.dataset, args.data, args.resize, args.image_size, args.cache, fold=args.fold)
+
     if world() == 1:
         return load()
     patient = distributed.new_group(backend='gloo', timeout=timedelta(days=1))
@@ -1727,11 +1775,17 @@ def from_main_process(value):
     return box[0]
 
 
+def own_share(total):
+    """The positions, of 0 to total - 1, that are this process' share"""
+    return torch.arange(total).tensor_split(world())[rank()].tolist()
+
+
 def gather(f, total):
     """The shares of all processes, one behind the other: (B', ...) -> (total, ...), with gradients for the own one"""
     if world() == 1:
         return f
-    f = at_least_float32(f)
+    if f.is_floating_point():
+        f = at_least_float32(f)
     shares = torch.arange(total).tensor_split(world())
     padded = f.new_zeros(len(shares[0]), *f.shape[1:])      # all_gather takes one shape, and the first is the largest
     padded[:len(f)] = f.detach()

@@ -152,11 +152,12 @@ ROWS = 8                                                    # queries on a sheet
 BORDER = 4                                                  # its width, in pixels
 
 
-def draw_sheet(path, queries, gallery, rows, index, hit=None):
-    """A PNG with a query in each row, and then its nearest images: green border if of its class, red if not.
+def draw_sheet(path, queries, gallery, rows, s, index, hit=None):
+    """A PNG with a query in each row, and then its nearest images: green border if of its class, red if not. Prints
+    the classes and paths of these images.
 
     queries, gallery  Images;  rows  the Q queries to draw
-    index, hit        (Q, k) positions in the gallery, and whether they match; hit None: not known, no colours
+    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; None: not known, no colours
     Raises UsageError where `path` is one of these images: a photo is never replaced.
     """
     if path.exists() and path.resolve() in {Path(name).resolve() for name in [*queries.paths, *gallery.paths]}:
@@ -166,13 +167,16 @@ def draw_sheet(path, queries, gallery, rows, index, hit=None):
     sheet = torch.empty(len(rows), columns, 3, side, side, dtype=torch.uint8)
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
+            images = gallery if column else queries
             border = PLAIN
             if column > 0 and hit is not None:
                 border = GREEN if hit[n, column - 1] else RED
             sheet[n, column] = torch.tensor(border)[:, None, None]
-            images = gallery if column else queries
             images.crop(i, None, False, sheet[n, column, :, BORDER:-BORDER, BORDER:-BORDER])
+            title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
+            print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
     common.save_pictures(path, sheet.flatten(0, 1) / 255, columns)
+    print(f'{len(rows)} queries and their nearest images: {path}')
 
 
 def draw_queries(path, data, z, gallery, top, hardest):
@@ -191,22 +195,7 @@ def draw_queries(path, data, z, gallery, top, hardest):
     if not hardest:
         order = order[torch.linspace(0, len(order) - 1, min(ROWS, len(order))).long()]
     rows = order[:ROWS].tolist()
-    draw_sheet(path, data.query, data.gallery, rows, index[rows], hit[rows])
-    print(f'{len(rows)} queries and their nearest images: {path}')
-    for number, row in enumerate(rows, start=1):
-        print(f'row {number}    {describe(data.query, row)}')
-        list_nearest(data.gallery, s[row], index[row])
-
-
-def list_nearest(images, s, index):
-    """Prints similarity, class and path of some images: s, index (k,)"""
-    for similarity, i in zip(s.tolist(), index.tolist()):
-        print(f'{similarity:9.3f}  {describe(images, i)}')
-
-
-def describe(images, i):
-    """Class and path of image i, as a line of text"""
-    return f'{images.classes[images.labels[i]]}  {images.paths[i]}'
+    draw_sheet(path, data.query, data.gallery, rows, s[rows], index[rows], hit[rows])
 
 
 # ---- search
@@ -216,7 +205,7 @@ def read_photos(paths, side, image_size):
     """The photos of --query as Images, shorter side `side`"""
     pixels = [common.read_image(path, side) for path in paths]
     return common.Images(np.concatenate([photo.flatten() for photo in pixels]), [photo.shape[:2] for photo in pixels],
-                         torch.zeros(len(paths)), image_size, paths=paths)
+                         torch.zeros(len(paths)), image_size, classes=['photo'], paths=paths)
 
 
 def embed_once(model, images):
@@ -249,15 +238,10 @@ def search(args, model, photos, images, path):
         if i is not None:
             s[n, i] = -2                                    # less than any cosine
     s, index = s.topk(k, dim=1)
-    found = []
-    for n, photo in enumerate(photos.paths):
-        print(f'row {n + 1}    {photo}')
-        list_nearest(images, s[n], index[n])
-        found.append(dict(query=str(photo), nearest=[
-            dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
-            for similarity, i in zip(s[n].tolist(), index[n].tolist())]))
-    draw_sheet(path, photos, images, range(len(photos)), index)
-    print(f'these are drawn in {path}')
+    draw_sheet(path, photos, images, range(len(photos)), s, index)
+    found = [dict(query=str(photo), nearest=[
+        dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
+        for similarity, i in zip(*row)]) for photo, *row in zip(photos.paths, s.tolist(), index.tolist())]
     return found[0] if len(found) == 1 else dict(queries=found)
 
 
@@ -380,6 +364,7 @@ def get_args(argv=None):
     add('--dataset', choices=list(common.DATASETS), help='if not given, that of the training')
     add('--data', help='its folder; if not given, that of the training')
     add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
+    add('--download', action='store_true', help='fetch cub or sop, if it is not in --data')
     add('--analyse', action='store_true', help='the further measures above')
     add('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths')
     add('--sheet', type=common.file_ending('.png'), metavar='PNG', help='draw some queries and their nearest images')
@@ -414,7 +399,10 @@ def place_of_test_set(args, trainings):
     if dataset in ('folder', 'vectors') and not args.data and len(folders) > 1:
         raise common.UsageError(f'the training images were in {" and ".join(folders)}: name the folder to evaluate '
                                 'with --data')
-    return dataset, args.data or trainings[0].get('data')
+    folder = args.data or trainings[0].get('data')
+    if args.download:
+        common.download(dataset, folder)
+    return dataset, folder
 
 
 def load_training_set(args, model):

@@ -538,7 +538,8 @@ def get_args(argv=None):
 def check(args):
     """Refuses flags that have no effect, and what the paper leaves undefined."""
     if args.analyse:
-        read = 'analyse alpha beta gamma m dataset data cache batch_size per_class seed device precision'.split()
+        read = ('analyse alpha beta gamma m dataset data cache download batch_size per_class seed device '
+                'precision').split()
         return common.refuse(args, sorted(args.changed - {*read}), '--analyse')
     flags = {loss: {*names.values(), *OTHER_FLAGS.get(loss, [])} for loss, names in HYPER.items()}
     common.refuse(args, sorted(set().union(*flags.values()) - flags[args.loss]), f'--loss {args.loss}')

@@ -55,9 +55,9 @@ def test_a_sheet_says_which_files_it_shows(tmp_path, capsys):
     """Row, class and path of each query; then similarity, class and path of each of its neighbours."""
     sheet(tmp_path / 'x.png', (0, 5, 90), [0, 0, 1], 2, hardest=False)
     assert capsys.readouterr().out.splitlines() == [
-        f'2 queries and their nearest images: {tmp_path / "x.png"}',
         'row 1    bird  image 0', '    0.996  bird  image 1', '    0.000  car  image 2',
-        'row 2    bird  image 1', '    0.996  bird  image 0', '    0.087  car  image 2']
+        'row 2    bird  image 1', '    0.996  bird  image 0', '    0.087  car  image 2',
+        f'2 queries and their nearest images: {tmp_path / "x.png"}']
 
 
 def test_a_sheet_goes_through_all_classes(tmp_path):

@@ -82,6 +82,28 @@ def test_cars_official_format(tmp_path, monkeypatch):
         common.list_images('cars', tmp_path)
 
 
+def test_cars_as_a_folder_per_class(tmp_path, monkeypatch):
+    """The copy has its images by class and by the other task's train/ and test/, which number them alike."""
+    monkeypatch.setitem(common.DATASETS['cars'], 'counts', dict(train=(3, 2), query=(3, 2)))
+    for split, numbers in (('train', [196, 98, 1]), ('test', [99, 98, 99])):
+        rows = [f'0000{i}.jpg,39,116,569,375,{number}' for i, number in enumerate(numbers)]
+        (tmp_path / f'anno_{split}.csv').write_text('\n'.join(rows) + '\n')
+        for i, number in enumerate(numbers):
+            folder = tmp_path / 'car_data/car_data' / split / f'Make {number} C-V Van'
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new('RGB', (16, 12), (number, i, 0)).save(folder / f'0000{i}.jpg', quality=100)
+    data = common.load_dataset('cars', tmp_path, 8, 8, tmp_path / 'cache')
+    assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
+    assert [data.train.classes[c] for c in data.train.labels] == ['098', '001', '098']
+    assert [data.query.classes[c] for c in data.query.labels] == ['196', '099', '099']
+    for part in (data.train, data.query):                   # the red of an image is the number of its class
+        assert [round(part[i][..., 0].mean()) for i in range(3)] == pytest.approx(
+            [int(part.classes[c]) for c in part.labels], abs=2)
+    (tmp_path / 'car_data/car_data/test/Make 98 C-V Van/00001.jpg').unlink()
+    with pytest.raises(UsageError, match='cars cannot be loaded: .*00001.jpg'):
+        common.load_dataset('cars', tmp_path)
+
+
 def test_published_counts_and_ks():
     """Images and classes as in the papers, and in README; K of Recall@K as in the literature"""
     assert {name: row['counts'] for name, row in common.DATASETS.items() if 'counts' in row} == dict(

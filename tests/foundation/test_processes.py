@@ -51,6 +51,22 @@ def test_the_main_process_prints_and_writes_and_its_row_is_that_of_all(trained):
     assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
 
 
+def test_each_process_crops_and_embeds_its_share(folder, tmp_path):
+    """Of 7 images three processes crop 3, 2 and 2; of a set of 2 images the third embeds none."""
+    (tmp_path / 'one').mkdir()
+    alone = worker.start(worker.crop_and_embed, str(folder), where=tmp_path / 'one')
+    worker.finish(worker.start(worker.crop_and_embed, str(folder), where=tmp_path, size=3), tmp_path)
+    worker.finish(alone, tmp_path / 'one')
+    expected = torch.load(tmp_path / 'one/crops-0.pt')
+    found = [torch.load(tmp_path / f'crops-{rank}.pt') for rank in range(3)]
+    assert [each['crops'] for each in [expected, *found]] == [list(range(7)), [0, 1, 2], [3, 4], [5, 6]]
+    for each in found:
+        assert torch.equal(each['x'], expected['x']) and torch.equal(each['y'], expected['y'])
+        for z, other in zip(each['embedded'], expected['embedded'], strict=True):
+            torch.testing.assert_close(z, other, rtol=1e-5, atol=1e-5)
+    assert len(expected['embedded'][0]) == 2 and len(expected['embedded'][1]) == 11
+
+
 def test_how_long_processes_wait_for_each_other(small, folder, tmp_path, monkeypatch):
     """Half an hour, as long as an evaluation may take; but a day for the main process, which decodes the images"""
     waits = []

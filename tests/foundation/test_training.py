@@ -170,6 +170,21 @@ def test_compile_reaches_the_trunk_and_leaves_its_names(run, small, monkeypatch)
     assert 'trunk.conv1.weight' in common.read_checkpoint('runs/x')['model']
 
 
+@pytest.mark.parametrize('flags, graphs', [('', 1), ('--warmup 1', 2)])
+def test_the_trunk_is_compiled_once_and_not_for_evaluations(run, small, monkeypatch, flags, graphs):
+    """These have batches of other sizes. In the warm-up the trunk has no gradients, which is another graph."""
+    torch._dynamo.reset()
+    compiled = []
+    compile = torch.nn.Module.compile
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda self: compile(self, backend=backend))
+    run(train_ms, '--compile', '--epochs', '3', '--steps', '0', '--device', 'cpu', *flags.split())
+    assert len(compiled) == graphs
+
+
 # ---- time
 
 @pytest.fixture

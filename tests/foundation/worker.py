@@ -78,6 +78,32 @@ def train_all(data):
     assert not torch.distributed.is_initialized(), "gloo's threads may end in an error then"
 
 
+def crop_and_embed(data):
+    """Each process crops its share of a training batch, and embeds its share of a set, which may be none."""
+    from types import SimpleNamespace
+
+    import common
+    common.join_processes(torch.device('cpu'))
+    images = common.load_dataset('folder', data, 20, 18).train
+    crops = []
+    crop = images.crop
+    images.crop = lambda i, *rest: crops.append(i) or crop(i, *rest)
+    torch.manual_seed(1)
+    augment = SimpleNamespace(min_crop=0.2, flip=True, jitter=0.1)
+    [(x, y)] = common.batches(images, [list(range(7))], torch.device('cpu'), augment)
+    drawn = crops.copy()
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 18 * 18, 2))
+    torch.manual_seed(2)
+    torch.nn.init.normal_(net[1].weight)
+    torch.nn.init.zeros_(net[1].bias)
+    parts = [images.subset(torch.arange(n)) for n in (2, 11)]
+    embedded = [common.embed(net, part) for part in parts]
+    rank = int(os.environ['RANK'])
+    torch.save(dict(x=x, y=y, crops=sorted(drawn), embedded=embedded), f'crops-{rank}.pt')
+    if common.world() > 1:
+        torch.distributed.destroy_process_group()
+
+
 def import_all(names):
     """Importing has no effect: no output, no file, no CUDA, no seed, and no reading of the command line."""
     random.seed(1)

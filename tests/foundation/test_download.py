@@ -1,0 +1,176 @@
+"""--download: archives from a server on this machine."""
+import hashlib
+import io
+import tarfile
+import threading
+import zipfile
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import common
+import eval as evaluation
+import train_metrix
+import train_ms
+from common import UsageError
+
+pytestmark = pytest.mark.filterwarnings('ignore:Python 3.14 will:DeprecationWarning')      # on tarfile in torchvision
+
+
+def picture(seed):
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (20, 22, 3), np.uint8)).save(file, 'JPEG')
+    return file.getvalue()
+
+
+# Four classes of CUB and of SOP, of two images each; on CUB's site other files lie beside its folder
+CUB = {f'CUB_200_2011/images/{c}/{i}.jpg': picture(i) for c in ('001.a', '002.b', '101.c', '102.d') for i in (0, 1)}
+CUB |= {'CUB_200_2011/images.txt': '\n'.join(f'{n} {path[20:]}' for n, path in enumerate(CUB)).encode(),
+        'attributes.txt': b'1'}
+SOP = {f'Stanford_Online_Products/chair_final/{n}.JPG': picture(n) for n in range(8)}
+SOP |= {f'Stanford_Online_Products/Ebay_{split}.txt': 'image_id class_id super_class_id path\n{}'.format('\n'.join(
+    f'{n} {n // 2 + 1} 1 chair_final/{n}.JPG' for n in numbers)).encode()
+    for split, numbers in (('train', range(4)), ('test', range(4, 8)))}
+
+
+def packed():
+    """{name of an archive: its bytes}"""
+    tgz, zipped = io.BytesIO(), io.BytesIO()
+    with tarfile.open(fileobj=tgz, mode='w:gz') as archive:
+        for name, content in CUB.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    with zipfile.ZipFile(zipped, 'w') as archive:
+        for name, content in SOP.items():
+            archive.writestr(name, content)
+    return {'CUB_200_2011.tgz': tgz.getvalue(), 'Stanford_Online_Products.zip': zipped.getvalue()}
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A server of both archives: what it serves, whom it was asked for, and its address"""
+    (tmp_path / 'site').mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=tmp_path / 'site')
+
+        def log_request(self, code='-', size='-'):
+            asked.append(self.path)
+
+        def log_error(self, *args):
+            pass
+    server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for dataset, (name, content) in zip(('cub', 'sop'), packed().items()):
+        serve(tmp_path, monkeypatch, dataset, name, content, f'http://127.0.0.1:{server.server_port}/{name}')
+    yield SimpleNamespace(asked=asked, stop=lambda: (server.shutdown(), server.server_close()))
+    server.shutdown()
+    server.server_close()
+
+
+def serve(tmp_path, monkeypatch, dataset, name, content, url):
+    (tmp_path / 'site' / name).write_bytes(content)
+    row = dict(url=url, md5=hashlib.md5(content).hexdigest(), counts=dict(train=(4, 2), query=(4, 2)))
+    for key, value in row.items():
+        monkeypatch.setitem(common.DATASETS[dataset], key, value)
+
+
+@pytest.mark.parametrize('dataset, folder', [('cub', 'CUB_200_2011'), ('sop', 'Stanford_Online_Products')])
+def test_an_archive_is_fetched_once_and_leaves_nothing_else(site, tmp_path, monkeypatch, dataset, folder):
+    for _ in range(2):
+        common.download(dataset, 'new/data')                # folders that are not there yet
+        assert [path.name for path in (tmp_path / 'new/data').iterdir()] == [folder]
+    fetched = len(site.asked)
+    assert fetched and all(folder in path for path in site.asked)
+    data = common.load_dataset(dataset, 'new/data', 16, 16)
+    assert (len(data.train), len(data.query)) == (4, 4)
+    monkeypatch.setenv('HOME', str(tmp_path / 'new'))
+    common.download(dataset, '~/data')
+    assert len(site.asked) == fetched
+
+
+def spoil(what, site, tmp_path, monkeypatch):
+    file = tmp_path / 'site/CUB_200_2011.tgz'
+    if what == 'no server':
+        site.stop()
+    elif what == 'no file':
+        file.unlink()
+    elif what == 'wrong checksum':
+        file.write_bytes(file.read_bytes()[:-1] + b'x')
+    elif what == 'cut archive':
+        content = file.read_bytes()[:-200]
+        serve(tmp_path, monkeypatch, 'cub', file.name, content, common.DATASETS['cub']['url'])
+    elif what == 'other content':
+        with tarfile.open(file, 'w:gz') as archive:
+            archive.addfile(tarfile.TarInfo('x'))
+        monkeypatch.setitem(common.DATASETS['cub'], 'md5', hashlib.md5(file.read_bytes()).hexdigest())
+    else:
+        def full(*args):
+            raise OSError(28, 'No space left on device')
+        monkeypatch.setattr(common.os, 'replace', full)
+
+
+@pytest.mark.parametrize('what', [
+    'no server', 'no file', 'wrong checksum', 'cut archive', 'other content', 'full disk'])
+def test_what_fails_ends_in_one_line_and_leaves_nothing(site, tmp_path, monkeypatch, what):
+    (tmp_path / 'data').mkdir()
+    spoil(what, site, tmp_path, monkeypatch)
+    with pytest.raises(UsageError) as error:
+        common.download('cub', 'data')
+    text = str(error.value)
+    assert text.startswith(f'cannot fetch {common.DATASETS["cub"]["url"]}: ') and '\n' not in text
+    assert text.endswith(f'fetch it in another way, and unpack it in {tmp_path / "data"}')
+    assert not list((tmp_path / 'data').iterdir())
+
+
+@pytest.mark.parametrize('dataset', ['cars', 'inshop', 'shapes', 'folder', 'vectors'])
+def test_other_datasets_are_not_fetched(tmp_path, dataset):
+    with pytest.raises(UsageError, match=f'^--download fetches cub and sop, not {dataset}; README says'):
+        common.download(dataset, tmp_path / 'x')
+    assert not (tmp_path / 'x').exists()
+
+
+@pytest.mark.parametrize('dataset, hint', [
+    ('cub', '--download fetches CUB_200_2011.tgz, 1.1 GB'),
+    ('sop', '--download fetches Stanford_Online_Products.zip, 2.9 GB')])
+def test_the_message_on_missing_data_names_the_flag(tmp_path, dataset, hint):
+    with pytest.raises(UsageError, match=f'^{dataset} cannot be loaded.*{hint}'):
+        common.load_dataset(dataset, tmp_path)
+
+
+def test_the_flag_is_no_part_of_a_recipe(site, small, tmp_path):
+    flags = ('--dataset cub --device cpu --image-size 18 --weights none --batch-size 4 --per-class 2 --name mine '
+             '--warmup 0').split()
+    with pytest.raises(UsageError, match='cub cannot be loaded'):
+        train_metrix.main(flags)
+    train_metrix.main([*flags, '--epochs', '1', '--download'])
+    assert 'download' not in common.read_checkpoint('runs/mine')['args']
+    (tmp_path / 'data').rename(tmp_path / 'old')
+    row = train_metrix.main(['--resume', 'runs/mine', '--epochs', '2', '--download', '--device', 'cpu'])
+    assert row['epoch'] == 2 and (tmp_path / 'data/CUB_200_2011').is_dir()
+    (tmp_path / 'data').rename(tmp_path / 'older')
+    assert evaluation.main(['--checkpoint', 'runs/mine', '--download', '--device', 'cpu'])['R@1'] == row['R@1']
+    train_metrix.main(['--analyse', 'runs/mine', '--download', '--device', 'cpu'])
+
+
+def test_under_torchrun_the_main_process_fetches_before_the_others_look(monkeypatch):
+    """The others wait at the barrier, and then find the folder."""
+    order = []
+    monkeypatch.setattr(common, 'world', lambda: 2)
+    monkeypatch.setattr(common.distributed, 'new_group', lambda **options: None)
+    monkeypatch.setattr(common.distributed, 'barrier', lambda group: order.append('barrier'))
+    monkeypatch.setattr(common, 'download', lambda *args: order.append('download'))
+    monkeypatch.setattr(common, 'load_dataset', lambda *args, **options: order.append('load') or 'data')
+    args = train_ms.get_args(['--dataset', 'cub', '--download', '--device', 'cpu'])
+    for rank, expected in ((0, ['download', 'load', 'barrier']), (1, ['barrier', 'download', 'load'])):
+        order.clear()
+        monkeypatch.setattr(common, 'rank', lambda rank=rank: rank)
+        common.dataset_from(args)
+        assert order == expected
