@@ -4,6 +4,11 @@
     python tests/results/results.py pilots           makes the runs of this table that runs.jsonl lacks, and prints it
     python tests/results/results.py birds --jobs 2   two runs at a time, each on half of the cores
     python tests/results/results.py birds --jobs 0   only prints
+    python tests/results/results.py cub --plan       prints the commands that runs.jsonl lacks, their steps and images
+    python tests/results/results.py cub --jobs 4     on a machine with GPUs, each job has the next of them
+    python tests/results/results.py cub --add '--steps 3 --arch resnet18'
+                                                     a trial: more flags for all commands; lines and tables are written
+                                                     to runs/trial.jsonl and runs/trial.md
     python tests/results/results.py --patched push train_metrix.py --mixup feature
                                                      a run whose step is changed: see PATCHES
     python tests/results/results.py --vectors        writes data/birds, which the tables of vectors need
@@ -11,7 +16,9 @@
 A finished run becomes a line of runs.jsonl, with its commit and its evaluations, of which the first is that of the
 network before training; numbers have six digits, and no two lines have the same command. A run that was stopped goes on
 at the next start. Its folder in runs/ is named by its command, so an unfinished run whose command is renamed begins
-anew. Once the line is written, the checkpoints in runs/, of 100 to 150 MB each, may be deleted. For a run of your own,
+anew. A run that fails is named at the end, and does not stop the others. Once the line is written, the checkpoints in
+runs/, of 100 to 150 MB each, may be deleted, but for those of folds in a table of papers, which eval.py joins when all
+of a row are there. For a run of your own,
 add a row to TABLES; for a table of your own, add its place and the text around it to the page, too.
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
@@ -27,7 +34,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import md5
+from importlib import import_module
 from pathlib import Path
+from queue import Queue
 from typing import NamedTuple
 from unittest import mock
 
@@ -44,6 +53,7 @@ from eval import interval
 
 ROOT = Path(__file__).parents[2]
 LINES = Path(__file__).with_name('runs.jsonl')
+TRIAL = ROOT / 'runs/trial.jsonl'
 PAGE = Path(__file__).with_name('README.md')
 
 # ---- which runs there are
@@ -54,6 +64,7 @@ class Table(NamedTuple):
     rows: dict          # {row: command}
     pairs: list         # [(row, row that it is compared with)]
     epochs: tuple = ()  # those whose rows are kept and shown; (): all are kept, and the last one is shown
+    paper: dict = {}    # {row: (R@1, or (R@1, RP, MAP@R) of folds, separated and concatenated; where it stands)}
 
 
 TWENTY = [f'--seed {n}' for n in range(20)]
@@ -115,6 +126,52 @@ ON_VECTORS = {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 71 --loss 
 OTHER_BRAKES = {f'{loss}, {flag}': f'train_metrix.py {STORED} --epochs 71 --loss {loss} --mixup none --{flag}'
                 for loss in ('proxy_anchor', 'ms')
                 for flag in ('weight-decay 0', 'weight-decay 1e-2', 'weight-decay 1', 'dim 64', 'dim 128')}
+
+
+# ---- the papers' tables: {row: (command, R@1 on CUB, R@1 on Cars, where they stand)}. Networks are ResNets here; where
+# the paper has BN-Inception, the row says so.
+
+BN = ', with BN-Inception'
+RECIPES = {'contrastive': ('train_contrastive.py', 64.7, 81.6, 'Metrix, Table 5'),
+           'ms': ('train_ms.py', 65.7, 84.1, 'Multi-Similarity' + BN),
+           'proxy_anchor': ('train_proxy_anchor.py', 69.7, 87.7, 'Proxy-Anchor, Table 7'),
+           'proxynca_pp': ('train_proxynca_pp.py', 69.0, 86.5, 'ProxyNCA++, 512 dimensions'),
+           'ccl': ('train_ccl.py', 71.8, 89.6, 'CCL, Table 2'),
+           'metrix': ('train_metrix.py', 71.4, 89.6, 'Metrix, Table 2'),
+           'hse': ('train_hse.py', 67.6, 82.0, 'HSE, Table 2' + BN)}
+# R@1 on CUB and on Cars in Table 5 of Metrix: without mixing, with input, feature and embedding mixing
+TABLE_5 = {'contrastive': ((64.7, 66.3, 67.4, 66.4), (81.6, 82.9, 85.1, 83.9)),
+           'ms': ((67.8, 69.0, 71.4, 70.2), (87.8, 89.0, 89.6, 88.8)),
+           'proxy_anchor': ((69.5, 70.5, 71.0, 70.4), (87.6, 88.2, 89.1, 88.9)),
+           'proxynca_pp': ((69.1, 69.7, 70.4, 70.2), (86.6, 87.5, 88.5, 88.1))}
+IN_TABLE_5 = {f'{loss}, {mixup}': (f'train_metrix.py --loss {loss} --mixup {mixup}', cub, cars, 'Metrix, Table 5')
+              for loss, columns in TABLE_5.items()
+              for mixup, cub, cars in zip(('none', 'input', 'feature', 'embed'), *columns)}
+IN_HSE = {'npair, alone': ('train_hse.py --loss npair --alpha 0', 51.3, 64.2, 'HSE, Table 2'),
+          'npair, hybrids': ('train_hse.py --loss npair', 52.5, 64.9, 'HSE, Table 2'),
+          'epshn, alone': ('train_hse.py --loss epshn --alpha 0', 64.9, 83.1, 'HSE, Table 2, 16 images a class'),
+          'epshn, hybrids': ('train_hse.py --loss epshn', 67.4, 84.8, 'HSE, Table 2'),
+          'ms, alone': ('train_hse.py --loss ms --alpha 0', 65.7, 81.7, 'HSE, Table 2' + BN),
+          'ms, hybrids': ('train_hse.py --loss ms', 67.6, 82.0, 'HSE, Table 2' + BN),
+          'proxy_anchor, alone': ('train_hse.py --loss proxy_anchor --alpha 0', 69.4, 88.5, 'HSE, Table 2'),
+          'proxy_anchor, hybrids': ('train_hse.py --loss proxy_anchor', 70.6, 89.6, 'HSE, Table 2')}
+# Table 4 of the Reality Check: R@1, RP and MAP@R, separated and then concatenated; flags of the released results
+TABLE_4 = {'contrastive': ('contrastive.py --pos-margin -0.2 --neg-margin 0.3841',
+                           (59.73, 31.98, 21.18), (68.13, 37.24, 26.53)),
+           'ms': ('ms.py --alpha 0.01 --beta 50.60 --lam 0.56 --epsilon off',
+                  (57.60, 30.84, 20.15), (65.04, 35.40, 24.70)),
+           'ms, miner': ('ms.py --alpha 17.97 --beta 75.66 --lam 0.77 --epsilon 0.39',
+                         (59.41, 31.93, 21.01), (67.73, 37.37, 26.52)),
+           'proxynca': ('proxynca_pp.py --loss proxynca_pp --temperature 0.0715',
+                        (57.88, 30.16, 19.32), (65.69, 35.14, 24.21)),
+           'normalised softmax': ('ccl.py --lam 0 --smoothing 0', (58.75, 31.75, 20.96), (65.65, 35.99, 25.25))}
+
+
+def on_benchmark(rows, dataset):
+    """Three seeds of rows (command, R@1 on CUB, R@1 on Cars, where they stand)"""
+    column = dict(cub=1, cars=2)[dataset]
+    return Table(SEEDS, {name: f'{row[0]} --dataset {dataset}' for name, row in rows.items()}, [],
+                 paper={name: (row[column], row[3]) for name, row in rows.items()})
 
 
 def patched(name, command=FEATURE):
@@ -204,6 +261,13 @@ TABLES = {
                                    'ms, softer': patched('softer:2:10:0.3', ON_VECTORS['ms, feature'])},
                           [('ms, feature', 'ms, none'), ('ms, push', 'ms, none'), ('ms, softer', 'ms, none'),
                            ('ms, push', 'ms, feature')], KEPT),
+    'cub': on_benchmark(RECIPES, 'cub'), 'cars': on_benchmark(RECIPES, 'cars'),
+    'metrix-cub': on_benchmark(IN_TABLE_5, 'cub'), 'metrix-cars': on_benchmark(IN_TABLE_5, 'cars'),
+    'hse-cub': on_benchmark(IN_HSE, 'cub'),
+    'reality-check-cub': Table(FOLDS, {name: f'train_{row[0]} --dataset cub --protocol reality-check'
+                                       for name, row in TABLE_4.items()}, [],
+                               paper={name: (row[1:], 'Reality Check, Table 4' + BN)
+                                      for name, row in TABLE_4.items()}),
 }
 
 
@@ -303,18 +367,28 @@ def six_digits(rows):
             for row in rows]
 
 
-def run(command, threads, epochs=()):
-    """Makes one run, and writes its line, with the rows of these epochs, or of all -> whether it succeeded"""
-    name = 'results-' + md5(command.encode()).hexdigest()[:8]
+def name_of(command):
+    return 'results-' + md5(command.encode()).hexdigest()[:8]
+
+
+def run(command, threads, gpus, epochs=()):
+    """Makes one run, and writes its line, with the rows of these epochs, or of all -> whether it succeeded
+
+    gpus  a queue of the numbers of the GPUs that are free; each run takes one
+    """
+    name = name_of(command)
     folder = ROOT / 'runs' / name
     words = command.split() + (['--resume', f'runs/{name}'] if (folder / 'last.pt').exists() else ['--name', name])
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': str(threads)},
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    gpu = gpus.get()
+    done = start(words, OMP_NUM_THREADS=str(threads), **({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=str(gpu))))
+    gpus.put(gpu)
     if done.returncode:
         print(f'{command}\n{done.stdout[-1000:]}', flush=True)
         return False
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    rows = [row for row in rows if not epochs or row['epoch'] in epochs]
+    if epochs:
+        rows = [{key: row[key] for key in ('epoch', 'R@1', 'MAP@R', 's+', 's-', 'minutes')}
+                for row in rows if row['epoch'] in epochs]
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
@@ -322,10 +396,79 @@ def run(command, threads, epochs=()):
                 seconds=round(60 * rows[-1]['minutes']), machine=machine,
                 recipe=next((text for text in done.stdout.splitlines() if ' batches of ' in text), ''),
                 python=sys.version.split()[0], torch=torch.__version__, torchvision=torchvision.__version__)
-    with LINES.open('a') as file:
-        file.write(json.dumps(line) + '\n')
+    write_line(line)
     print(f'{line["seconds"]:5d} s  R@1 {rows[-1]["R@1"]:5.2f}  MAP@R {rows[-1]["MAP@R"]:5.2f}  {command}', flush=True)
     return True
+
+
+def start(words, **environment):
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def write_line(line):
+    with LINES.open('a') as file:
+        file.write(json.dumps(line) + '\n')
+
+
+def join(command, repeats):
+    """Evaluates the folds of a row together by eval.py, and writes a line of it -> whether it succeeded"""
+    folders = [f'runs/{name_of(f"{command} {flag}")}' for flag in repeats]
+    done = start(['eval.py', '--checkpoint', *folders])
+    if done.returncode:
+        print(f'eval.py {command}\n{done.stdout[-1000:]}', flush=True)
+        return False
+    rows = [{key: row[key]['mean'] for key in ('R@1', 'RP', 'MAP@R')} | {'setting': row['setting']}
+            for row in json.loads(done.stdout.splitlines()[-1])['rows']]
+    write_line(dict(command=f'eval.py {command}', rows=six_digits(rows)))
+    return True
+
+
+def missing(name):
+    """The commands of a table that runs.jsonl lacks"""
+    done, table = finished(), TABLES[name]
+    wanted = [f'{command} {flag}' for flag in table.repeats for command in table.rows.values()]
+    return [command for command in wanted if command not in done]
+
+
+def make(name, jobs):
+    """Makes what a table lacks -> the commands that failed"""
+    table, commands = TABLES[name], missing(name)
+    if any('--dataset cub' in command for command in commands):
+        common.download('cub', ROOT / 'data')
+    numbers = range(torch.cuda.device_count()) if torch.cuda.is_available() else [None]
+    gpus = Queue()
+    for job in range(jobs):
+        gpus.put(numbers[job % len(numbers)])
+    threads = max(1, os.cpu_count() // jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        worked = list(pool.map(partial(run, threads=threads, gpus=gpus, epochs=table.epochs), commands))
+    failed = [command for command, success in zip(commands, worked) if not success]
+    if table.paper and table.repeats == FOLDS:
+        done = finished()
+        for command in table.rows.values():
+            there = all(f'{command} {flag}' in done for flag in table.repeats)
+            if there and f'eval.py {command}' not in done and not join(command, table.repeats):
+                failed.append(f'eval.py {command}')
+    return failed
+
+
+def plan(name):
+    """Prints what a table lacks: commands, and how many steps and images each takes; with folds, at most."""
+    commands, total = missing(name), 0
+    for command in commands:
+        script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
+        args = import_module(script.removesuffix('.py')).get_args([*words, '--device', 'cpu'])
+        counts = common.DATASETS[args.dataset].get('counts')
+        size = ''
+        if counts:
+            images = counts['train'][0] * (3 / 4 if args.fold else 1)
+            steps = args.epochs * max(1, int(images // args.batch_size))
+            steps = min(steps, args.steps) if args.steps else steps
+            total += steps
+            size = f'{steps:,} steps, {steps * args.batch_size:,} images: '
+        print(f'{size}python {command}')
+    print(f'{name}: {len(commands)} runs' + (f', {total:,} steps' if total else ''))
 
 
 # ---- the page
@@ -418,11 +561,44 @@ def by_epoch(name):
     return out[:-1]
 
 
+def papers(name):
+    """For a table with numbers of papers: those, and ours, as Markdown, also where nothing has been run"""
+    runs, table = runs_of(name), TABLES[name]
+    done = finished()
+    out = []
+    if table.repeats == FOLDS:
+        out += ['| | folds | setting | paper: R@1, RP, MAP@R | where | here: R@1, RP, MAP@R | R@1 - paper | command |',
+                '|---' * 8 + '|']
+        for row, command in table.rows.items():
+            columns, where = table.paper[row]
+            joined = done.get(f'eval.py {command}', {}).get('rows', [{}, {}])
+            for setting, theirs, ours in zip(('separated', 'concatenated'), columns, joined):
+                here = ', '.join(f'{ours[key]:.2f}' for key in ('R@1', 'RP', 'MAP@R')) if ours else 'not run yet'
+                gain = f'{ours["R@1"] - theirs[0]:.1f}' if ours else ''
+                cells = [row, len(runs.get(row, {})), setting, ', '.join(f'{number:.2f}' for number in theirs), where,
+                         here, gain, f'`{command}`']
+                out.append(f'| {" | ".join(map(str, cells))} |')
+        return out
+    out += ['| | runs | paper: R@1 | where | last epoch | best on the test set | last epoch - paper | command |',
+            '|---' * 8 + '|']
+    for row, command in table.rows.items():
+        number, where = table.paper[row]
+        lines = runs.get(row, {}).values()
+        cells = ['not run yet', '', '']
+        if lines:
+            last = [line['rows'][-1]['R@1'] for line in lines]
+            best = [max(one['R@1'] for one in line['rows'][1:]) for line in lines]
+            cells = [cell(last), cell(best), cell([value - number for value in last])]
+        out.append(f'| {row} | {len(lines)} | {number} | {where} | {" | ".join(cells)} | `{command}` |')
+    return out
+
+
 def choosing(name):
     """What choosing the best epoch on the test set is worth, as Markdown; [] unless all runs were evaluated often"""
     runs, table = runs_of(name), TABLES[name]
     every = [line for lines in runs.values() for line in lines.values()]
-    if table.epochs or '--fold' in table.repeats[0] or not every or min(len(line['rows']) for line in every) < 5:
+    shown_elsewhere = table.epochs or table.paper
+    if shown_elsewhere or '--fold' in table.repeats[0] or not every or min(len(line['rows']) for line in every) < 5:
         return []
     rules = [lambda line: line['rows'][-1]['R@1'], lambda line: max(row['R@1'] for row in line['rows'][1:])]
     found = {row: [[rule(line) for line in lines.values()] for rule in rules] for row, lines in runs.items()}
@@ -463,7 +639,9 @@ def section(name):
     """The changed steps of a table's rows, and its tables, as lines of Markdown"""
     names = dict.fromkeys(re.findall(r'--patched (\w+)', ' '.join(TABLES[name].rows.values())))
     notes = [f'* `{patch}`: {" ".join(PATCHES[patch].__doc__.split())}' for patch in names]
-    if TABLES[name].epochs:
+    if TABLES[name].paper:
+        found = papers(name)
+    elif TABLES[name].epochs:
         found = by_epoch(name)
     else:
         found = tables(name)
@@ -474,7 +652,7 @@ def page():
     """The text of the page, with its tables written anew: they stand between <!-- NAME --> and <!-- end -->"""
     def written(found):
         return '\n'.join([found[1], '', *section(found[2]), '<!-- end -->'])
-    return re.sub(r'(?s)(<!-- (\w+) -->).*?<!-- end -->', written, PAGE.read_text())
+    return re.sub(r'(?s)(<!-- ([\w-]+) -->).*?<!-- end -->', written, PAGE.read_text())
 
 
 def main():
@@ -486,22 +664,40 @@ def main():
     parser.add_argument('tables', nargs='*', metavar='NAME', choices=[*TABLES, []], default=[])
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
     parser.add_argument('--draw', metavar='PNG', help='draw R@1 over the epochs of a table (pip install matplotlib)')
+    parser.add_argument('--plan', action='store_true', help='print what is missing, and make nothing')
+    parser.add_argument('--add', metavar='FLAGS', help='a trial with more flags, kept in runs/trial.jsonl and trial.md')
     options = parser.parse_args()
     if not options.tables:
         return PAGE.write_text(page())
-    worked = []
+    if options.add:
+        try_out(options.add)
+    failed = []
     for name in options.tables:
+        if options.plan:
+            plan(name)
+            continue
         if options.jobs:
-            done, table = finished(), TABLES[name]
-            wanted = [f'{command} {flag}' for flag in table.repeats for command in table.rows.values()]
-            missing = [command for command in wanted if command not in done]
-            threads = max(1, os.cpu_count() // options.jobs)
-            with ThreadPoolExecutor(options.jobs) as pool:
-                worked += pool.map(partial(run, threads=threads, epochs=table.epochs), missing)
-        print('\n'.join(section(name)))
+            failed += make(name, options.jobs)
+        text = '\n'.join([f'# {name}', '', *section(name)])
+        print(text)
+        if options.add:
+            with TRIAL.with_suffix('.md').open('a') as file:
+                file.write(text + '\n')
         if options.draw:
             draw(name, options.draw)
-    sys.exit(not all(worked))
+    if failed:
+        raise SystemExit('\n'.join([f'error: {len(failed)} runs failed:', *failed]))
+
+
+def try_out(flags):
+    """Adds flags to all commands, and keeps lines and tables of this trial apart from the others."""
+    global LINES
+    LINES = TRIAL
+    TRIAL.parent.mkdir(exist_ok=True)
+    TRIAL.touch()
+    TRIAL.with_suffix('.md').write_text('')
+    for name, table in TABLES.items():
+        TABLES[name] = table._replace(rows={row: f'{command} {flags}' for row, command in table.rows.items()})
 
 
 if __name__ == '__main__':

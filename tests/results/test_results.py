@@ -1,9 +1,13 @@
 """The page of results: its tables, its picture, and the commands behind it."""
 import json
 import re
+import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import results
+import torch
 from conftest import ROOT, SCRIPTS
 
 
@@ -44,12 +48,14 @@ def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
 def test_the_page_of_results_is_that_of_the_finished_runs():
     page = results.page()
     assert page == results.PAGE.read_text(), 'write it: python tests/results/results.py'
-    places = re.findall(r'(?m)^<!-- (?!end)(\w+) -->$', page)
+    places = re.findall(r'(?m)^<!-- (?!end)([\w-]+) -->$', page)
     assert sorted(places) == sorted(results.TABLES)
     commands = [json.loads(line)['command'] for line in results.LINES.read_text().splitlines()]
     shown = {f'{command} {flag}' for table in results.TABLES.values() for command in table.rows.values()
              for flag in table.repeats}
-    assert len(set(commands)) == len(commands) and set(commands) <= shown
+    joined = {f'eval.py {command}' for table in results.TABLES.values() if table.paper
+              for command in table.rows.values()}
+    assert len(set(commands)) == len(commands) and set(commands) <= shown | joined
 
 
 @pytest.mark.parametrize('name', ['README.md', *(f'{script}.py' for script in SCRIPTS)])
@@ -67,5 +73,80 @@ def test_the_commands_of_the_results_are_commands():
             script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
             words += [*table.repeats[0].split(), '--device', 'cpu']
             args = __import__(script.removesuffix('.py')).get_args(words)
-            assert args.seed in range(3) and args.dataset in ('shapes', 'folder', 'vectors')
+            assert args.seed in range(3) and args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars')
         assert {row for pair in table.pairs for row in pair} <= table.rows.keys()
+        assert not table.paper or table.paper.keys() == table.rows.keys()
+
+
+@pytest.fixture
+def trial(monkeypatch, tmp_path):
+    """A place for lines, and a run that does nothing: {command: whether it succeeds}, which is True where not said"""
+    outcome, made = {}, []
+    monkeypatch.setattr(results, 'LINES', tmp_path / 'lines.jsonl')
+    monkeypatch.setattr(results, 'ROOT', tmp_path)
+    (tmp_path / 'lines.jsonl').touch()
+    monkeypatch.setattr(results.common, 'download', lambda *args: made.append(args))
+
+    def start(words, **environment):
+        command = ' '.join(words)
+        made.append((command, environment))
+        if words[0] == 'eval.py':
+            rows = [{key: dict(mean=value, interval=None) for key, value in zip(('R@1', 'RP', 'MAP@R'), numbers)}
+                    | dict(setting=setting) for setting, numbers in (('a', (50, 20, 10)), ('b', (60, 30, 20)))]
+            return SimpleNamespace(returncode=0, stdout='a line\n' + json.dumps(dict(rows=rows)))
+        folder = tmp_path / 'runs' / words[-1]
+        folder.mkdir(parents=True)
+        rows = [{'R@1': n, 'MAP@R': n / 2, 'epoch': n, 'minutes': 1.0} for n in (1, 70, 60)]
+        (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+        return SimpleNamespace(returncode=not outcome.get(command.split(' --name')[0], True), stdout='it went wrong')
+    monkeypatch.setattr(results, 'start', start)
+    return SimpleNamespace(outcome=outcome, made=made)
+
+
+def test_papers_tables_go_past_a_failure_and_on_after_a_stop(trial, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'a card')
+    bad = 'train_ms.py --dataset cub --seed 1'
+    trial.outcome[bad] = False
+    assert results.make('cub', jobs=2) == [bad]
+    assert 'it went wrong' in capsys.readouterr().out
+    assert trial.made[0] == ('cub', results.ROOT / 'data'), 'the data are fetched first'
+    assert {environment['CUDA_VISIBLE_DEVICES'] for _, environment in trial.made[1:]} == {'0', '1'}
+    assert len(trial.made) == 22 and results.missing('cub') == [bad]
+    trial.outcome.clear()
+    shutil.rmtree(results.ROOT / 'runs')
+    assert results.make('cub', jobs=1) == [] == results.missing('cub') and len(trial.made) == 24
+    assert ('| ms | 3 | 65.7 | Multi-Similarity, with BN-Inception | 60.0 ± 0.0 | 70.0 ± 0.0 | -5.7 ± 0.0 | '
+            '`train_ms.py --dataset cub` |') in results.papers('cub')
+
+
+def test_folds_of_the_reality_check_are_joined_by_eval(trial):
+    bad = f'{results.TABLES["reality-check-cub"].rows["ms"]} --fold 2/4'
+    trial.outcome[bad] = False
+    assert results.make('reality-check-cub', jobs=1) == [bad]
+    joined = [command for command, _ in trial.made if command.startswith('eval.py')]
+    assert len(joined) == 4 and all(command.count('runs/results-') == 4 for command in joined)
+    table = results.papers('reality-check-cub')
+    assert table[2].startswith('| contrastive | 4 | separated | 59.73, 31.98, 21.18 | Reality Check, Table 4, with '
+                               'BN-Inception | 50.00, 20.00, 10.00 | -9.7 |')
+    assert '| ms | 3 | concatenated | 65.04, 35.40, 24.70 |' in table[5] and '| not run yet |' in table[5]
+
+
+def test_a_plan_says_what_is_missing(trial, capsys):
+    results.plan('cub')
+    out = capsys.readouterr().out.splitlines()
+    assert out[2] == '2,880 steps, 345,600 images: python train_proxy_anchor.py --dataset cub --seed 0'
+    assert len(out) == 22 and out[-1].startswith('cub: 21 runs, ')
+    assert not trial.made
+
+
+def test_a_trial_has_more_flags_and_files_of_its_own(trial, monkeypatch, tmp_path):
+    monkeypatch.setattr(results, 'TRIAL', tmp_path / 'runs/trial.jsonl')
+    monkeypatch.setattr(results, 'TABLES', dict(results.TABLES))
+    monkeypatch.setattr(sys, 'argv', 'results.py hse-cub --add'.split() + ['--steps 3 --arch resnet18'])
+    results.main()
+    assert not (tmp_path / 'lines.jsonl').read_text()
+    lines = (tmp_path / 'runs/trial.jsonl').read_text().splitlines()
+    assert len(lines) == 24 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
+    assert '| npair, alone | 3 | 51.3 |' in (tmp_path / 'runs/trial.md').read_text()
