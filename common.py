@@ -356,7 +356,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     2. Among equal similarities, non-matches come first. If images of equal similarity do not all fit among the
        retrieved ones, a fixed random order decides which of them are retrieved. So a network that maps all images to
        one point scores about chance or less, not 100.
-    3. A query without a match is a miss in R@K, is left out of RP and MAP@R, and is counted as 'unmatched'.
+    3. A query without a match is a miss in R@K, left out of RP and MAP@R (0 if all are), and counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves
     searched, searched_labels = (query, query_labels) if within else (gallery, gallery_labels)

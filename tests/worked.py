@@ -48,4 +48,48 @@ def expect_raised(loss, what, *tensors, tolerance=1e-4):
         halves = [t.to(dtype) for t in tensors]
         got = loss(*halves)
         assert got.dtype == torch.float32, f'{what} of {dtype}: expected float32, got {got.dtype}'
+        assert got.any(), f'{what} of {dtype}: expected a number other than 0'
         expect(got, loss(*(t.double() for t in halves)), f'{what} of {dtype}, against float64', tolerance)
+
+
+def expect_sound(loss, what, z, y, *vectors):
+    """What every loss(z, y, *vectors) must do, for images z (B, D) of classes y (B,) and proxies, centres or hybrids:
+    the order of the batch does not matter, arguments stay as they are, float64 stays float64, and the backward pass
+    ends in finite gradients whatever the batch holds, also where the loss is 0."""
+    __tracebackhide__ = True
+    value, gradients = value_and_gradients(loss, what, z, y, *vectors)
+    if vectors and not len(vectors[0]):
+        assert value == 0, f'{what}: expected 0, got {value}'
+    else:
+        assert any(g.any() for g in gradients), f'{what}: expected gradients other than 0'
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1))
+    other, moved = value_and_gradients(loss, what, z[order], y[order], *vectors)
+    expect(other, value, f'{what}: the loss with the images in another order')
+    gradients[0] = gradients[0][order]
+    for one, same in zip(moved, gradients):
+        expect(one, same, f'{what}: the gradients with the images in another order')
+    classes = y.unique()
+    first = (y[:, None] == classes).int().argmax(dim=0)                         # an image of each class
+    batches = {'of one class': (z, y[:1].expand(len(y))), 'of a single image': (z[:1], y[:1]),
+               'of one image per class': (z[first], classes), 'of equal images': (z[:1].expand(len(z), -1), y),
+               'of equal images of one class': (z[:1].expand(2, -1), y[:1].expand(2))}
+    for name, (images, labels) in batches.items():
+        value_and_gradients(loss, f'{what} of a batch {name}', images, labels, *vectors)
+
+
+def value_and_gradients(loss, what, z, y, *vectors):
+    """The loss, and its gradients by z and the vectors; none of these may change, and all have to be finite."""
+    __tracebackhide__ = True
+    leaves = [t.detach().clone().requires_grad_() for t in (z, *vectors)]
+    labels = y.clone()
+    value = loss(leaves[0], labels, *leaves[1:])
+    assert isinstance(value, torch.Tensor) and value.shape == (), f'{what}: expected a tensor without dimensions'
+    assert value.dtype == z.dtype, f'{what}: expected {z.dtype}, got {value.dtype}'
+    assert value.isfinite(), f'{what}: expected a finite loss, got {value}'
+    assert value.requires_grad, f'{what}: expected a loss with a gradient, got a constant'
+    value.backward()
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    assert all(gradient.isfinite().all() for gradient in gradients), f'{what}: expected finite gradients'
+    kept = [torch.equal(leaf, t) for leaf, t in zip([*leaves, labels], [z, *vectors, y])]
+    assert all(kept), f'{what}: its arguments were changed'
+    return value.detach(), gradients

@@ -1,32 +1,43 @@
 """Makes exercises of the project's functions, and grades what students write. README lists the exercises.
 
+    python tests/course/handout.py list                 the exercises: level, minutes, equations
     python tests/course/handout.py make OUT NAME...     writes the folder OUT for students: these functions have no
                                                         bodies
     python tests/course/handout.py grade NAME FILE...   prints a line for each file: points for each equation, and
-                                                        their sum
+                                                        their sum. Of a folder, the scripts of this name in it are
+                                                        graded, or else all its .py files
+        --csv grades.csv                                writes file, exercise, equation, points, of
+        --feedback DIR                                  writes a text for each file: which tests failed, and why
     python tests/course/handout.py check [NAME...]      tests solutions.py: wrong ones fail, right ones pass; -v
                                                         prints all
 
 A student gets the folder, fills in the functions of the exercise, and hands in the whole script. `grade` tests this
-file in a process of its own, with the tests of the project. It runs the file as it is: do so where it can do no harm.
+file in a process of its own, with the tests of the project, and ends all that it leaves behind. It runs the file as it
+is: do so where it can do no harm. A file can also forge its grade, by code that changes pytest: look at what has full
+points.
 """
 import argparse
 import ast
+import csv
 import gc
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from symtable import symtable
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 120                                         # seconds for the tests of one file
+LIMIT = 120                                         # seconds for the tests of one file, and for one of them
+LIMIT_OF_A_TEST = 40
 
 
 class Exercise(NamedTuple):
@@ -34,13 +45,15 @@ class Exercise(NamedTuple):
     cut: str            # functions that the student writes, and their helpers that would give them away
     graded: str         # tests that are graded, as an expression for pytest -k
     level: int          # 1: a formula. 2: also masks, means or special cases. 3: also memory, or many rules
+    minutes: int        # that a student of the second year may need
     source: str
     copies: dict = {}   # {script: functions that hold the same solution}
+    akin: str = ''      # functions of the same script that share lines with the solution
 
     @property
     def solutions(self):
         """{script: functions that hold a solution}"""
-        return {self.script: self.cut} | self.copies
+        return {self.script: f'{self.cut} {self.akin}'} | self.copies
 
     @property
     def tests(self):
@@ -51,41 +64,46 @@ class Exercise(NamedTuple):
 
 EXERCISES = {
     'contrastive_loss': Exercise(
-        'train_contrastive.py', 'contrastive_loss mean_nonzero', 'rc_eq1_', 2, 'Reality Check Eq. (1)',
+        'train_contrastive.py', 'contrastive_loss mean_nonzero', 'rc_eq1_', 2, 45, 'Reality Check Eq. (1)',
         {'train_hse.py': 'contrastive_loss'}),
     'contrastive_similarity_loss': Exercise(
-        'train_contrastive.py', 'contrastive_similarity_loss', 'metrix_eq1_', 2, 'Metrix Eq. (1)',
+        'train_contrastive.py', 'contrastive_similarity_loss', 'metrix_eq1_', 2, 45, 'Metrix Eq. (1)',
         {'train_metrix.py': 'contrastive'}),
     'multi_similarity_loss': Exercise(
-        'train_ms.py', 'multi_similarity_loss mine', 'metrix_eq2_', 2, 'Metrix Eq. (2); the miner from its docstring',
+        'train_ms.py', 'multi_similarity_loss mine', 'metrix_eq2_', 2, 75,
+        'Metrix Eq. (2); the miner from its docstring',
         {'train_metrix.py': 'ms clean_loss', 'train_hse.py': 'multi_similarity_loss'}),
     'proxy_anchor_loss': Exercise(
-        'train_proxy_anchor.py', 'proxy_anchor_loss', 'pa_eq4_ or pa_eq6_', 2,
+        'train_proxy_anchor.py', 'proxy_anchor_loss', 'pa_eq4_ or pa_eq6_', 2, 60,
         'Proxy-Anchor Eq. (4) and its gradient (6)',
         {'train_metrix.py': 'proxy_anchor clean_loss', 'train_hse.py': 'proxy_anchor_loss'}),
     'proxynca_loss': Exercise(
-        'train_proxynca_pp.py', 'proxynca_loss', 'pa_eq1_ or pa_eq3_', 1, 'Proxy-Anchor Eq. (1) and its gradient (3)',
+        'train_proxynca_pp.py', 'proxynca_loss', 'pa_eq1_ or pa_eq3_', 1, 30,
+        'Proxy-Anchor Eq. (1) and its gradient (3)',
         {'train_ccl.py': 'scaled_proxynca_loss'}),
     'proxynca_pp_loss': Exercise(
-        'train_proxynca_pp.py', 'proxynca_pp_loss', 'test_proxynca_pp_', 1, 'ProxyNCA++, as at the top of the script',
+        'train_proxynca_pp.py', 'proxynca_pp_loss', 'test_proxynca_pp_', 1, 30,
+        'ProxyNCA++, as at the top of the script',
         {'train_metrix.py': 'proxynca_pp_of_queries'}),
     'center_contrastive_loss': Exercise(
-        'train_ccl.py', 'center_contrastive_loss', 'ccl_eq5_ or ccl_eq8_ or ccl_eq11_', 2,
+        'train_ccl.py', 'center_contrastive_loss', 'ccl_eq5_ or ccl_eq8_ or ccl_eq11_', 2, 75,
         'CCL Eq. (5); (8) and (11) are special cases'),
     'positivity_threshold': Exercise(
-        'train_metrix.py', 'positivity_threshold', 'metrix_eq24_', 1, 'Metrix Eq. (24)'),
+        'train_metrix.py', 'positivity_threshold', 'metrix_eq24_', 1, 15, 'Metrix Eq. (24)'),
     'pair_labels': Exercise(
-        'train_metrix.py', 'pair_labels', 'metrix_eq8_', 2, 'Metrix Eq. (8)'),
+        'train_metrix.py', 'pair_labels', 'metrix_eq8_', 2, 45, 'Metrix Eq. (8)'),
     'mix_features': Exercise(
-        'train_metrix.py', 'mix_features max_of_mixed', 'metrix_eq4_feature_', 3,
+        'train_metrix.py', 'mix_features max_of_mixed', 'metrix_eq4_feature_', 3, 120,
         'Metrix Eq. (4), without a tensor of all mixed feature maps'),
     'hybrid_loss': Exercise(
-        'train_hse.py', 'hybrid_loss', 'hse_eq7_ or hse_eq8_ or hse_eq9_', 2, 'HSE Eq. (7), (8) and (9)'),
+        'train_hse.py', 'hybrid_loss', 'hse_eq7_ or hse_eq8_ or hse_eq9_', 2, 60, 'HSE Eq. (7), (8) and (9)',
+        akin='epshn_loss'),
     'epshn_loss': Exercise(
-        'train_hse.py', 'epshn_loss', 'test_epshn_', 2, 'its docstring; it is one L_m of HSE Eq. (10)'),
+        'train_hse.py', 'epshn_loss', 'test_epshn_', 2, 60, 'its docstring; it is one L_m of HSE Eq. (10)',
+        akin='hybrid_loss'),
     'retrieval_metrics': Exercise(
         'common.py', 'retrieval_metrics check_embeddings ranked_hits precisions',
-        'rc_eq3_ or rc_eq4_ or test_retrieval_', 3,
+        'rc_eq3_ or rc_eq4_ or test_retrieval_', 3, 150,
         'Reality Check Eq. (3) and (4); R@K and three rules from the docstring'),
 }
 
@@ -153,12 +171,19 @@ of each script has the equations and the symbols. Helpers of your own may stand 
 as it is. Hand in the whole script. Level 1 is a formula, level 2 has masks and special cases as well, and
 level 3 also limits on memory, or many rules.
 
-| exercise | write | from | level | tests |
-|---|---|---|---|---|
+| exercise | write | from | level | minutes | tests |
+|---|---|---|---|---|---|
 {rows}
 
 Begin with `pip install -r requirements.txt`. The tests fail until the functions are written:
 `python -m pytest` runs all of them. A test that fails names equation and input, and says what was expected.
+
+What holds for every loss: classes may have any numbers and come in any order; the order of the images does not
+matter; arguments stay as they are; half precision is raised to float32, and float64 stays; and the backward pass
+ends in finite gradients, also where the loss is 0, the batch has one class or one image, or images are equal.
+
+Each test is a point, whatever its number of parameters: all of them have to pass. A test may take {seconds} seconds,
+and all together {limit}; what has passed by then counts.
 """
 
 
@@ -168,9 +193,10 @@ def make(out, names):
     if Path(out).resolve().is_relative_to(ROOT):
         print(f'note: {out} lies in the project, whose own tests pytest cannot run beside it: take ../{Path(out).name}')
     rows = [f'| {name} | `{e.script}`: {", ".join(f"`{f}`" for f in e.cut.split())} | {e.source} | {e.level} | '
-            f'`python -m pytest {e.tests} -k "{e.graded}"` |'
+            f'{e.minutes} | `python -m pytest {e.tests} -k "{e.graded}"` |'
             for name, e in ((name, EXERCISES[name]) for name in names)]
-    files = handout(names) | {'README.md': PAGE.format(rows='\n'.join(rows))}
+    page = PAGE.format(rows='\n'.join(rows), seconds=LIMIT_OF_A_TEST, limit=LIMIT)
+    files = handout(names) | {'README.md': page}
     files |= {name: (ROOT / name).read_text() for name in ('requirements.txt', 'LICENSE')}
     write(out, files)
     print(f'{out}: {", ".join(sorted(files))}')
@@ -186,36 +212,54 @@ def write(folder, files):
 
 
 class Record:
-    """A plugin of pytest that keeps {test: '' if it passed, else what went wrong} and why no test could be run"""
+    """A plugin of pytest that sends (test, '' or what went wrong) of each test when it ends, and puts a limit on it"""
 
-    def __init__(self):
-        self.tests, self.broken = {}, ''
+    def __init__(self, send, seconds):
+        self.send, self.seconds, self.broken = send, seconds, ''
 
     def pytest_collectreport(self, report):
         if report.failed:
             self.broken = report.longreprtext.strip().splitlines()[-1].removeprefix('E').strip()
 
+    def pytest_internalerror(self, excinfo):        # sys.exit at the top of a script, for example
+        self.broken = f'{type(excinfo.value).__name__}: {excinfo.value}'
+
+    def pytest_runtest_setup(self, item):
+        if hasattr(signal, 'SIGALRM'):              # which Windows lacks; there the limit on the file holds alone
+            signal.signal(signal.SIGALRM, self.stop)
+            signal.alarm(self.seconds)
+
+    def stop(self, *_):
+        raise TimeoutError(f'no end after {self.seconds} seconds')
+
     def pytest_runtest_logreport(self, report):
+        if report.when == 'teardown' and hasattr(signal, 'SIGALRM'):
+            signal.alarm(0)
         if report.when == 'call' or report.failed:
-            self.tests[report.nodeid.split('::')[-1]] = '' if report.passed else report.longreprtext.strip()
+            crash = getattr(report.longrepr, 'reprcrash', None)
+            reason = crash.message if crash else str(report.longrepr)
+            # What pytest adds to a text of ours is code of the test.
+            reason = re.split(r'\n\s*assert ', reason)[0].removeprefix('AssertionError: ')
+            self.send((report.nodeid.split('::')[-1], '' if report.passed else reason or 'AssertionError'))
 
 
-def run_tests(folder, arguments, sender):
-    """In a process of its own: the tests of a folder, in silence"""
+def run_tests(folder, arguments, sender, seconds):
+    """In a process of its own: the tests of a folder, in silence. Sends a pair for each, and (None, why) at the end."""
+    with suppress(AttributeError, OSError):
+        os.setpgid(0, 0)                            # so that all that is started from here can be ended
     os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'
     os.chdir(folder)
     sys.path[:] = [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)]
     import pytest
     gc.freeze()                                     # pytest collects garbage, and torch has much to look through
-    record = Record()
+    record = Record(sender.send, seconds)
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     code = pytest.main([*arguments, '-q', '-p', 'no:cacheprovider', '--rootdir', folder], plugins=[record])
-    why = record.broken or f'no test was run, pytest ended with code {int(code)}: can the file be imported?'
-    sender.send((record.tests, '' if record.tests else why))
+    sender.send((None, record.broken or f'pytest ended with code {int(code)}'))
 
 
 def results(exercise, files, script, *options):
-    """({test: '' or what went wrong}, why there are none) where the exercise's script holds these bytes"""
+    """({test: '' or what went wrong}, why there are no more) where the exercise's script holds these bytes"""
     # On Linux, processes are forked from one that has torch already, which takes a tenth of the time.
     context = multiprocessing.get_context('forkserver' if sys.platform == 'linux' else 'spawn')
     context.set_forkserver_preload(['pytest', 'torch', 'torchvision.transforms.v2'])
@@ -224,31 +268,75 @@ def results(exercise, files, script, *options):
         Path(folder, exercise.script).write_bytes(script)
         receiver, sender = context.Pipe(duplex=False)
         arguments = [exercise.tests, '-k', exercise.graded, *options]
-        process = context.Process(target=run_tests, args=(folder, arguments, sender), daemon=True)
+        given = folder, arguments, sender, LIMIT_OF_A_TEST
+        process = context.Process(target=run_tests, args=given, daemon=True)
         process.start()
         sender.close()
+        tests, why, end = {}, f'no end after {LIMIT} seconds', time.monotonic() + LIMIT
         try:
-            return receiver.recv() if receiver.poll(LIMIT) else ({}, f'no end after {LIMIT} seconds')
+            while receiver.poll(max(0, end - time.monotonic())):
+                test, reason = receiver.recv()
+                if test is None:
+                    why = '' if tests else reason
+                    break
+                tests[test] = reason
         except EOFError:
-            return {}, 'the process ended early'
-        finally:
-            process.kill()
-            process.join()
+            why = 'the process ended early'
+        with suppress(AttributeError, OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        return tests, why
 
 
-def grade(name, paths):
-    """Prints the points of each file. A test of the graded ones is a point."""
+def equation_of(test, name):
+    """The equation that a test is about, by its name; that of the exercise where it names none"""
+    return (re.match(r'test_([a-z]+_eq\d+)_', test) or ['', name])[1]
+
+
+def scripts_in(paths, script):
+    """Files as they are; of a folder the scripts of this name, at any depth, or else its .py files"""
+    for path in map(Path, paths):
+        yield from (sorted(path.rglob(script)) or sorted(path.glob('*.py'))) if path.is_dir() else [path]
+
+
+def grade(name, paths, table=None, feedback=None):
+    """Prints the points of each file. A graded test is a point, if it passes with all of its parameters."""
     exercise, files = EXERCISES[name], handout([name])
     every, why = results(exercise, files, (ROOT / exercise.script).read_bytes())
     if why or any(every.values()):
         raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
-    group = {test: (re.match(r'test_([a-z]+_eq\d+)_', test) or ['', name])[1] for test in every}
-    scripts = [Path(path).read_bytes() for path in paths]
+    functions = list(dict.fromkeys(test.split('[')[0] for test in every))
+    paths, rows = list(scripts_in(paths, exercise.script)), []
     with ThreadPoolExecutor(2) as pool:
+        scripts = [path.read_bytes() for path in paths]
         for path, (tests, why) in zip(paths, pool.map(partial(results, exercise, files), scripts)):
-            right = Counter(group[test] for test in every if tests.get(test, 'not run') == '')
-            points = [f'{equation} {right[equation]}/{of}' for equation, of in Counter(group.values()).items()]
-            print(f'{path}: {", ".join(points)}, in all {right.total()}/{len(every)}{why and f" ({why})"}', flush=True)
+            failed = {test: tests.get(test, why or 'not run') for test in every}
+            failed = {test: reason for test, reason in failed.items() if reason}
+            right = [function for function in functions
+                     if not any(test.split('[')[0] == function for test in failed)]
+            points = Counter(equation_of(function, name) for function in right)
+            of = Counter(equation_of(function, name) for function in functions)
+            if not right and not why:               # one reason may be behind all
+                why = Counter(reason.strip().splitlines()[-1] for reason in failed.values()).most_common(1)[0][0]
+            print(f'{path}: ' + ', '.join(f'{equation} {points[equation]}/{of[equation]}' for equation in of)
+                  + f', in all {len(right)}/{len(functions)}{why and f" ({why})"}', flush=True)
+            rows += [[path, name, equation, points[equation], of[equation]] for equation in of]
+            if feedback:
+                write_feedback(Path(feedback), path, name, f'{len(right)} of {len(functions)} points', failed)
+    if table:
+        with open(table, 'w', newline='') as file:
+            csv.writer(file).writerows([['file', 'exercise', 'equation', 'points', 'of'], *rows])
+
+
+def write_feedback(folder, path, name, points, failed):
+    """A text about one file: of each test that failed its name, its equation, and what was expected"""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f'{name}: {points}']
+    for test, reason in failed.items():
+        parts.append(f'{test}  ({equation_of(test, name)})\n    ' + reason.strip().replace('\n', '\n    '))
+    text = folder / ('-'.join(part for part in path.with_suffix('').parts if part not in ('/', '..')) + '.txt')
+    text.write_text('\n\n'.join(parts) + '\n')
 
 
 def hand_in(text, names, solution):
@@ -307,26 +395,33 @@ def check(names, verbose=0):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
+    commands.add_parser('list')
     command = commands.add_parser('make')
     command.add_argument('out', metavar='OUT')
     command.add_argument('names', metavar='NAME', nargs='+')
     command = commands.add_parser('grade')
     command.add_argument('names', metavar='NAME', nargs=1)
     command.add_argument('files', metavar='FILE', nargs='+')
+    command.add_argument('--csv', metavar='FILE', help='file, exercise, equation, points, of')
+    command.add_argument('--feedback', metavar='DIR', help='a text for each file: which tests failed, and why')
     command = commands.add_parser('check')
     command.add_argument('names', metavar='NAME', nargs='*')
     command.add_argument('-v', action='count', default=0, help='a line for each solution; twice: and why it fails')
     args = parser.parse_args(argv)
     os.environ['OMP_NUM_THREADS'] = '1'             # for the processes to come: two at a time, each on one core
+    if args.command == 'list':
+        for name, exercise in EXERCISES.items():
+            print(f'{name:28} level {exercise.level} {exercise.minutes:4} minutes  {exercise.source}')
+        return False
     for name in args.names:
         if name not in EXERCISES:
             parser.exit(2, f'error: {name} is no exercise; these are: {", ".join(EXERCISES)}\n')
     if args.command == 'make':
         make(args.out, args.names)
     elif args.command == 'grade':
-        if missing := [path for path in args.files if not Path(path).is_file()]:
+        if missing := [path for path in args.files if not Path(path).exists()]:
             parser.exit(2, f'error: no such file: {missing[0]}\n')
-        grade(args.names[0], args.files)
+        grade(args.names[0], args.files, args.csv, args.feedback)
     else:
         return check(args.names or list(EXERCISES), args.v) > 0
 

@@ -4,6 +4,8 @@ A solution is the source of its functions, or (old, new, old, new, ...) for line
 """
 
 WRONG, RIGHT = {}, {}           # {exercise: {what is wrong, or how it is done: solution}}
+# Right where the images of a class stand side by side: classes are told apart by where the label changes.
+RUNS = 'torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)'
 
 # ---- the losses on pairs
 
@@ -26,6 +28,9 @@ WRONG['multi_similarity_loss'] = {
     'without the 1 +': ('log1p_sum_exp(beta * (s - lam), negative)',
                         '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
     'epsilon 0 is no miner': ('if epsilon is None else', 'if not epsilon else'),
+    'sorted labels only': ('z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'),
+    'miner keeps what is just as hard': ('~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
+                                         '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
 }
 RIGHT['multi_similarity_loss'] = {
     'anchor by anchor': '''
@@ -68,6 +73,19 @@ WRONG['contrastive_loss'] = {
     'NaN without positives': ('.clamp_min(1)', ''),
     'half precision stays': ('common.at_least_float32(z)', 'z'),
     'images detached': ('common.at_least_float32(z)', 'common.at_least_float32(z).detach()'),
+    'power after the mean': (
+        '.pow(power).masked_fill(~positive, 0)', '.masked_fill(~positive, 0)',
+        '.pow(power).masked_fill(~negative, 0)', '.masked_fill(~negative, 0)',
+        'return mean_nonzero(pull) + mean_nonzero(push)',
+        'return mean_nonzero(pull) ** power + mean_nonzero(push) ** power'),
+    'margins squared': (
+        '(d - pos_margin).clamp_min(0).pow(power)', '(d ** power - pos_margin ** power).clamp_min(0)',
+        '(neg_margin - d).clamp_min(0).pow(power)', '(neg_margin ** power - d ** power).clamp_min(0)'),
+    'pairs at distance 0 dropped': ('masked_fill(~negative, 0)', 'masked_fill(~negative | (d == 0), 0)'),
+    'a constant where all reach their goal': (
+        'return mean_nonzero(pull) + mean_nonzero(push)',
+        'loss = mean_nonzero(pull) + mean_nonzero(push)\n    return loss if loss > 0 else loss.detach()'),
+    'sorted labels only': ('= pairs(y)', f'= pairs({RUNS})'),
 }
 RIGHT['contrastive_loss'] = {
     'pairs of the upper triangle': '''
@@ -89,6 +107,7 @@ WRONG['contrastive_similarity_loss'] = {
     'oneself by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
     'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
     'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'sorted labels only': ('= pairs(y)', f'= pairs({RUNS})'),
 }
 RIGHT['contrastive_similarity_loss'] = {
     'anchor by anchor': '''
@@ -118,6 +137,9 @@ WRONG['proxy_anchor_loss'] = {
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
     'half precision stays': ('z, proxies = common.same_precision(z, proxies)', 'pass'),
+    'classes present counted by changes of the label': (
+        'present = positive.any(dim=1).sum()', 'present = 1 + (y[1:] != y[:-1]).sum()'),
+    'push over proxies that have a negative': ('~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
 }
 RIGHT['proxy_anchor_loss'] = {
     'proxy by proxy': '''
@@ -145,6 +167,7 @@ WRONG['proxynca_loss'] = OF_COSINES | {
     'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
     'temperature ignored': ('2 / temperature * cosines', 'cosines'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
+    'own cosine at [y, y]': ('logits[own]', 'logits[y % len(y), y]'),
 }
 RIGHT['proxynca_loss'] = {
     'exp and log of cosines': '''
@@ -163,6 +186,11 @@ WRONG['proxynca_pp_loss'] = OF_COSINES | {
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     p = (-(2 - 2 * cosines(z, proxies)) / temperature).exp()
     return -(p[torch.arange(len(y)), y] / p.sum(dim=1)).log().mean()
+''',
+    'mean of each class first': '''
+def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
+    losses = F.cross_entropy(2 / temperature * cosines(z, proxies), y, reduction='none')
+    return torch.stack([losses[y == c].mean() for c in y.unique()]).mean()
 ''',
     'own proxy not in the denominator': '''
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
@@ -194,6 +222,11 @@ WRONG['center_contrastive_loss'] = {
     'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1) + 0 * centers'),
     'images detached': ('z @ (c', 'z.detach() @ (c'),
     'half precision stays': ('z, centers = common.same_precision(z, centers)', 'pass'),
+    'own cosine at [y, y]': ('(z * c[y]).sum(dim=1)', '(z @ c.T)[y % len(y), y]'),
+    'image i has class i': ('smooth_labels(y, len(c)', 'smooth_labels(torch.arange(len(y)) % len(c), len(c)'),
+    'images normalised again': ('z, centers = common.same_precision(z, centers)',
+                                'z, centers = common.same_precision(F.normalize(z, dim=1), centers)'),
+    'no margin where labels are smoothed': ('margin * own', '(0 if smoothing else margin) * own'),
     'exp overflows': ("F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
                       '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
 }
@@ -231,6 +264,8 @@ WRONG['hybrid_loss'] = {
     'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
     'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
     'half precision stays': ('h, z = common.same_precision(h, z)', 'pass'),
+    'a number without hybrids': ('h, z = common.same_precision(h, z)',
+                                 'h, z = common.same_precision(h, z)\n    if len(h) == 0:\n        return 0.0'),
     'two columns averaged': ('F.logsigmoid(s_ewp - s_hn)',
                              'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
 }
@@ -258,6 +293,9 @@ WRONG['epshn_loss'] = {
                          'y[:, None] != y'),
     'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
     'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'sorted labels only': ('= pairs(y)', f'= pairs({RUNS})'),
+    'a constant without anchors': ('keep = has_p & has_n', 'keep = has_p & has_n\n    if not keep.any():\n'
+                                   '        return z.new_zeros(())'),
     'exp overflows': ('F.logsigmoid((s_p - s_n) / temperature)',
                       '((s_p / temperature).exp() / ((s_p / temperature).exp() + (s_n / temperature).exp())).log()'),
 }
@@ -282,17 +320,33 @@ WRONG['positivity_threshold'] = {
     'log2': ('.logit()', '.logit() / torch.tensor(2.0).log()'),
     'log of lambda only': ('torch.as_tensor(lam, dtype=torch.float64).logit()', 'torch.log(lam)'),
 }
-RIGHT['positivity_threshold'] = {
-    'torch.log': '''
-def positivity_threshold(lam, beta, gamma, m):
-    return torch.log(lam / (1 - lam)) / (beta + gamma) + m
-''',
-    'math.log': '''
+WRONG['positivity_threshold'] |= {
+    'float32 inside': ('torch.as_tensor(lam, dtype=torch.float64)', 'torch.as_tensor(lam)'),
+    'moved away from 0 and 1': ('.logit()', '.logit(1e-6)'),
+    'numbers only': '''
 def positivity_threshold(lam, beta, gamma, m):
     import math
-    return math.log(lam / (1 - lam)) / (beta + gamma) + m
+    return torch.tensor(math.log(lam / (1 - lam)) / (beta + gamma) + m, dtype=torch.float64)
 ''',
-    'as_tensor in float32': ('torch.as_tensor(lam, dtype=torch.float64)', 'torch.as_tensor(lam)'),
+}
+RIGHT['positivity_threshold'] = {
+    'log of the odds': '''
+def positivity_threshold(lam, beta, gamma, m):
+    lam = torch.as_tensor(lam, dtype=torch.float64)
+    return torch.log(lam / (1 - lam)) / (beta + gamma) + m
+''',
+    'difference of logs': '''
+def positivity_threshold(lam, beta, gamma, m):
+    lam = torch.as_tensor(lam, dtype=torch.float64)
+    return m + (lam.log() - torch.log1p(-lam)) / (beta + gamma)
+''',
+    'NumPy': '''
+def positivity_threshold(lam, beta, gamma, m):
+    import numpy as np
+    lam = np.asarray(lam, dtype=np.float64)
+    with np.errstate(divide='ignore'):
+        return torch.as_tensor((np.log(lam) - np.log1p(-lam)) / (beta + gamma) + m)
+''',
 }
 WRONG['pair_labels'] = {
     'shares swapped': ('lam, 1 - lam', '1 - lam, lam'),
@@ -338,6 +392,7 @@ def max_of_mixed(f, i, j, lam):
 ''',
 }
 RIGHT['mix_features'] = {
+    'larger chunks': ('2 ** (27 if f.is_cuda else 21) // f[0].numel()', '2 ** 22 // f[0].numel()'),
     'checkpoint': '''
 def max_of_mixed(f, i, j, lam):
     from torch.utils.checkpoint import checkpoint
@@ -383,6 +438,8 @@ WRONG['retrieval_metrics'] = {
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
     'ties as they come': ('return hit.gather(1, order)', 'return hit'),
     'matches first': ('hit.int().argsort', '(~hit).int().argsort'),
+    'the query normalised in place': ('within = gallery is None',
+                                      'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'),
     'nothing to retrieve is no error': (
         'len(query) == 0 or len(searched) == 0 or (within and len(query) == 1)', 'False'),
     'NaN is no error': ('not (query.isfinite().all() and searched.isfinite().all())', 'False'),

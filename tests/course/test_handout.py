@@ -1,6 +1,9 @@
 """handout.py: what a hand-out holds, points, and the check, of one quick exercise. `check` does all of them."""
 import ast
 import re
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import handout
 import pytest
@@ -61,18 +64,89 @@ def test_a_check_and_grades_of_a_quick_exercise(tmp_path, monkeypatch, capsys):
     assert handout.main(['check', 'positivity_threshold']) == 1
     out = capsys.readouterr().out
     assert out.startswith('BAD positivity_threshold, right: another: ') and out.count('BAD') == 1
-    assert '\nE           expected  ' in out, 'why it fails'
+    assert '\n    expected  ' in out, 'why it fails'
     assert out.endswith('1 exercises, 1 wrong solutions, 2 right ones: 1 not as they should be\n')
 
+
+
+FLAWED = {'a.py': (), 'b.py': ('.logit()', '.log()'),
+          'c.py': ('torch.as_tensor(lam, dtype=torch.float64).logit()', 'exit()')}
+
+
+@pytest.fixture
+def handed_in(tmp_path, monkeypatch):
+    """A folder with a right script, a wrong one, one that exits where it is called and one that exits at once"""
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
     text = (ROOT / 'train_metrix.py').read_text()
-    for file, content in (('a.py', text), ('b.py', text.replace('.logit()', '.log()')), ('c.py', 'exit()')):
-        (tmp_path / file).write_text(content)
-    handout.main(['grade', 'positivity_threshold', *map(str, sorted(tmp_path.iterdir()))])
-    right, wrong, broken = capsys.readouterr().out.splitlines()
-    assert re.search(r'a.py: metrix_eq24 ([1-9])/\1, in all \1/\1$', right)
-    assert re.search(r'b.py: metrix_eq24 0/[1-9], in all 0/[1-9]$', wrong)
-    assert broken.endswith(' (no test was run, pytest ended with code 3: can the file be imported?)')
-    monkeypatch.setattr(handout, 'LIMIT', 1)
-    exercise = EXERCISES['positivity_threshold']
-    found = handout.results(exercise, handout.handout(['positivity_threshold']), b'while True: pass')
-    assert found == ({}, 'no end after 1 seconds')
+    (tmp_path / 'in').mkdir()
+    for file, change in FLAWED.items():
+        (tmp_path / 'in' / file).write_text(text.replace(*change) if change else text)
+    (tmp_path / 'in/d.py').write_text('exit("at once")')
+    return tmp_path / 'in'
+
+
+def test_a_folder_is_graded_with_a_table_and_feedback(handed_in, tmp_path, capsys):
+    """A test function is a point, however many parameters it has."""
+    handout.main(['grade', 'positivity_threshold', str(handed_in), '--csv', str(tmp_path / 'grades.csv'),
+                  '--feedback', str(tmp_path / 'feedback')])
+    right, wrong, leaves, broken = capsys.readouterr().out.splitlines()
+    assert right == f'{handed_in / "a.py"}: metrix_eq24 4/4, in all 4/4'
+    assert re.search(r'b.py: metrix_eq24 0/4, in all 0/4 \(.*\)$', wrong)
+    assert re.search(r'c.py: metrix_eq24 0/4, in all 0/4 \(SystemExit.*\)$', leaves)
+    assert broken.endswith('d.py: metrix_eq24 0/4, in all 0/4 (SystemExit: at once)')
+    rows = (tmp_path / 'grades.csv').read_text().splitlines()
+    assert rows[0] == 'file,exercise,equation,points,of' and len(rows) == 5
+    assert rows[1] == f'{handed_in / "a.py"},positivity_threshold,metrix_eq24,4,4'
+    texts = {path.name.split('-')[-1]: path.read_text() for path in (tmp_path / 'feedback').iterdir()}
+    assert sorted(texts) == ['a.txt', 'b.txt', 'c.txt', 'd.txt']
+    assert texts['a.txt'] == 'positivity_threshold: 4 of 4 points\n'
+    text = texts['b.txt']
+    assert 'test_metrix_eq24_by_hand[0.5-18-75-0.77-0.77]  (metrix_eq24)\n    Metrix Eq. (24), lambda 0.5, ' in text
+    assert '\n        expected  0.77\n        got       ' in text
+    assert 'assert ' not in text and 'def ' not in text, 'no code of the tests'
+
+
+def test_an_endless_test_costs_its_point_alone(handed_in, monkeypatch):
+    """And where a test cannot be ended, what has passed before counts."""
+    monkeypatch.setattr(handout, 'LIMIT_OF_A_TEST', 1)
+    exercise, files = EXERCISES['positivity_threshold'], handout.handout(['positivity_threshold'])
+    text = (ROOT / 'train_metrix.py').read_text()
+    line = 'return torch.as_tensor(lam, dtype=torch.float64).logit()'
+    tests, why = handout.results(exercise, files, text.replace(line, f'while beta == 1: pass\n    {line}').encode())
+    assert why == '' and [reason for reason in tests.values() if reason] == ['TimeoutError: no end after 1 seconds']
+    monkeypatch.setattr(handout, 'LIMIT', 8)
+    stubborn = ('if beta == 1:\n        import signal\n        signal.signal(signal.SIGALRM, signal.SIG_IGN)\n'
+                f'        while True: pass\n    {line}')
+    tests, why = handout.results(exercise, files, text.replace(line, stubborn).encode())
+    assert why == 'no end after 8 seconds' and len(tests) > 2 and not any(tests.values())
+
+
+@pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='there is no /proc')
+def test_processes_that_a_file_leaves_behind_end_with_it(handed_in, tmp_path):
+    marker = tmp_path / 'pid'
+    leave = (f'import os, time\nif not os.fork():\n    open({str(marker)!r}, "w").write(str(os.getpid()))\n'
+             '    time.sleep(60)\n    os._exit(0)\n')
+    exercise, files = EXERCISES['positivity_threshold'], handout.handout(['positivity_threshold'])
+    text = (ROOT / 'train_metrix.py').read_text()
+    handout.results(exercise, files, text.replace('import random\n', f'{leave}import random\n', 1).encode())
+    pid = int(marker.read_text())
+    for _ in range(100):                            # it may take a moment to end
+        with suppress(FileNotFoundError):
+            if Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z':
+                time.sleep(0.1)
+                continue
+        return
+    raise AssertionError('it is still there')
+
+
+def test_the_list_names_level_minutes_and_source(capsys):
+    handout.main(['list'])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(EXERCISES)
+    assert re.search(r'hybrid_loss +level 2 +60 minutes +HSE Eq. \(7\), \(8\) and \(9\)', '\n'.join(lines))
+
+
+@pytest.mark.parametrize('name, other', [('hybrid_loss', 'epshn_loss'), ('epshn_loss', 'hybrid_loss')])
+def test_functions_that_share_lines_with_a_solution_are_cut_as_well(name, other):
+    node, = handout.functions_of(handout.handout([name])['train_hse.py'], [other])
+    assert ast.unparse(node.body[1]) == 'raise NotImplementedError'

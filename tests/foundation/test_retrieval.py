@@ -48,7 +48,7 @@ def test_rc_eq4_precision_counts_only_at_matches():
 
 @pytest.mark.parametrize('ks', [(1, 2, 4), (2,), (3, 1)])
 def test_rc_eq3_of_five_queries(ks):
-    """Each is searched in the other four: class 0 at 0, 7 and 30 degrees has R = 2, class 1 at 10 and 34 has R = 1.
+    """Each is searched in the other four: class 5 at 0, 7 and 30 degrees has R = 2, class 2 at 10 and 34 has R = 1.
 
     at 0   finds 7, 10, 30, 34: a match at rank 1 (and 3, beyond R)      RP 1/2   MAP@R (1/1 + 0) / 2
     at 7   finds 10, 0, 30, 34: at rank 2 (and 3)                        RP 1/2   MAP@R (0 + 1/2) / 2
@@ -56,11 +56,11 @@ def test_rc_eq3_of_five_queries(ks):
     at 10  finds 7, 0, 30, 34:  at rank 4                                RP 0     MAP@R 0
     at 34  finds 30, 10, 7, 0:  at rank 2                                RP 0     MAP@R 0
     """
-    found = retrieval_metrics(points(0, 7, 30, 10, 34), torch.tensor([0, 0, 0, 1, 1]), ks=ks)
+    found = retrieval_metrics(points(10, 0, 34, 7, 30), torch.tensor([2, 5, 2, 5, 5]), ks=ks)
     recall = {1: 20, 2: 60, 3: 80, 4: 100}
     expect_row(found, {f'R@{k}': recall[k] for k in ks} | {'RP': 100 * (1 / 2 + 1 / 2) / 5,
                                                            'MAP@R': 100 * (1 / 2 + 1 / 4) / 5},
-               f'Reality Check Eq. (3): 0, 7, 30 (class 0), 10, 34 degrees (class 1), ks {ks}')
+               f'Reality Check Eq. (3): 0, 7, 30 (class 5), 10, 34 degrees (class 2), ks {ks}')
 
 
 def test_a_collapsed_network_scores_about_chance():
@@ -78,9 +78,9 @@ def test_retrieval_excludes_a_query_by_its_index():
 
 
 def test_retrieval_of_a_query_without_a_match_is_a_miss_and_is_counted():
-    found = retrieval_metrics(points(0, 5, 90), torch.tensor([0, 0, 7]), ks=(1, 2))
+    found = retrieval_metrics(points(0, 90, 5), torch.tensor([2, 7, 2]), ks=(1, 2))
     expect_row(found, {'R@1': 200 / 3, 'R@2': 200 / 3, 'RP': 100, 'MAP@R': 100, 'unmatched': 1},
-               'rule 3: 0, 5 (class 0), 90 degrees (class 7)')
+               'rule 3: 0, 5 (class 2), 90 degrees (class 7)')
 
 
 def test_retrieval_where_no_query_has_a_match():
@@ -125,6 +125,14 @@ def test_retrieval_does_not_depend_on_lengths():
     z, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) // 4
     longer = z * torch.linspace(0.1, 9, 40)[:, None]
     expect_row(retrieval_metrics(longer, y), retrieval_metrics(z, y), 'embeddings of lengths 0.1 to 9')
+
+
+def test_retrieval_leaves_its_arguments():
+    given = [3 * points(0, 7, 30), torch.tensor([5, 2, 5]), 2 * points(10, 34), torch.tensor([2, 5])]
+    kept = [t.clone() for t in given]
+    retrieval_metrics(*given)
+    retrieval_metrics(*given[:2])
+    assert all(map(torch.equal, given, kept)), 'the arguments were changed'
 
 
 def some(number, value=0.0):

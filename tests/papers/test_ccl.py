@@ -1,19 +1,20 @@
 """train_ccl.py against the equations of the Center Contrastive Loss paper."""
+from functools import partial
 from math import cos, exp, log, radians, sin
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, moving
+from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 import common
 import train_ccl
 from train_ccl import center_contrastive_loss, center_loss, momentum_centers, scaled_proxynca_loss
 
 S = 16.0
-IMAGES, LABELS, CENTERS = (0, 90), [0, 1], (60, 130, 270)
-WHERE = 'of x at 0 (class 0), 90 degrees (class 1), and centres at 60, 130, 270, of length 5'
+IMAGES, LABELS, CENTERS = (0, 90, 40), [2, 0, 2], (60, 130, 270)
+WHERE = 'of x at 0 (class 2), 90 (class 0), 40 degrees (class 2), and centres at 60, 130, 270, of length 5'
 
 
 def images_and_centers():
@@ -26,9 +27,17 @@ def contrast(image, label, s=S, margin=0.0):
     return -log(scaled[label] / sum(scaled))
 
 
-def squared(degrees):
-    """Squared distance of two points on the circle that are so many degrees apart, coordinate by coordinate"""
-    return (1 - cos(radians(degrees))) ** 2 + cos(radians(90 - degrees)) ** 2
+def mean_contrast(**options):
+    return sum(contrast(image, label, **options) for image, label in zip(IMAGES, LABELS)) / 3
+
+
+def mean_squared():
+    """Mean squared distance of the images to their centres, coordinate by coordinate"""
+    total = 0
+    for image, label in zip(IMAGES, LABELS):
+        degrees = image - CENTERS[label]
+        total += (1 - cos(radians(degrees))) ** 2 + sin(radians(degrees)) ** 2
+    return total / 3
 
 
 def four_by_three():
@@ -48,8 +57,8 @@ def test_ccl_eq1_is_what_eq2_reduces_to():
 def test_ccl_eq2_and_ccl_eq3_by_hand():
     """Eq. (3) is the second line of Eq. (2)."""
     both, alone = (center_contrastive_loss(*images_and_centers(), lam=lam) for lam in (1, 0))
-    expect(both, (contrast(0, 0) + contrast(90, 1) + squared(60) + squared(40)) / 2, f'CCL Eq. (2) {WHERE}')
-    expect(both - alone, (squared(60) + squared(40)) / 2, f'CCL Eq. (3) {WHERE}')
+    expect(both, mean_contrast() + mean_squared(), f'CCL Eq. (2) {WHERE}')
+    expect(both - alone, mean_squared(), f'CCL Eq. (3) {WHERE}')
 
 
 def test_ccl_eq4_is_linear_in_x():
@@ -61,8 +70,19 @@ def test_ccl_eq4_is_linear_in_x():
 
 def test_ccl_eq5_by_hand():
     loss = center_contrastive_loss(*images_and_centers(), S, margin=0.2, lam=1.5)
-    expected = (contrast(0, 0, S, 0.2) + contrast(90, 1, S, 0.2) + 1.5 * (squared(60) + squared(40))) / 2
-    expect(loss, expected, f'CCL Eq. (5), first line, {WHERE}, s 16, margin 0.2, lambda 1.5', 1e-6)
+    expect(loss, mean_contrast(margin=0.2) + 1.5 * mean_squared(),
+           f'CCL Eq. (5), first line, {WHERE}, s 16, margin 0.2, lambda 1.5', 1e-6)
+
+
+def test_ccl_eq5_of_embeddings_that_are_too_long():
+    """As after dropout: they are not normalised again."""
+    loss = center_contrastive_loss(1.118 * on_circle(*IMAGES), torch.tensor(LABELS), on_circle(*CENTERS), lam=0)
+    expect(loss, mean_contrast(s=1.118 * S), f'CCL Eq. (5) {WHERE}, x of length 1.118, lambda 0', 1e-6)
+
+
+def test_ccl_eq5_of_any_batch():
+    for options in ({}, dict(margin=0.1, smoothing=0.2)):
+        expect_sound(partial(center_contrastive_loss, **options), f'CCL Eq. (5), {options},', *images_and_centers())
 
 
 def test_ccl_eq5_closed_form_gradient():
@@ -72,7 +92,7 @@ def test_ccl_eq5_closed_form_gradient():
     by_s = []
     for image, own in zip(IMAGES, LABELS):
         scaled = [exp(S * (cos(radians(image - c)) - margin * (k == own))) for k, c in enumerate(CENTERS)]
-        by_s.append([(S * (e / sum(scaled) - (k == own)) - 2 * 2 * (k == own)) / 2 for k, e in enumerate(scaled)])
+        by_s.append([(S * (e / sum(scaled) - (k == own)) - 2 * 2 * (k == own)) / 3 for k, e in enumerate(scaled)])
     expect_gradients(by_s, f'CCL Eq. (5) {WHERE}, margin 0.1, lambda 2', 1e-5, images=t, centres=u)
 
 
@@ -82,27 +102,35 @@ def test_ccl_eq5_stop_grad():
     loss = center_contrastive_loss(z, torch.tensor(LABELS), 5 * c, lam=2.0, stop_grad=True)
     loss.backward()
     center_contrastive_loss(x, torch.tensor(LABELS), 5 * c.detach(), lam=2.0).backward()
-    expect(loss, (contrast(0, 0) + contrast(90, 1)) / 2 + squared(60) + squared(40), f'CCL {WHERE}, stop_grad')
-    expect(u.grad, [2 * sin(radians(60)), 2 * sin(radians(40)), 0],
+    expect(loss, mean_contrast() + 2 * mean_squared(), f'CCL {WHERE}, stop_grad')
+    by_angle = [0, 0, 0]                            # of lambda |x - c|^2 = 2 (2 - 2 cos(u - t)), over three images
+    for image, own in zip(IMAGES, LABELS):
+        by_angle[own] += 2 * 2 * sin(radians(CENTERS[own] - image)) / 3
+    expect(u.grad, by_angle,
            f'the derivatives by the angles of centres, CCL Eq. (5) {WHERE}, lambda 2, stop_grad')
     expect(t.grad, same.grad, 'those of the images, with and without stop_grad')
 
 
 def test_ccl_eq5_smoothing():
-    """0.8 for the own class and 0.1 for each other one; torch would give 0.0667 to all three. The centre term stays."""
-    loss = center_contrastive_loss(*images_and_centers(), lam=2, smoothing=0.2)
-    expected = 0
-    for image, own in zip(IMAGES, LABELS):
-        expected += sum((0.8 if k == own else 0.1) * contrast(image, k) for k in range(3)) / 2
-    expect(loss, expected + 2 * (squared(60) + squared(40)) / 2, f'CCL Eq. (5) {WHERE}, lambda 2, smoothing 0.2', 1e-6)
+    """0.8 for the own class and 0.1 for each other one; torch would give 0.0667 to all three. The centre term stays,
+    and so does the margin on the own cosine."""
+    for margin in (0, 0.15):
+        loss = center_contrastive_loss(*images_and_centers(), lam=2, smoothing=0.2, margin=margin)
+        expected = 0
+        for image, own in zip(IMAGES, LABELS):
+            logits = [S * (cos(radians(image - c)) - margin * (k == own)) for k, c in enumerate(CENTERS)]
+            total = log(sum(map(exp, logits)))
+            expected += sum((0.8 if k == own else 0.1) * (total - logit) for k, logit in enumerate(logits)) / 3
+        expect(loss, expected + 2 * mean_squared(),
+               f'CCL Eq. (5) {WHERE}, lambda 2, smoothing 0.2, margin {margin}', 1e-6)
 
 
 def test_ccl_eq5_without_overflow():
     """With s = 1,000: perfect, and as bad as can be, with logits 2,000 apart and centres 2 away"""
-    y = torch.tensor([0, 1])
-    for degrees, expected in ((0, 180), 0), ((180, 0), 2000 + 2 * 2 ** 2):
+    y = torch.tensor([1, 0])
+    for degrees, expected in ((180, 0), 0), ((0, 180), 2000 + 2 * 2 ** 2):
         loss = center_contrastive_loss(on_circle(*degrees), y, on_circle(0, 180), s=1000, lam=2)
-        expect(loss, expected, f'CCL Eq. (5) of x at {degrees}, their centres at (0, 180), s 1,000, lambda 2')
+        expect(loss, expected, f'CCL Eq. (5) of x at {degrees}, their centres at (180, 0), s 1,000, lambda 2')
 
 
 def test_ccl_eq5_in_half_precision():
@@ -134,7 +162,7 @@ def test_ccl_eq6_and_ccl_eq7_in_value_and_gradient():
 
 def test_ccl_eq8_nsoftmax_is_lambda_and_margin_zero():
     loss = center_contrastive_loss(*images_and_centers(), s=3.0, margin=0, lam=0)
-    expect(loss, (contrast(0, 0, 3.0) + contrast(90, 1, 3.0)) / 2, f'CCL Eq. (8) {WHERE}, s 3')
+    expect(loss, mean_contrast(s=3.0), f'CCL Eq. (8) {WHERE}, s 3')
 
 
 def test_ccl_eq9_by_hand():
@@ -160,14 +188,15 @@ def test_ccl_eq9_and_ccl_eq10_gradients():
 
 def test_ccl_eq11_margin():
     """Eq. (11) takes its m from the scaled similarity, so it is s times the margin on the cosine: here 16 x 0.2."""
-    loss = center_contrastive_loss(on_circle(0), torch.tensor([0]), on_circle(60, 130), S, margin=0.2, lam=0)
-    own, other = exp(S * cos(radians(60)) - 3.2), exp(S * cos(radians(130)))
-    expect(loss, -log(own / (own + other)), 'CCL Eq. (11) of x at 0, centres at 60, 130, s 16, margin 0.2', 1e-6)
+    loss = center_contrastive_loss(on_circle(0), torch.tensor([1]), on_circle(70, 60), S, margin=0.2, lam=0)
+    own, other = exp(S * cos(radians(60)) - 3.2), exp(S * cos(radians(70)))
+    expect(loss, -log(own / (own + other)), 'CCL Eq. (11) of x at 0 (class 1), centres at 70, 60, s 16, margin 0.2',
+           1e-6)
 
 
 def test_the_margin_is_as_exact_as_the_embeddings():
     loss = center_contrastive_loss(*images_and_centers(), margin=0.2, lam=0)
-    expect(loss, (contrast(0, 0, S, 0.2) + contrast(90, 1, S, 0.2)) / 2, 'CCL in float64', 1e-12)
+    expect(loss, mean_contrast(margin=0.2), 'CCL in float64', 1e-12)
 
 
 def test_ccl_eq12_and_ccl_eq13_bounds():

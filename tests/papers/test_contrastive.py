@@ -1,11 +1,12 @@
 """train_contrastive.py against Reality Check Eq. (1), HSE Eq. (2) and Metrix Eq. (1)."""
+from functools import partial
 from math import cos, radians, sin
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, moving
+from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 from train_contrastive import contrastive_loss, contrastive_similarity_loss, distances
 
@@ -16,8 +17,9 @@ def chord(degrees):
 
 
 def four_points():
-    """Of four negative pairs only 20 to 40 is within a distance of 0.5."""
-    return on_circle(0, 20, 40, 100), torch.tensor([0, 0, 1, 1])
+    """0 and 20 degrees are of class 5, 40 and 100 of class 2. Of four negative pairs only 20 to 40 is within a distance
+    of 0.5."""
+    return on_circle(40, 0, 100, 20), torch.tensor([2, 5, 2, 5])
 
 
 # ---- on distances
@@ -30,24 +32,39 @@ def four_points():
 def test_rc_eq1_by_hand(margins, pull, push):
     """Each term is the mean over its non-zero entries."""
     expect(contrastive_loss(*four_points(), **margins), pull + push,
-           f'Reality Check Eq. (1) at 0, 20 (class 0), 40, 100 degrees (class 1), margins 0 and 0.5, but {margins}')
+           f'Reality Check Eq. (1) at 0, 20 (class 5), 40, 100 degrees (class 2), margins 0 and 0.5, but {margins}')
+
+
+@pytest.mark.parametrize('margin', [0, 0.2])
+def test_rc_eq1_with_the_power_of_2(margin):
+    """Each entry is squared, after its margin and before the mean."""
+    expected = ((chord(20) - margin) ** 2 + (chord(60) - margin) ** 2) / 2 + (0.5 - chord(20)) ** 2
+    expect(contrastive_loss(*four_points(), margin, power=2), expected, 'Reality Check Eq. (1) at 0, 20 (class 5), 40, '
+           f'100 degrees (class 2), power 2, margins {margin} and 0.5')
 
 
 @pytest.mark.parametrize('power', [1, 2])
 def test_rc_eq1_closed_form_gradient(power):
     """On the circle d = 2 sin(t/2), so a pair t apart has d' = cos(t/2); by the chain rule the rest."""
-    t, z = moving(0, 70, 90)
-    contrastive_loss(z, torch.tensor([0, 0, 1]), power=power).backward()
+    t, z = moving(0, 90, 70)
+    contrastive_loss(z, torch.tensor([5, 0, 5]), power=power).backward()
     pull = power * chord(70) ** (power - 1) * cos(radians(35))
     push = -power * (0.5 - chord(20)) ** (power - 1) * cos(radians(10))
-    expect(t.grad, [-pull, pull - push, push], 'Reality Check Eq. (1), derivatives by the angles 0, 70 (class 0), 90 '
-           f'(class 1), power {power}')
+    expect(t.grad, [-pull, push, pull - push], 'Reality Check Eq. (1), derivatives by the angles 0 (class 5), 90 '
+           f'(class 0), 70 (class 5), power {power}')
 
 
 def test_rc_eq1_a_term_without_pairs_is_0():
-    for labels, expected in ([0, 0], chord(20)), ([0, 1], 0.5 - chord(20)):
-        loss = contrastive_loss(on_circle(0, 20), torch.tensor(labels))
-        expect(loss, expected, f'Reality Check Eq. (1) at 0, 20 degrees, of classes {labels}')
+    """And two images at one point, of different classes, miss the margin as a whole."""
+    for degrees, labels, expected in ((20, [2, 2], chord(20)), (20, [5, 2], 0.5 - chord(20)), (0, [5, 2], 0.5)):
+        loss = contrastive_loss(on_circle(0, degrees), torch.tensor(labels))
+        expect(loss, expected, f'Reality Check Eq. (1) at 0, {degrees} degrees, of classes {labels}')
+
+
+def test_rc_eq1_of_any_batch():
+    for power in (1, 2):
+        expect_sound(partial(contrastive_loss, power=power), 'Reality Check Eq. (1)',
+                     on_circle(0, 40, 20, 100, 90), torch.tensor([5, 0, 5, 0, 2]))
 
 
 def test_rc_eq1_in_half_precision():
@@ -89,7 +106,7 @@ def test_coinciding_negatives_cost_the_margin_and_have_no_direction():
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
 def test_metrix_eq1_by_hand(reduction):
     """Two images coincide, and are positives: an image excludes itself by its index. The margin is for negatives."""
-    z, y = on_circle(0, 0, 50, 70, 180, 270), torch.tensor([0, 0, 0, 1, 1, 2])
+    z, y = on_circle(70, 0, 270, 50, 180, 0), torch.tensor([5, 0, 2, 0, 5, 0])
     c = {a: cos(radians(a)) for a in (20, 50, 70, 110)}
     n, m = (2, 3) if reduction == 'mean' else (1, 1)         # positives of an anchor of class 0, near negatives of 70
     first = -(1 + c[50]) / n + (c[70] - 0.3)                 # 0: of 70, 180 and 270, only 70 is above the margin
@@ -99,18 +116,32 @@ def test_metrix_eq1_by_hand(reduction):
                -c[110],                                      # 180
                0]                                            # 270: no positive, and no near negative; it counts
     expect(contrastive_similarity_loss(z, y, 0.3, reduction), sum(anchors) / 6,
-           f'Metrix Eq. (1) at 0, 0, 50 (class 0), 70, 180 (1), 270 degrees (2), margin 0.3, {reduction}')
+           f'Metrix Eq. (1) at 0, 0, 50 (class 0), 70, 180 (5), 270 degrees (2), margin 0.3, {reduction}')
 
 
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
 def test_metrix_eq1_closed_form_gradient(reduction):
     """By a similarity: -1 for a positive pair, 1 for a negative one above the margin, else 0; the mean divides."""
-    t, z = moving(0, 100, 130, 150)
-    contrastive_similarity_loss(z, torch.tensor([0, 0, 0, 1]), reduction=reduction).backward()
+    t, z = moving(0, 150, 100, 130)
+    contrastive_similarity_loss(z, torch.tensor([2, 0, 2, 2]), reduction=reduction).backward()
     n = 2 if reduction == 'mean' else 1
-    by_s = torch.tensor([[0, -1, -1, 0], [-1, 0, -1, n], [-1, -1, 0, n], [0, 1, 1, 0]]) / n / 4
-    what = f'Metrix Eq. (1), 0, 100, 130 (class 0), 150 degrees (class 1), margin 0.5, {reduction}'
+    by_s = torch.tensor([[0, 0, -1, -1], [0, 0, 1, 1], [-1, n, 0, -1], [-1, n, -1, 0]]) / n / 4
+    what = f'Metrix Eq. (1), 0, 100, 130 (class 2), 150 degrees (class 0), margin 0.5, {reduction}'
     expect_gradients(by_s, what, images=t)
+
+
+def test_metrix_eq1_of_any_batch():
+    expect_sound(contrastive_similarity_loss, 'Metrix Eq. (1)', on_circle(0, 40, 20, 100, 90),
+                 torch.tensor([5, 0, 5, 0, 2]))
+
+
+def test_metrix_eq1_of_one_class_is_the_pull_and_of_different_ones_the_push():
+    z = on_circle(0, 50, 20)
+    c = {a: cos(radians(a)) for a in (20, 30, 50)}
+    expect(contrastive_similarity_loss(z, torch.tensor([5, 5, 5])), -(2 * c[20] + 2 * c[30] + 2 * c[50]) / 2 / 3,
+           'Metrix Eq. (1) at 0, 50, 20 degrees, all of class 5')
+    expect(contrastive_similarity_loss(z, torch.tensor([5, 0, 2])), (2 * c[20] + 2 * c[30] + 2 * c[50] - 3) / 2 / 3,
+           'Metrix Eq. (1) at 0, 50, 20 degrees, of classes 5, 0, 2, margin 0.5')
 
 
 def test_metrix_eq1_in_half_precision():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import on_circle, unit
 from PIL import Image
-from worked import expect, expect_gradients, expect_raised, moving
+from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 import common
 import train_hse
@@ -102,6 +102,17 @@ def test_hse_eq9_a_hybrid_without_candidates_counts_as_0():
     expect(hybrid_loss(on_circle(0)[:0], z, nobody, nobody), 0, 'HSE Eq. (9) of no hybrids, two images')
 
 
+def test_hse_eq9_of_any_batch():
+    """Of images of classes 5, 0 and 2 and three hybrids; classes 0 and 5 are the weak positives of the first two, class
+    5 alone that of the third. And of images without hybrids."""
+    def loss(z, y, h):
+        weak = torch.stack([y != 2, y != 2, y == 5])[:len(h)]
+        return hybrid_loss(h, z, weak, ~weak)
+    for h in (on_circle(70, 20, 190), on_circle(70)[:0]):
+        expect_sound(loss, f'HSE Eq. (9) of {len(h)} hybrids', on_circle(0, 60, 30, 200, 100),
+                     torch.tensor([5, 2, 0, 2, 5]), h)
+
+
 def test_hse_eq9_without_overflow():
     loss = hybrid_loss(on_circle(0), on_circle(40, 0), *masks([True, False]), temperature=1e-3)
     expect(loss, (1 - cos(radians(40))) / 1e-3,
@@ -189,9 +200,9 @@ def test_what_does_not_fit_is_refused(kind, reason):
 # ---- base losses
 
 def test_epshn_by_hand():
-    """Class 0 at 0, 50 and 91 degrees, class 1 at 30 and 130, the only image of class 2 at 250; the duplicates of class
-    3 at -50 are positives of each other like any others."""
-    z, y = on_circle(0, 50, 91, 30, 130, 250, -50, -50), torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
+    """Class 2 at 0, 50 and 91 degrees, class 5 at 30 and 130, the only image of class 9 at 250; the duplicates of class
+    0 at -50 are positives of each other like any others."""
+    z, y = on_circle(30, 0, -50, 91, 250, 50, -50, 130), torch.tensor([5, 2, 0, 2, 9, 2, 0, 5])
     angles = [                      # to the easy positive; to the most similar other image that is farther than that
         (50, 110),                  # at 0:   30 is nearer than the positive, -50 as near; both are skipped
         (41, 80),                   # at 50:  30 is skipped
@@ -201,35 +212,41 @@ def test_epshn_by_hand():
         (0, 50), (0, 50),           # at -50
     ]
     expected = sum(log(1 + exp((cos(radians(n)) - cos(radians(p))) / 0.1)) for p, n in angles) / 7
-    expect(epshn_loss(z, y), expected, 'EPSHN at 0, 50, 91 (class 0), 30, 130 (1), 250 (2, without a positive), '
-           '-50, -50 degrees (3)')
+    expect(epshn_loss(z, y), expected, 'EPSHN at 0, 50, 91 (class 2), 30, 130 (5), 250 (9, without a positive), '
+           '-50, -50 degrees (0)')
 
 
 def test_epshn_without_anchors_is_0():
-    loss = epshn_loss(on_circle(0, 40, 90), torch.tensor([0, 1, 2]))
+    loss = epshn_loss(on_circle(0, 40, 90), torch.tensor([5, 0, 2]))
     expect(loss, 0, 'EPSHN of three images of three classes')
+
+
+def test_epshn_of_any_batch():
+    expect_sound(epshn_loss, 'EPSHN', on_circle(30, 0, -50, 91, 250, 50, 130), torch.tensor([5, 2, 0, 2, 9, 2, 5]))
 
 
 def test_epshn_closed_form_gradient():
     """By s_n sigmoid((s_n - s_p) / T) / T, by s_p the opposite, over the number of anchors."""
-    t, z = moving(0, 40, 100)
-    epshn_loss(z, torch.tensor([0, 0, 1]), temperature=0.5).backward()
+    t, z = moving(0, 100, 40)
+    epshn_loss(z, torch.tensor([5, 2, 5]), temperature=0.5).backward()
     by_s = torch.zeros(3, 3, dtype=torch.float64)
-    for a, p, n in ((0, 1, 2), (1, 0, 2)):                       # the third image has no positive
+    for a, p, n in ((0, 2, 1), (2, 0, 1)):                       # the second image has no positive
         weight = 1 / 0.5 / 2 / (1 + exp((z[a] @ z[p] - z[a] @ z[n]).item() / 0.5))
         by_s[a, p], by_s[a, n] = -weight, weight
-    expect_gradients(by_s, 'EPSHN at 0, 40 (class 0), 100 degrees (class 1), temperature 0.5', images=t)
+    expect_gradients(by_s, 'EPSHN at 0, 40 (class 5), 100 degrees (class 2), temperature 0.5', images=t)
 
 
 def test_epshn_without_overflow():
-    """The hardest positive is not the easiest, and with a low temperature the loss is nearly 0."""
-    loss = epshn_loss(on_circle(0, 10, 80, 90), torch.tensor([0, 0, 0, 1]), temperature=1e-3)
-    expect(loss, 0, 'EPSHN at 0, 10, 80 (class 0), 90 degrees (class 1), temperature 0.001')
+    """The hardest positive is not the easiest. The anchor at 0 has a negative that is hardly less similar than its
+    positive; for those at 10 and 80 the negative is too near."""
+    loss = epshn_loss(on_circle(0, 10.1, 10, 80), torch.tensor([5, 2, 5, 5]), temperature=1e-3)
+    at_0 = log(1 + exp((cos(radians(10.1)) - cos(radians(10))) / 1e-3))
+    expect(loss, at_0, 'EPSHN at 0, 10, 80 (class 5), 10.1 degrees (class 2), temperature 0.001')
 
 
 def test_epshn_in_half_precision():
-    y = torch.tensor([0, 0, 0, 1, 1])
-    expect_raised(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 45, 91, 30, 130))
+    y = torch.tensor([5, 2, 5, 2, 5])
+    expect_raised(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 30, 45, 130, 91))
 
 
 def test_npair_by_hand():

@@ -135,24 +135,6 @@ def direct(f, i, j, lam, pool):
     return sum(parts[name](mixed, 1) for name in pool.split('+')).flatten(1)
 
 
-def expect_direct_pooling(f, i, j, lam, pool):
-    f.requires_grad_()
-    values = [pooling(f, i, j, lam, pool) for pooling in (mix_features, direct)]
-    grads = [torch.autograd.grad(p, f, torch.linspace(-1, 1, p.numel()).view(p.shape).double())[0] for p in values]
-    what = f'of random maps {list(f.shape)}, {pool}'
-    expect(*values, f'Metrix Eq. (4) {what}')
-    expect(*grads, f'the gradient of Metrix Eq. (4) {what}: the first maximum takes it')
-
-
-@pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
-def test_metrix_eq4_feature_is_direct_pooling(pool):
-    """With many equal maxima and channels of zeros, too"""
-    i, j = cross_class_pairs(Y)
-    lam = shares(len(i))
-    lam[:3] = torch.tensor([0, 1, 0.5])
-    expect_direct_pooling((2 * torch.randn(8, 40, 3, 4).double().relu()).round() / 2, i, j, lam, pool)
-
-
 class Largest(TorchDispatchMode):
     """Notes the number of values in the largest tensor that an operation returns while it lasts."""
     values = 0
@@ -164,27 +146,76 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_metrix_eq4_feature_of_large_maps_takes_little_memory():
-    """Nothing of size M x c x h x w, neither in one tensor nor in what the backward keeps. These maps have positions
-    that a byte cannot hold; pairs repeat and come in any order."""
-    f, (i, j), kept = torch.randn(24, 130, 17, 17).double(), torch.randint(24, (2, 276)), {}
-    expect_direct_pooling(f, i, j, shares(len(i)), 'avg+max')
+def maps_and_pairs(dtype=torch.float64):
+    """24 maps of 130 channels and 289 positions, more than a byte holds, and 276 pairs of them: they repeat, and come
+    in any order. All mixed maps together would have ten million values."""
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(24, 130, 17, 17, generator=generator, dtype=dtype)
+    i, j = torch.randint(24, (2, 276), generator=generator)
+    return f, i, j, shares(276, dtype)
+
+
+def lean(f, i, j, lam, pool='avg+max'):
+    """mix_features, with its gradient by f, in half of the memory that all mixed maps would take: neither one tensor
+    nor all that is kept for the backward pass may have more values."""
+    __tracebackhide__ = True
+    f, kept = f.detach().clone().requires_grad_(), {}
 
     def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
         return tensor
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        mix_features(f, i, j, shares(len(i))).sum().backward()
-    limit = len(i) * f[0].numel() // 4
+        p = mix_features(f, i, j, lam, pool)
+        p.backward(torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype))
+    limit = len(i) * f[0].numel() // 2
     for number, what in (largest.values, 'in the largest tensor'), (sum(kept.values()), 'kept for the backward pass'):
         assert number < limit, (f'Metrix Eq. (4) of maps {list(f.shape)}, {len(i)} pairs: expected fewer than '
                                 f'{limit:,} values {what}, got {number:,}')
+    return p.detach(), f.grad
 
 
-def test_metrix_eq4_feature_and_embedding_in_half_precision():
+def expect_direct_pooling(f, i, j, lam, pool):
+    f.requires_grad_()
+    p = direct(f, i, j, lam, pool)
+    gradient, = torch.autograd.grad(p, f, torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype))
+    found, its_gradient = lean(f, i, j, lam, pool)
+    expect(found, p, f'Metrix Eq. (4), {pool}, of maps {list(f.shape)}')
+    expect(its_gradient, gradient, f'the gradient of Metrix Eq. (4), {pool}: the first maximum takes it')
+
+
+@pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
+def test_metrix_eq4_feature_is_direct_pooling(pool):
+    """Lambda may be 0 or 1."""
+    f, i, j, lam = maps_and_pairs()
+    lam[:3] = torch.tensor([0, 1, 0.5])
+    expect_direct_pooling(f, i, j, lam, pool)
+
+
+def test_metrix_eq4_feature_of_equal_maxima():
+    """With many of them, and with channels of zeros"""
+    f, i, j, lam = maps_and_pairs()
+    expect_direct_pooling((2 * f.relu()).round() / 2, i, j, lam, 'avg+max')
+
+
+def test_metrix_eq4_feature_of_any_pairs():
+    """Their order does not matter, and arguments stay as they are."""
+    f, i, j, lam = maps_and_pairs()
+    given = [t.clone() for t in (f, i, j, lam)]
+    p, gradient = lean(*given)
+    assert all(map(torch.equal, given, (f, i, j, lam))), 'Metrix Eq. (4): the arguments were changed'
+    order = torch.arange(len(i)).flip(0)
+    expect(lean(f, i[order], j[order], lam[order])[0], p[order], 'Metrix Eq. (4) of the same pairs from last to first')
+
+
+def test_metrix_eq4_feature_in_half_precision():
+    f, i, j, lam = maps_and_pairs(torch.float32)
+    expect_raised(lambda f: lean(f, i, j, lam.to(f.dtype) if f.dtype == torch.float64 else lam)[0],
+                  'Metrix Eq. (4), features', f.relu())
+
+
+def test_metrix_eq4_embedding_in_half_precision():
     i, j = cross_class_pairs(Y)
-    f, lam = torch.randn(8, 5, 3, 3).relu(), shares(len(i), dtype=torch.float32)
-    expect_raised(lambda f: mix_features(f, i, j, lam), 'Metrix Eq. (4), features', f)
+    lam = shares(len(i), dtype=torch.float32)
     expect_raised(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
 
 
@@ -213,11 +244,32 @@ def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkey
 
 def test_metrix_eq8_labels():
     """A mixture is valid for the class of one of its ends, and labelled with the share of that end."""
-    y, i, j = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 0]), torch.tensor([2, 3, 1])
-    pair_y, valid = train_metrix.pair_labels(y, torch.tensor([0, 1, 2, 5]), i, j, torch.tensor([0.3, 0.6, 0.5]))
-    what = 'Metrix Eq. (8): anchors of classes 0, 1, 2, 5; mixtures of classes 0-1, 0-2, 0-0, lambda 0.3, 0.6, 0.5'
+    y, i, j = torch.tensor([5, 2, 5, 0]), torch.tensor([0, 2, 0]), torch.tensor([1, 3, 2])
+    pair_y, valid = train_metrix.pair_labels(y, torch.tensor([5, 2, 0, 3]), i, j, torch.tensor([0.3, 0.6, 0.5]))
+    what = 'Metrix Eq. (8): anchors of classes 5, 2, 0, 3; mixtures of classes 5-2, 5-0, 5-5, lambda 0.3, 0.6, 0.5'
     expect(valid, [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]], f'valid, {what}')
     expect(pair_y[valid], [0.3, 0.6, 0.7, 0.4], f'the labels of the valid ones, row by row, {what}', 1e-6)
+
+
+def test_metrix_eq8_labels_of_either_end():
+    """The second end may be the positive one; then the label is 1 - lambda. Anchors need not be in the batch."""
+    y, i, j = torch.tensor([1, 4, 1, 7]), torch.tensor([1, 3, 3]), torch.tensor([0, 2, 1])
+    lam = torch.tensor([0.25, 0.125, 1.0], dtype=torch.float64)
+    pair_y, valid = train_metrix.pair_labels(y, torch.tensor([7, 1]), i, j, lam)
+    what = 'Metrix Eq. (8): anchors of classes 7, 1; mixtures of classes 4-1, 7-1, 7-4, lambda 0.25, 0.125, 1'
+    expect(valid, [[0, 1, 1], [1, 1, 0]], f'valid, {what}')
+    expect(pair_y[valid], [0.125, 1, 0.75, 0.875], f'the labels of the valid ones, row by row, {what}')
+    assert (valid.dtype, pair_y.dtype) == (torch.bool, torch.float64), f'expected a mask and labels like lambda, {what}'
+
+
+def test_metrix_eq8_of_no_mixtures_and_unchanged_arguments():
+    given = [torch.tensor([5, 0, 2]), torch.tensor([2, 5]), torch.tensor([0]), torch.tensor([2]), torch.tensor([0.3])]
+    kept = [t.clone() for t in given]
+    train_metrix.pair_labels(*given)
+    assert all(map(torch.equal, given, kept)), 'Metrix Eq. (8): the arguments were changed'
+    y, anchor_y, *ends = given
+    pair_y, valid = train_metrix.pair_labels(y, anchor_y, *(t[:0] for t in ends))
+    assert pair_y.shape == valid.shape == (2, 0), 'Metrix Eq. (8) of no mixtures: expected two empty rows'
 
 
 def sets_of_the_first_anchor(pairs):
@@ -507,11 +559,26 @@ def test_metrix_eq24_by_hand(lam, beta, gamma, m, expected):
     expect(got, expected, f'Metrix Eq. (24), lambda {lam:g}, beta {beta}, gamma {gamma}, m {m:g}', 1e-6)
 
 
-def test_the_threshold_of_a_number_is_precise_and_that_of_0_and_1_infinite():
-    number = train_metrix.positivity_threshold(0.9, 18, 75, 0.77).item()
-    assert number == pytest.approx(log(9) / 93 + 0.77, abs=1e-14)
-    ends = train_metrix.positivity_threshold(torch.tensor([0.0, 1.0]), 18, 75, 0.77)
-    assert ends.tolist() == [-float('inf'), float('inf')]
+def test_metrix_eq24_of_a_number_is_a_precise_tensor():
+    got = train_metrix.positivity_threshold(0.9, 18, 75, 0.77)
+    assert isinstance(got, torch.Tensor) and got.dtype == torch.float64, f'expected a float64 tensor, got {got!r}'
+    expect(got, log(9) / 93 + 0.77, 'Metrix Eq. (24), lambda 0.9, beta 18, gamma 75, m 0.77', 1e-14)
+
+
+def test_metrix_eq24_of_0_and_1_is_infinite():
+    lam = torch.tensor([[0.0, 0.5, 1.0]])
+    got = train_metrix.positivity_threshold(lam, 18, 75, 0.77)
+    assert got.dtype == torch.float64, f'expected float64, got {got.dtype}'
+    assert got.tolist() == [[-float('inf'), pytest.approx(0.77), float('inf')]], (
+        f'Metrix Eq. (24), lambda 0, 0.5 and 1, m 0.77: expected -inf, 0.77, inf, got {got}')
+    assert lam.tolist() == [[0, 0.5, 1]] and lam.dtype == torch.float32, 'its argument was changed'
+
+
+def test_metrix_eq24_near_0_and_1():
+    """No lambda is moved away from the ends."""
+    for lam, odds in ((1e-12, 1e-12), (1 - 1e-9, 1e9)):
+        got = train_metrix.positivity_threshold(torch.tensor(lam, dtype=torch.float64), 2, 3, 0)
+        expect(got, log(odds) / 5, f'Metrix Eq. (24), lambda {lam!r}, beta 2, gamma 3, m 0', 1e-6)
 
 
 def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):

@@ -4,13 +4,14 @@ from math import cos, exp, log, radians
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, moving
+from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 from train_proxy_anchor import proxy_anchor_loss
 
 ALPHA, DELTA = 32.0, 0.1
-IMAGES, LABELS, PROXIES = (0, 50, 130), [0, 0, 1], (20, 100, 160)
-WHERE = 'of images at 0, 50 (class 0), 130 degrees (class 1), and proxies at 20, 100, 160'
+IMAGES, LABELS, PROXIES = (0, 130, 50, 200), [5, 2, 5, 0], (210, 60, 100, 300, 160, 20)
+PRESENT = {5: (0, 2), 2: (1,), 0: (3,)}             # {class: the places of its images}
+WHERE = f'of images at {IMAGES} degrees, of classes {LABELS}, and proxies of 6 classes at {PROXIES}'
 
 
 def h(sign, alpha, delta):
@@ -18,23 +19,46 @@ def h(sign, alpha, delta):
     return [[exp(sign * alpha * (cos(radians(x - p)) + sign * delta)) for x in IMAGES] for p in PROXIES]
 
 
+def own(k):
+    return PRESENT.get(k, ())
+
+
+def others(k):
+    return [i for i in range(len(IMAGES)) if i not in own(k)]
+
+
 def test_pa_eq4_by_hand():
-    """The third class has no image in the batch: its proxy only pushes. The length of proxies does not matter."""
-    proxies = on_circle(*PROXIES) * torch.tensor([[0.1], [3.0], [50.0]])
+    """Three classes have no image in the batch: their proxies only push. The length of proxies does not matter."""
+    proxies = on_circle(*PROXIES) * torch.tensor([[0.1], [3.0], [50.0], [1.0], [2.0], [0.5]])
     loss = proxy_anchor_loss(on_circle(*IMAGES), torch.tensor(LABELS), proxies, alpha=4.0)
     plus, minus = h(-1, 4.0, DELTA), h(1, 4.0, DELTA)
-    pull = log(1 + plus[0][0] + plus[0][1]) + log(1 + plus[1][2])
-    push = log(1 + minus[0][2]) + log(1 + minus[1][0] + minus[1][1]) + log(1 + sum(minus[2]))
-    expect(loss, pull / 2 + push / 3, f'Proxy-Anchor Eq. (4) {WHERE}, of lengths 0.1, 3, 50, alpha 4, delta 0.1: the '
-           'first sum is over the 2 classes present, the second over all 3')
+    pull = sum(log(1 + sum(plus[k][i] for i in places)) for k, places in PRESENT.items())
+    push = sum(log(1 + sum(minus[k][i] for i in others(k))) for k in range(6))
+    expect(loss, pull / 3 + push / 6, f'Proxy-Anchor Eq. (4) {WHERE}, of any lengths, alpha 4, delta 0.1: the first '
+           'sum is over the 3 classes present, the second over all 6')
+
+
+def test_pa_eq4_of_a_batch_of_one_class():
+    """The push is divided by both proxies, though that of the class itself has nothing to push."""
+    loss = proxy_anchor_loss(on_circle(0, 40), torch.tensor([1, 1]), on_circle(100, 10), 4.0)
+    pull = log(1 + sum(exp(-4 * (cos(radians(d)) - DELTA)) for d in (10, 30)))
+    push = log(1 + sum(exp(4 * (cos(radians(d)) + DELTA)) for d in (100, 60)))
+    expect(loss, pull + push / 2,
+           'Proxy-Anchor Eq. (4) of images at 0, 40, both of class 1, proxies at 100, 10 degrees, alpha 4, delta 0.1')
+
+
+def test_pa_eq4_of_any_batch():
+    expect_sound(proxy_anchor_loss, 'Proxy-Anchor Eq. (4)', on_circle(*IMAGES), torch.tensor(LABELS),
+                 3 * on_circle(*PROXIES))
 
 
 def test_pa_eq4_is_a_soft_maximum():
     """"Regarding Log-Sum-Exp as the max": a large scale leaves [delta - min s+]_+ and [max s- + delta]_+."""
     loss = proxy_anchor_loss(on_circle(*IMAGES), torch.tensor(LABELS), on_circle(*PROXIES), 1e4, 0.95)
-    pull = (0.95 - cos(radians(30))) + (0.95 - cos(radians(30)))
-    push = (cos(radians(110)) + 0.95) + (cos(radians(50)) + 0.95) + (cos(radians(30)) + 0.95)
-    expect(loss / 1e4, pull / 2 + push / 3,
+    s = [[cos(radians(x - p)) for x in IMAGES] for p in PROXIES]
+    pull = sum(max(0, 0.95 - min(s[k][i] for i in places)) for k, places in PRESENT.items())
+    push = sum(max(0, 0.95 + max(s[k][i] for i in others(k))) for k in range(6))
+    expect(loss / 1e4, pull / 3 + push / 6,
            f'Proxy-Anchor Eq. (4) over alpha, {WHERE}, alpha 10,000, delta 0.95: does exp() overflow?', 1e-3)
 
 
@@ -56,13 +80,10 @@ def test_pa_eq6_closed_form_gradient():
     """By s(x,p): -alpha h+ / (|P+| (1 + sum h+)) for positives, alpha h- / (C (1 + sum h-)) for negatives."""
     (t, z), (u, p), y = moving(*IMAGES), moving(*PROXIES), torch.tensor(LABELS)
     proxy_anchor_loss(z, y, 3 * p, 4.0).backward()
-    plus, minus, by_s = h(-1, 4.0, DELTA), h(1, 4.0, DELTA), torch.zeros(3, 3, dtype=torch.float64)
-    for k in range(3):
-        own = sum(plus[k][i] for i in range(3) if LABELS[i] == k)
-        others = sum(minus[k][i] for i in range(3) if LABELS[i] != k)
-        for i in range(3):
-            if LABELS[i] == k:
-                by_s[i, k] = -4 * plus[k][i] / (1 + own) / 2
-            else:
-                by_s[i, k] = 4 * minus[k][i] / (1 + others) / 3
+    plus, minus, by_s = h(-1, 4.0, DELTA), h(1, 4.0, DELTA), torch.zeros(4, 6, dtype=torch.float64)
+    for k in range(6):
+        for i in own(k):
+            by_s[i, k] = -4 * plus[k][i] / (1 + sum(plus[k][j] for j in own(k))) / 3
+        for i in others(k):
+            by_s[i, k] = 4 * minus[k][i] / (1 + sum(minus[k][j] for j in others(k))) / 6
     expect_gradients(by_s, f'Proxy-Anchor Eq. (6), {WHERE}, alpha 4', images=t, proxies=u)

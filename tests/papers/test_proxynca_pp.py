@@ -4,17 +4,17 @@ from math import cos, exp, log, radians
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, moving
+from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 import train_proxynca_pp
 from train_proxynca_pp import proxynca_loss, proxynca_pp_loss
 
-PROXIES = (20, 90, 150)
-WHERE = 'of images at 0 (class 0), 70 degrees (class 1), and proxies at 20, 90, 150'
+IMAGES, LABELS, PROXIES = (0, 70, 200, 40), [2, 0, 5, 2], (90, 250, 20, 300, 130, 150)
+WHERE = f'of images at {IMAGES} degrees, of classes {LABELS}, and proxies of 6 classes at {PROXIES}'
 
 
 def images_and_proxies():
-    return on_circle(0, 70), torch.tensor([0, 1]), 3 * on_circle(*PROXIES)
+    return on_circle(*IMAGES), torch.tensor(LABELS), 3 * on_circle(*PROXIES)
 
 
 def s(image, *proxies):
@@ -22,29 +22,39 @@ def s(image, *proxies):
     return [cos(radians(image - p)) for p in proxies]
 
 
+def powers(scale):
+    """exp(scale s) of image i and proxy k as [i][k]"""
+    return [[exp(scale * c) for c in s(image, *PROXIES)] for image in IMAGES]
+
+
 # ---- ProxyNCA++
 
 def test_proxynca_pp_by_hand():
     """Squared distances over T, the own proxy in the denominator too, a mean over the batch"""
-    of_0, of_70 = ([exp(-(2 - 2 * c) / 0.5) for c in s(image, *PROXIES)] for image in (0, 70))
-    expected = (-log(of_0[0] / sum(of_0)) - log(of_70[1] / sum(of_70))) / 2
+    distances = [[(2 - 2 * c) / 0.5 for c in s(image, *PROXIES)] for image in IMAGES]
+    expected = sum(-log(exp(-d[own]) / sum(exp(-d) for d in d)) for d, own in zip(distances, LABELS)) / 4
     expect(proxynca_pp_loss(*images_and_proxies(), 0.5), expected, f'ProxyNCA++ {WHERE}, T = 0.5')
 
 
 def test_proxynca_pp_closed_form_gradient():
     """dl/ds = 18/B (softmax probability - 1 for the own proxy): the pull fades as x comes near."""
-    (t, z), (u, p) = moving(0, 70), moving(*PROXIES)
-    proxynca_pp_loss(z, torch.tensor([0, 1]), 3 * p).backward()
-    by_s = [[18 / 2 * (exp(18 * c) / sum(exp(18 * c) for c in s(x, *PROXIES)) - (k == i))
-             for k, c in enumerate(s(x, *PROXIES))] for i, x in enumerate((0, 70))]
+    (t, z), (u, p) = moving(*IMAGES), moving(*PROXIES)
+    proxynca_pp_loss(z, torch.tensor(LABELS), 3 * p).backward()
+    by_s = [[18 / 4 * (e / sum(row) - (k == own)) for k, e in enumerate(row)]
+            for row, own in zip(powers(18), LABELS)]
     expect_gradients(by_s, f'ProxyNCA++ {WHERE}, T = 1/9', images=t, proxies=u)
 
 
 def test_proxynca_pp_without_overflow():
     """With T = 0.001, what is left is how much nearer the nearest other proxy is, in squared distance, over T."""
-    loss = proxynca_pp_loss(on_circle(0, 70), torch.tensor([1, 1]), on_circle(*PROXIES), 1e-3)
+    loss = proxynca_pp_loss(on_circle(0, 70), torch.tensor([2, 2]), on_circle(150, 20, 90), 1e-3)
     expect(loss, (2 * s(0, 20)[0] - 2 * s(0, 90)[0]) / 1e-3 / 2,
-           'ProxyNCA++ of images at 0, 70 degrees, both of class 1, proxies at 20, 90, 150, T = 0.001')
+           'ProxyNCA++ of images at 0, 70 degrees, both of class 2, proxies at 150, 20, 90, T = 0.001')
+
+
+def test_proxynca_pp_of_any_batch():
+    z, y, proxies = images_and_proxies()
+    expect_sound(proxynca_pp_loss, 'ProxyNCA++', z, y, proxies)
 
 
 def test_proxynca_pp_in_half_precision():
@@ -63,8 +73,7 @@ def test_networks_of_the_protocol_have_no_layer_norm(before_training):
 @pytest.mark.parametrize('temperature', [2, 0.25])
 def test_pa_eq1_by_hand(temperature):
     """A sum over the batch; only negative proxies in the denominator. The exponents 2 s / T are s for T = 2."""
-    of_0, of_70 = ([exp(2 * c / temperature) for c in s(x, *PROXIES)] for x in (0, 70))
-    expected = -log(of_0[0] / (of_0[1] + of_0[2])) - log(of_70[1] / (of_70[0] + of_70[2]))
+    expected = sum(-log(row[own] / (sum(row) - row[own])) for row, own in zip(powers(2 / temperature), LABELS))
     loss = proxynca_loss(*images_and_proxies(), temperature)
     expect(loss, expected, f'Proxy-Anchor Eq. (1) {WHERE}, T = {temperature}')
 
@@ -72,6 +81,11 @@ def test_pa_eq1_by_hand(temperature):
 def test_pa_eq1_one_class_leaves_the_pull():
     loss = proxynca_loss(on_circle(0, 60), torch.tensor([0, 0]), on_circle(0))
     expect(loss, -1 - 0.5, 'Proxy-Anchor Eq. (1) of images at 0, 60 degrees, and a single proxy at 0')
+
+
+def test_pa_eq1_of_any_batch():
+    z, y, proxies = images_and_proxies()
+    expect_sound(proxynca_loss, 'Proxy-Anchor Eq. (1)', z, y, proxies)
 
 
 def test_pa_eq1_in_half_precision():
@@ -88,8 +102,8 @@ def test_pa_eq2_is_a_pull_and_a_soft_maximum():
 
 def test_pa_eq3_closed_form_gradient():
     """-1 by the own proxy, whatever the distance; a softmax over the negative proxies by the others."""
-    (t, z), (u, p) = moving(0, 70), moving(*PROXIES)
-    proxynca_loss(z, torch.tensor([0, 1]), 3 * p).backward()
-    by_s = [[-1 if k == i else exp(c) / sum(exp(n) for j, n in enumerate(s(x, *PROXIES)) if j != i)
-             for k, c in enumerate(s(x, *PROXIES))] for i, x in enumerate((0, 70))]
+    (t, z), (u, p) = moving(*IMAGES), moving(*PROXIES)
+    proxynca_loss(z, torch.tensor(LABELS), 3 * p).backward()
+    by_s = [[-1 if k == own else e / (sum(row) - row[own]) for k, e in enumerate(row)]
+            for row, own in zip(powers(1), LABELS)]
     expect_gradients(by_s, f'Proxy-Anchor Eq. (3) {WHERE}', images=t, proxies=u)
