@@ -73,7 +73,9 @@ def uniformity(z, t=2.0):
 def utilization(queries, examples):
     """Metrix Eq. (12): mean over the queries of the squared distance to the nearest example.
 
-    u(Q, X) = 1/|Q| sum_{q in Q} min_{x in X} || f(q) - f(x) ||^2.  queries (Q, D), examples (X, D) -> float, 0 to 4
+    u(Q, X) = 1/|Q| sum_{q in Q} min_{x in X} || f(q) - f(x) ||^2, where f has unit length
+
+    queries (Q, D), examples (X, D), of any length, thousands of each -> float, from 0 to 4
     """
     s = torch.cat([s for _, s, _ in common.k_nearest(queries, examples, 1)])            # (Q, 1) cosines
     return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)

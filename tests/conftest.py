@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / 'tests/foundation')]       # the scripts; worker.py
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests/foundation'), str(ROOT / 'tests/course')]     # scripts; worker.py
 
 import common  # noqa: E402
 

@@ -22,7 +22,7 @@ STEP = 'a step towards (24); tested as a property'
 REASONING = 'a step of reasoning; tested as a property'
 # What each equation says. Where no line computes it, why, after a bar.
 SAYS = {
-    'rc': ['contrastive loss of distances', 'triplet loss | left out: it has no script',
+    'rc': ['contrastive loss of distances', 'triplet loss | an exercise: tests/course/train_triplet.py',
            'MAP@R of one query', 'precision at a match, else 0'],
     'pa': ['Proxy-NCA', 'Proxy-NCA by log-sum-exp', 'gradient of Proxy-NCA', 'Proxy-Anchor',
            'Proxy-Anchor by softplus', 'gradient of Proxy-Anchor'],

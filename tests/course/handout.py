@@ -3,6 +3,8 @@
     python tests/course/handout.py list                 the exercises: level, minutes, equations
     python tests/course/handout.py make OUT NAME...     writes the folder OUT for students: these functions have no
                                                         bodies
+        --flawed SEED                                   instead, each script has one of the wrong solutions in it, for
+                                                        students to find and mend; the seed chooses which
     python tests/course/handout.py grade NAME FILE...   prints a line for each file: points for each equation, and
                                                         their sum. Of a folder, the scripts of this name in it are
                                                         graded, or else all its .py files
@@ -22,6 +24,7 @@ import csv
 import gc
 import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
@@ -57,12 +60,14 @@ class Exercise(NamedTuple):
 
     @property
     def tests(self):
-        if self.script == 'common.py':
-            return 'tests/foundation/test_retrieval.py'
-        return f'tests/papers/{self.script.replace("train_", "test_")}'
+        others = {'common.py': 'tests/foundation/test_retrieval.py', 'eval.py': 'tests/evaluation/test_measures.py',
+                  'train_triplet.py': 'tests/course/test_triplet.py'}
+        return others.get(self.script, f'tests/papers/{self.script.replace("train_", "test_")}')
 
 
 EXERCISES = {
+    'triplet_loss': Exercise(
+        'train_triplet.py', 'triplet_loss', 'rc_eq2_', 2, 60, 'Reality Check Eq. (2), in a script of one\'s own'),
     'contrastive_loss': Exercise(
         'train_contrastive.py', 'contrastive_loss mean_nonzero', 'rc_eq1_', 2, 45, 'Reality Check Eq. (1)',
         {'train_hse.py': 'contrastive_loss'}),
@@ -90,6 +95,8 @@ EXERCISES = {
         'CCL Eq. (5); (8) and (11) are special cases'),
     'positivity_threshold': Exercise(
         'train_metrix.py', 'positivity_threshold', 'metrix_eq24_', 1, 15, 'Metrix Eq. (24)'),
+    'utilization': Exercise(
+        'eval.py', 'utilization', 'metrix_eq12_', 1, 20, 'Metrix Eq. (12)', {'train_metrix.py': 'utilization'}),
     'pair_labels': Exercise(
         'train_metrix.py', 'pair_labels', 'metrix_eq8_', 2, 45, 'Metrix Eq. (8)'),
     'mix_features': Exercise(
@@ -140,6 +147,12 @@ def prune(text, words):
     return ''.join(source for node, source in sources.items() if node in keep)
 
 
+def source(path):
+    """The text of a file of the project, or of a script of the course, which a hand-out has beside the others"""
+    place = ROOT / path
+    return (place if place.exists() else ROOT / 'tests/course' / path).read_text()
+
+
 def local(text):
     """The files of the project that a file imports"""
     return [path for name in re.findall(r'(?m)^ *(?:from|import) (\w+)', text)
@@ -158,7 +171,7 @@ def handout(names):
     for path in paths:                              # it grows on the way
         if path not in files:
             words = [word for e in exercises if path == e.tests for word in e.graded.split(' or ')]
-            text = (ROOT / path).read_text()
+            text = source(path)
             files[path] = prune(text, words) if words else cut(text, solutions_in(path, names))
             paths += local(files[path])
     return files
@@ -187,7 +200,43 @@ and all together {limit}; what has passed by then counts.
 """
 
 
-def make(out, names):
+FLAWED = """# Find the mistake
+
+In each of these scripts one function is wrong; all else is as it should be. Read it beside its docstring, the equations
+at the top of the script, and the paper. Say in a sentence what is wrong, and for which input it shows. Mend the
+function, and hand in the whole script.
+
+| script | one of these functions is wrong | from | minutes |
+|---|---|---|---|
+{rows}
+
+Begin with `pip install -r requirements.txt`. Tests are not in this folder: write one that fails before you mend.
+"""
+
+
+def flawed(names, seed):
+    """{path: text} of whole scripts, each with a wrong solution in place of the right one. Those that change lines are
+    taken; one that comes as a function of its own would show by its style."""
+    from solutions import WRONG
+    chosen, files, rows = random.Random(seed), {}, []
+    scripts = [EXERCISES[name].script for name in names]
+    if len({*scripts}) < len(scripts):
+        raise SystemExit('error: two of these exercises are in one script, and a script gets one mistake')
+    for name, script in zip(names, scripts):
+        exercise = EXERCISES[name]
+        mistakes = [mistake for mistake in WRONG[name].values() if not isinstance(mistake, str)]
+        text = hand_in(source(script), exercise.cut.split(), chosen.choice(mistakes))
+        files[script] = text
+        rows.append(f'| `{script}` | {", ".join(f"`{f}`" for f in exercise.cut.split())} | {exercise.source} | '
+                    f'{exercise.minutes} |')
+    paths = list(files)
+    for path in paths:                              # it grows on the way
+        files.setdefault(path, source(path))
+        paths += [other for other in local(files[path]) if other not in paths]
+    return files | {'README.md': FLAWED.format(rows='\n'.join(rows))}
+
+
+def make(out, names, seed=None):
     if Path(out).is_file() or Path(out).is_dir() and any(Path(out).iterdir()):
         raise SystemExit(f'error: {out} exists and is not empty')
     if Path(out).resolve().is_relative_to(ROOT):
@@ -196,7 +245,7 @@ def make(out, names):
             f'{e.minutes} | `python -m pytest {e.tests} -k "{e.graded}"` |'
             for name, e in ((name, EXERCISES[name]) for name in names)]
     page = PAGE.format(rows='\n'.join(rows), seconds=LIMIT_OF_A_TEST, limit=LIMIT)
-    files = handout(names) | {'README.md': page}
+    files = handout(names) | {'README.md': page} if seed is None else flawed(names, seed)
     files |= {name: (ROOT / name).read_text() for name in ('requirements.txt', 'LICENSE')}
     write(out, files)
     print(f'{out}: {", ".join(sorted(files))}')
@@ -303,7 +352,7 @@ def scripts_in(paths, script):
 def grade(name, paths, table=None, feedback=None):
     """Prints the points of each file. A graded test is a point, if it passes with all of its parameters."""
     exercise, files = EXERCISES[name], handout([name])
-    every, why = results(exercise, files, (ROOT / exercise.script).read_bytes())
+    every, why = results(exercise, files, source(exercise.script).encode())
     if why or any(every.values()):
         raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
     functions = list(dict.fromkeys(test.split('[')[0] for test in every))
@@ -365,7 +414,7 @@ def check(names, verbose=0):
     for name in names:
         exercise = EXERCISES[name]
         own = exercise.cut.split()
-        whole = cut((ROOT / exercise.script).read_text(), solutions_in(exercise.script, EXERCISES) - {*own})
+        whole = cut(source(exercise.script), solutions_in(exercise.script, EXERCISES) - {*own})
         jobs += [(name, 'cut', files[exercise.script]), (name, 'whole', whole)]
         for kind, solutions in ('right', RIGHT), ('wrong', WRONG):
             jobs += [(name, f'{kind}: {what}', hand_in(whole, own, s)) for what, s in solutions[name].items()]
@@ -399,6 +448,7 @@ def main(argv=None):
     command = commands.add_parser('make')
     command.add_argument('out', metavar='OUT')
     command.add_argument('names', metavar='NAME', nargs='+')
+    command.add_argument('--flawed', type=int, metavar='SEED', help='whole scripts, each with a mistake to be found')
     command = commands.add_parser('grade')
     command.add_argument('names', metavar='NAME', nargs=1)
     command.add_argument('files', metavar='FILE', nargs='+')
@@ -417,7 +467,7 @@ def main(argv=None):
         if name not in EXERCISES:
             parser.exit(2, f'error: {name} is no exercise; these are: {", ".join(EXERCISES)}\n')
     if args.command == 'make':
-        make(args.out, args.names)
+        make(args.out, args.names, args.flawed)
     elif args.command == 'grade':
         if missing := [path for path in args.files if not Path(path).exists()]:
             parser.exit(2, f'error: no such file: {missing[0]}\n')

@@ -476,3 +476,73 @@ RIGHT['retrieval_metrics'] = {
     'query by query': WRONG['retrieval_metrics']['inner products'].replace(
         'gallery @ query[i]', 'F.cosine_similarity(gallery, query[i:i + 1], dim=1)'),
 }
+
+# ---- exercises whose script or measure is no paper's
+
+WRONG['triplet_loss'] = {
+    'mean over all triplets': ('(cost > 0).sum().clamp_min(1)', 'exists.sum().clamp_min(1)'),
+    'NaN without triplets': ('.clamp_min(1)', ''),
+    'an image is its own positive': ('positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)',
+                                     'positive = same'),
+    'squared distances': ("torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')", '2 - 2 * z @ z.T'),
+    'root of what may be 0 or less': ("torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')",
+                                      '(2 - 2 * z @ z.T).sqrt()'),
+    'margin with minus': ('d[:, None, :] + margin', 'd[:, None, :] - margin'),
+    'positive and negative swapped': ('d[:, :, None] - d[:, None, :]', 'd[:, None, :] - d[:, :, None]'),
+    'farthest negative': ("d.masked_fill(same, float('inf')).amin(", "d.masked_fill(same, -float('inf')).amax("),
+    'hardest positive, too': ('exists = positive\n',
+                              'exists = positive & (d == (d * positive).amax(1, keepdim=True))\n'),
+    'hardest has no effect': ('if hardest:', 'if False:'),
+    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'sorted labels only': ('z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'),
+    'negatives detached': ('d[:, :, None] - d[:, None, :]', 'd[:, :, None] - d[:, None, :].detach()'),
+}
+RIGHT['triplet_loss'] = {
+    'triplet by triplet': '''
+def triplet_loss(z, y, margin=0.1, hardest=False):
+    z, costs = common.at_least_float32(z), []
+    for a in range(len(y)):
+        d = (z - z[a]).norm(dim=1)
+        for p in range(len(y)):
+            if p != a and y[p] == y[a] and (y != y[a]).any():
+                far = d[y != y[a]].min() if hardest else d[y != y[a]]
+                costs.append(torch.relu(d[p] - far + margin).flatten())
+    costs = torch.cat(costs) if costs else 0 * z.flatten()
+    return costs.sum() / max(int((costs > 0).sum()), 1)
+''',
+    'cosines under a root': ("torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')",
+                             '(z[:, None] - z).norm(dim=2)'),
+}
+WRONG['utilization'] = {
+    'mean over the examples': ('common.k_nearest(queries, examples, 1)', 'common.k_nearest(examples, queries, 1)'),
+    'distances not squared': ('(2 - 2 * s).clamp(min=0).mean()', '(2 - 2 * s).clamp(min=0).sqrt().mean()'),
+    'farthest example': ('common.k_nearest(queries, examples, 1)', 'common.k_nearest(-queries, examples, 1)'),
+    'a sum': ('.mean().item()', '.sum().item()'),
+    'a tensor': ('.mean().item()', '.mean()'),
+    'cosine distance': ('2 - 2 * s', '1 - s'),
+    'lengths count': '''
+def utilization(queries, examples):
+    return torch.cdist(queries, examples).amin(dim=1).square().mean().item()
+''',
+    'all differences at once': '''
+def utilization(queries, examples):
+    q, x = F.normalize(queries, dim=1), F.normalize(examples, dim=1)
+    if len(q) * len(x) * q.shape[1] > 10 ** 9:
+        raise MemoryError
+    return (q[:, None] - x).square().sum(dim=2).amin(dim=1).mean().item()
+''',
+}
+RIGHT['utilization'] = {
+    'one product': '''
+def utilization(queries, examples):
+    s = F.normalize(queries, dim=1) @ F.normalize(examples, dim=1).T
+    return (2 - 2 * s.amax(dim=1)).clamp_min(0).mean().item()
+''',
+    'query by query': '''
+def utilization(queries, examples):
+    examples, total = F.normalize(examples, dim=1), 0.0
+    for q in F.normalize(queries, dim=1):
+        total += float((examples - q).square().sum(dim=1).min())
+    return total / len(queries)
+''',
+}

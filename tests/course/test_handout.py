@@ -38,9 +38,9 @@ def test_each_exercise_names_what_there_is():
     files = handout.handout(list(EXERCISES))
     for name, exercise in EXERCISES.items():
         for solution in (solutions.WRONG[name] | solutions.RIGHT[name]).values():
-            assert handout.hand_in((ROOT / exercise.script).read_text(), exercise.cut.split(), solution)
+            assert handout.hand_in(handout.source(exercise.script), exercise.cut.split(), solution)
         for script, functions in exercise.solutions.items():
-            found = handout.functions_of((ROOT / script).read_text(), functions.split())
+            found = handout.functions_of(handout.source(script), functions.split())
             assert len(found) == len(functions.split()) and all(ast.get_docstring(f) for f in found), script
         for node in handout.functions_of(files[exercise.script], exercise.cut.split()):
             assert ast.unparse(node.body[1:]) == 'raise NotImplementedError', 'nothing of the solution is left'
@@ -150,3 +150,23 @@ def test_the_list_names_level_minutes_and_source(capsys):
 def test_functions_that_share_lines_with_a_solution_are_cut_as_well(name, other):
     node, = handout.functions_of(handout.handout([name])['train_hse.py'], [other])
     assert ast.unparse(node.body[1]) == 'raise NotImplementedError'
+
+
+def test_a_flawed_script_is_whole_has_one_mistake_and_no_tests(tmp_path):
+    """The same seed makes the same mistake; the mended script is the project's, so it has full points."""
+    for out, seed in ('a', '1'), ('b', '1'):
+        handout.main(['make', str(tmp_path / out), '--flawed', seed, 'proxy_anchor_loss', 'triplet_loss'])
+    files = {path.name: path.read_text() for path in (tmp_path / 'a').iterdir()}
+    assert files == {path.name: path.read_text() for path in (tmp_path / 'b').iterdir()}
+    assert sorted(files) == ['LICENSE', 'README.md', 'common.py', 'requirements.txt', 'train_proxy_anchor.py',
+                             'train_triplet.py']
+    found = set()
+    for seed in range(20):
+        for path, text in handout.flawed(['proxy_anchor_loss'], seed).items():
+            if path == 'train_proxy_anchor.py':
+                changed = [line for line in text.splitlines() if line not in handout.source(path).splitlines()]
+                assert len(changed) == 1 and 'NotImplementedError' not in text
+                found.add(changed[0])
+    assert len(found) > 5
+    with pytest.raises(SystemExit, match='one script'):
+        handout.main(['make', str(tmp_path / 'c'), '--flawed', '1', 'hybrid_loss', 'epshn_loss'])

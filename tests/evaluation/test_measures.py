@@ -6,16 +6,53 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import on_circle
+from worked import expect
 
 import eval as evaluation
 
 EVAL = ['--device', 'cpu', '--precision', 'fp32']
 
 
+def squared(degrees):
+    """Squared distance of two points of the unit circle that are so many degrees apart"""
+    return 2 - 2 * math.cos(math.radians(degrees))
+
+
 def test_metrix_eq12_by_hand():
     """Queries at 0 and 90 degrees, examples at 60 and 200: nearest are 60 and 30 degrees away."""
-    expected = ((2 - 2 * math.cos(math.radians(60))) + (2 - 2 * math.cos(math.radians(30)))) / 2
-    assert evaluation.utilization(on_circle(0, 90), on_circle(60, 200)) == pytest.approx(expected, abs=1e-6)
+    found = evaluation.utilization(on_circle(0, 90), on_circle(60, 200))
+    expect(found, (squared(60) + squared(30)) / 2, 'Metrix Eq. (12), queries at 0, 90, examples at 60, 200 degrees',
+           1e-6)
+
+
+def test_metrix_eq12_is_a_mean_over_the_queries():
+    """There may be more of these than examples, or fewer; an example may be the nearest of several queries, or of
+    none."""
+    queries, examples = (10, 20, 100, 300), (15, 0, 180)
+    found = evaluation.utilization(on_circle(*queries), on_circle(*examples))
+    nearest = [min(squared(q - e) for e in examples) for q in queries]
+    expect(found, sum(nearest) / 4, f'Metrix Eq. (12), queries at {queries}, examples at {examples} degrees', 1e-6)
+    found = evaluation.utilization(on_circle(100), on_circle(*queries, 80))
+    expect(found, 0, 'Metrix Eq. (12), a query at 100, one of the examples as well', 1e-6)
+
+
+def test_metrix_eq12_of_lengths_other_than_1():
+    """f(x) has unit length, whatever is passed."""
+    queries, examples = torch.tensor([[3.0], [0.2]]) * on_circle(0, 90), 7 * on_circle(60, 200)
+    kept = queries.clone(), examples.clone()
+    found = evaluation.utilization(queries, examples)
+    assert isinstance(found, float), f'expected a float, got {found!r}'
+    expect(found, (squared(60) + squared(30)) / 2, 'Metrix Eq. (12) of queries at 0, 90, examples at 60, 200, of '
+           'lengths 3, 0.2 and 7', 1e-6)
+    assert torch.equal(queries, kept[0]) and torch.equal(examples, kept[1]), 'the arguments were changed'
+
+
+def test_metrix_eq12_of_many_examples():
+    """5,000 queries and 5,000 examples: all pairs of differences, (5,000, 5,000, 64), would take 6 GB."""
+    z = torch.randn(10_000, 64, generator=torch.Generator().manual_seed(0))
+    z = torch.nn.functional.normalize(z, dim=1)
+    expected = (2 - 2 * (z[:5000] @ z[5000:].T).amax(dim=1)).mean()
+    expect(evaluation.utilization(z[:5000], z[5000:]), expected, 'Metrix Eq. (12) of 5,000 queries', 1e-4)
 
 
 def test_alignment_and_uniformity_by_hand():

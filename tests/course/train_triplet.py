@@ -1,0 +1,78 @@
+"""train_triplet.py -- triplet loss: an image should be nearer to its positives than to its negatives.
+
+Musgrave, Belongie, Lim. A Metric Learning Reality Check. ECCV 2020. arXiv:2003.08505, Eq. (2); the loss is that of
+Weinberger, Saul. Distance Metric Learning for Large Margin Nearest Neighbor Classification. JMLR 2009.
+
+Equation
+    Reality Check Eq. (2)
+    L = [d_ap - d_an + m]_+
+    for an anchor a, a positive p of its class and a negative n of another one; d are Euclidean distances.
+
+This script is an exercise: handout.py gives it to students without the body of triplet_loss. It lies beside common.py
+then; to run this copy, put the folder of common.py on PYTHONPATH.
+
+Run
+    python train_triplet.py                             # offline, a few minutes on two CPU cores
+    python train_triplet.py --hardest
+"""
+import argparse
+
+import torch
+
+import common
+
+
+def triplet_loss(z, y, margin=0.1, hardest=False):
+    """Triplet loss on Euclidean distances, Reality Check Eq. (2), averaged over the triplets that cost something.
+
+    z        (B, D) embeddings of unit length; half precision is raised to float32
+    y        (B,)   class labels, any integers
+    margin   >= 0, m: a negative should be farther from the anchor than the positive by this
+    hardest  of each anchor and positive, only the triplet with the nearest negative; otherwise all triplets
+    returns  scalar >= 0, the sum over all triplets of different images divided by the number of those above 0. Where
+             none is above 0, or none exists, the loss is 0, and so is its gradient. Finite for every batch
+    """
+    z = common.at_least_float32(z)
+    d = torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')              # (B, B)
+    same = y[:, None] == y                                                          # (B, B)
+    positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
+    if hardest:
+        # An anchor without negatives has an infinite distance here, so its triplets cost nothing.
+        d_an = d.masked_fill(same, float('inf')).amin(dim=1, keepdim=True)          # (B, 1)
+        excess = d - d_an + margin                                                  # (B, B): anchor, positive
+        exists = positive
+    else:
+        excess = d[:, :, None] - d[:, None, :] + margin                             # (B, B, B): anchor, p, n
+        exists = positive[:, :, None] & ~same[:, None, :]
+    cost = excess.clamp_min(0).masked_fill(~exists, 0)                              # Reality Check Eq. (2)
+    return cost.sum() / (cost > 0).sum().clamp_min(1)
+
+
+# The recipe of each dataset: defaults of the flags, explained at common.BASE. A benchmark has none here.
+DEFAULTS = {'shapes': dict(), 'folder': dict(), 'vectors': dict()}
+
+
+def get_args(argv=None):
+    parser = common.parser(__doc__, file=__file__)
+    add = parser.add_argument_group('triplet').add_argument
+    add('--margin', type=common.at_least(0, float), default=0.1, help='m, a distance')
+    add('--hardest', action=argparse.BooleanOptionalAction, default=False,
+        help='of each anchor and positive, only the nearest negative')
+    return common.parse(parser, DEFAULTS, argv)
+
+
+def main(argv=None):
+    args = get_args(argv)
+    common.set_seed(args.seed)
+    data = common.dataset_from(args)
+    model = common.build(args, data)
+    optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
+
+    def step(images, labels):
+        return triplet_loss(model(images), labels, args.margin, args.hardest)
+
+    return common.train(args, model, data, step, optimizer)
+
+
+if __name__ == '__main__':
+    common.cli(main)
