@@ -68,7 +68,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     lam        >= 0, weight of the centre term
     smoothing  in [0, 1), of the labels of L_contrast, see smooth_labels
     stop_grad  L_contrast takes the centres as constants, as in Table 1
-    returns    scalar, the mean over the batch, without overflow; >= 0 for z of unit length
+    returns    scalar, the mean over the batch, without overflow; >= 0 for z of unit length. With one class, C = 1,
+               L_contrast is 0
     """
     z, centers = common.same_precision(z, centers)
     c = F.normalize(centers, dim=1)                                      # (C, D)

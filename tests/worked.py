@@ -1,4 +1,5 @@
 """What worked examples share: angles to differentiate by, and comparisons that say what was expected."""
+import itertools
 from math import radians
 
 import torch
@@ -42,10 +43,11 @@ def expect_gradients(by_s, what, tolerance=1e-9, **angles):
 
 
 def expect_raised(loss, what, *tensors, tolerance=1e-4):
-    """Tensors of half precision have a loss of float32, which is that of the same numbers in float64"""
+    """Tensors of half precision have a loss of float32, which is that of the same numbers in float64; also where the
+    first of several is of half precision, and the others are of float32"""
     __tracebackhide__ = True
-    for dtype in (torch.float16, torch.bfloat16):
-        halves = [t.to(dtype) for t in tensors]
+    for dtype, others in itertools.product((torch.float16, torch.bfloat16), (None, torch.float32)):
+        halves = [tensors[0].to(dtype), *(t.to(others or dtype) for t in tensors[1:])]
         got = loss(*halves)
         assert got.dtype == torch.float32, f'{what} of {dtype}: expected float32, got {got.dtype}'
         assert got.any(), f'{what} of {dtype}: expected a number other than 0'

@@ -29,6 +29,8 @@ WRONG['multi_similarity_loss'] = {
                         '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
     'epsilon 0 is no miner': ('if epsilon is None else', 'if not epsilon else'),
     'sorted labels only': ('z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'),
+    'raised after the product': ('z = common.at_least_float32(z)', 'pass',
+                                 'z @ z.T', 'common.at_least_float32(z @ z.T)'),
     'miner keeps what is just as hard': ('~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
                                          '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
 }
@@ -234,7 +236,7 @@ RIGHT['center_contrastive_loss'] = {
     'as in the header': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - c[y]).square().sum(dim=1)'),
     'margin in float32': ('margin * own', 'margin * F.one_hot(y, len(c))'),
     "torch's smoothing, scaled": ('smooth_labels(y, len(c), smoothing, logits.dtype)',
-                                  'y, label_smoothing=smoothing * len(c) / (len(c) - 1)'),
+                                  'y, label_smoothing=smoothing * len(c) / max(1, len(c) - 1)'),
     'image by image': '''
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
     z, centers = common.same_precision(z, centers)
@@ -243,7 +245,9 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
         logits = s * torch.mv(c.detach() if stop_grad else c, x)
         logits = torch.where(torch.arange(len(c)) == label, logits - s * margin, logits)
         others = logits.logsumexp(0) - torch.cat([logits[:label], logits[label + 1:]])
-        contrast = (1 - smoothing) * (logits.logsumexp(0) - logits[label]) + smoothing * others.mean()
+        contrast = (1 - smoothing) * (logits.logsumexp(0) - logits[label])
+        if len(others):
+            contrast = contrast + smoothing * others.mean()
         total = total + contrast + lam * (x - c[label]).square().sum()
     return total / len(z)
 ''',

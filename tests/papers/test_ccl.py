@@ -81,8 +81,11 @@ def test_ccl_eq5_of_embeddings_that_are_too_long():
 
 
 def test_ccl_eq5_of_any_batch():
+    z, y, centers = images_and_centers()
     for options in ({}, dict(margin=0.1, smoothing=0.2)):
-        expect_sound(partial(center_contrastive_loss, **options), f'CCL Eq. (5), {options},', *images_and_centers())
+        loss = partial(center_contrastive_loss, **options)
+        expect_sound(loss, f'CCL Eq. (5), {options},', z, y, centers)
+        expect_sound(loss, f'CCL Eq. (5), {options}, of a single centre,', z, 0 * y, centers[:1])
 
 
 def test_ccl_eq5_closed_form_gradient():

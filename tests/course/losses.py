@@ -1,0 +1,132 @@
+"""Draws assets/losses.png: how strongly each loss pulls a positive and pushes a negative. Needs matplotlib.
+
+    python tests/course/losses.py [PNG]
+
+The curves are gradients of the scripts' own functions by one similarity, as autograd computes them, with their default
+hyper-parameters (those of train_metrix.py are of its ms). A positive and a negative meet an anchor, or the proxy or the
+centre of a class, or a hybrid: the one moves, and the other stays at a similarity of 0.5. Losses are divided by their
+largest gradient, for only the shape of a curve can be compared between losses.
+"""
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import train_ccl
+import train_contrastive
+import train_hse
+import train_metrix
+import train_ms
+import train_proxy_anchor
+import train_proxynca_pp
+
+S = torch.linspace(-0.95, 0.99, 195, dtype=torch.float64)           # the similarity that changes
+FIXED = 0.5                                                         # the other one
+Y = torch.tensor([0, 0, 1])                                         # anchor, positive, negative
+
+
+def three(positive, negative):
+    """Anchor, positive and negative with these similarities to the anchor, as unit vectors (3, 3)"""
+    return torch.tensor([[1, 0, 0], [positive, (1 - positive ** 2) ** 0.5, 0],
+                         [negative, 0, (1 - negative ** 2) ** 0.5]], dtype=torch.float64)
+
+
+def of_images(loss):
+    """-> a function of the similarities of a positive and a negative to their anchor: its gradients by both
+
+    A loss of embeddings z depends on S = z z^T alone, so its gradient by z is (G + G^T) z, where G is that by S. Both
+    entries of a pair count.
+    """
+    def gradients(positive, negative):
+        z = three(positive, negative).requires_grad_()
+        by_z, = torch.autograd.grad(loss(z, Y), z)
+        return (by_z @ z.detach().inverse())[0, 1:]
+    return gradients
+
+
+def of_proxies(loss):
+    """The same for an image of class 0, and two proxies (or centres) at these similarities to it: by S = z p^T"""
+    def gradients(positive, negative):
+        z, *proxies = three(positive, negative)
+        z = z[None].requires_grad_()
+        p = torch.stack(proxies)
+        by_z, = torch.autograd.grad(loss(z, Y[:1], p), z)
+        return (by_z @ torch.linalg.pinv(p))[0]
+    return gradients
+
+
+def of_the_proxy(loss):
+    """The same for the proxy of class 0 as the anchor of two images; a second proxy, of the negative, is opposite."""
+    def gradients(positive, negative):
+        p, *images = three(positive, negative)
+        z = torch.stack(images).requires_grad_()
+        by_z, = torch.autograd.grad(loss(z, Y[1:], torch.stack([p, -p])), z)
+        # By each image's similarity to p; that to -p is its negative, and the second proxy adds to it.
+        return by_z @ p
+    return gradients
+
+
+def of_the_hybrid(positive, negative):
+    """The same for a hybrid, a weak positive and a negative"""
+    h, *images = three(positive, negative)
+    z = torch.stack(images).requires_grad_()
+    weak = torch.tensor([[True, False]])
+    by_z, = torch.autograd.grad(train_hse.hybrid_loss(h[None], z, weak, ~weak), z)
+    return by_z @ h
+
+
+PANELS = {
+    'contrastive (on distances)': of_images(train_contrastive.contrastive_loss),
+    'Multi-Similarity': of_images(train_ms.multi_similarity_loss),
+    'Proxy-Anchor': of_the_proxy(train_proxy_anchor.proxy_anchor_loss),
+    'ProxyNCA++': of_proxies(train_proxynca_pp.proxynca_pp_loss),
+    'CCL': of_proxies(train_ccl.center_contrastive_loss),
+    'HSE: hybrid loss': of_the_hybrid,
+}
+
+
+def curves(gradients):
+    """The pull on a positive and the push on a negative at the similarities S, both >= 0 where they are as expected"""
+    pull = torch.stack([-gradients(s.item(), FIXED)[0] for s in S])
+    push = torch.stack([gradients(FIXED, s.item())[1] for s in S])
+    return pull, push
+
+
+def mixture(label):
+    """The pull (> 0) or push (< 0) on a mixture with this label, in Eq. (15) with one mixture, at the similarities S"""
+    s = S[:, None].clone().requires_grad_()
+    one = torch.ones_like(s)
+    by_s, = torch.autograd.grad(train_metrix.labelled_loss(s, label * one, one.bool(), 'ms').sum(), s)
+    return -by_s[:, 0]
+
+
+def draw(path):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(10, 5.2), layout='constrained', dpi=100)
+    panels = figure.subplots(2, 4).flatten()
+    for axes, (name, gradients) in zip(panels, PANELS.items()):
+        pull, push = curves(gradients)
+        largest = max(pull.max(), push.max())
+        axes.plot(S, pull / largest, 'C2', label='pull on a positive')
+        axes.plot(S, push / largest, 'C3--', label='push on a negative')
+        axes.set(title=name, xlim=(-1, 1), ylim=(-0.05, 1.1), xlabel='its similarity')
+    axes = panels[6]
+    axes.set_xlim(0.5, 1)
+    for label, colour in ((0.25, 'C0'), (0.5, 'C1'), (0.75, 'C4')):
+        axes.plot(S, mixture(label), colour, label=f'lambda {label}')
+        rest = train_metrix.positivity_threshold(label, 18, 75, 0.77)
+        axes.plot(rest, 0, 'o', color=colour)
+    axes.axhline(0, color='grey', linewidth=0.5)
+    axes.set(title='Metrix: a mixture', xlabel='its similarity', ylim=(-1.1, 1.1), ylabel='push        pull')
+    panels[0].set(ylabel='gradient / largest')
+    panels[4].set(ylabel='gradient / largest')
+    lines = [*zip(*panels[0].get_legend_handles_labels()), *zip(*axes.get_legend_handles_labels())]
+    panels[7].axis('off')
+    panels[7].legend(*zip(*lines), loc='center', title='circles: at rest, Eq. (24)')
+    figure.savefig(path)
+
+
+if __name__ == '__main__':
+    draw(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2] / 'assets/losses.png')
