@@ -243,7 +243,7 @@ def main(argv=None):
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
-    model = common.build(args, data, head_init='default', normalize=args.variant != 'center_loss')
+    model = common.build(args, data=data, head_init='default', normalize=args.variant != 'center_loss')
     # Centres of length 1, uniform on the sphere. Except for center_loss, the losses see only directions, so with SGD a
     # centre of length r turns r^2 times more slowly. Drawn from N(0, 1), r^2 would be about D: they would hardly move.
     centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)

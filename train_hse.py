@@ -389,7 +389,7 @@ def main(argv=None):
 
     if args.show_hybrids:
         return show(args, data, sampler, hybridise)
-    model = common.build(args, data)
+    model = common.build(args, data=data)
     groups = [dict(params=model.parameters())]
     learned = {}
     if args.loss == 'proxy_anchor':                 # proxies as in train_proxy_anchor.py

@@ -573,7 +573,7 @@ def main(argv=None):
         negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
         print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
     data = common.dataset_from(args)
-    model = common.build(args, data)
+    model = common.build(args, data=data)
     if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]

@@ -128,7 +128,7 @@ def test_any_module_makes_vectors_of_images(tmp_path, gallery):
 def test_the_head_begins_as_the_identity_on_vectors_of_mean_length_1(vectors):
     data = load(vectors)
     args = train_ms.get_args([*FLAGS, '--data', 'v'])
-    model = common.build(args, data)
+    model = common.build(args, data=data)
     x = data.query.vectors[:, :, None, None]
     length = data.train.vectors.norm(dim=1).mean()
     torch.testing.assert_close(model.features(x), x / length)
@@ -137,7 +137,8 @@ def test_the_head_begins_as_the_identity_on_vectors_of_mean_length_1(vectors):
     common.save_checkpoint('x.pt', args, model)
     torch.testing.assert_close(common.load_checkpoint('x.pt').features(x), x / length)
     args = train_ms.get_args([*FLAGS, '--data', 'v', '--dim', '6'])
-    assert not torch.equal(common.build(args, data).linear.weight, torch.eye(6)), 'where --dim is given, it is random'
+    weight = common.build(args, data=data).linear.weight
+    assert not torch.equal(weight, torch.eye(6)), 'where --dim is given, it is random'
 
 
 def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors):

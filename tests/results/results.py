@@ -593,6 +593,37 @@ def papers(name):
     return out
 
 
+def steps_of(line):
+    """Steps in an epoch, from what the run printed before it began"""
+    return int(re.search(r'of ([\d,]+) batches of', line['recipe'])[1].replace(',', ''))
+
+
+def stopped(name, folds='vector_folds'):
+    """The rows of a table with epochs at the epoch that is nearest, in steps, to the best one on folds, as Markdown"""
+    runs, chosen, table = runs_of(name), runs_of(folds), TABLES[name]
+    if not (runs.keys() <= chosen.keys() and runs):
+        return []
+    out = ['At the epoch that has the highest mean MAP@R on the folds, or rather the nearest one in steps:', '',
+           '| | runs | steps on folds | steps | MAP@R | R@1 |', '|---' * 6 + '|']
+    found = {}
+    for row, lines in runs.items():
+        on_folds = list(chosen[row].values())
+        means = {epoch: sum(one['MAP@R'] for line in on_folds for one in line['rows'] if one['epoch'] == epoch)
+                 for epoch in TABLES[folds].epochs}
+        wanted = max(means, key=means.get) * steps_of(on_folds[0])
+        per_epoch = steps_of(next(iter(lines.values())))
+        epoch = min(table.epochs, key=lambda e: abs(e * per_epoch - wanted))
+        found[row] = {flag: one for flag, line in lines.items() for one in line['rows'] if one['epoch'] == epoch}
+        cells = [cell([one[key] for one in found[row].values()]) for key in ('MAP@R', 'R@1')]
+        out.append(f'| {row} | {len(lines)} | {wanted} | {epoch * per_epoch} | {" | ".join(cells)} |')
+    for row, base in table.pairs:
+        both = [(one, found[base][flag]) for flag, one in found.get(row, {}).items() if flag in found.get(base, {})]
+        if both:
+            cells = [cell([a[key] - b[key] for a, b in both], bold=True) for key in ('MAP@R', 'R@1')]
+            out.append(f'| {row} - {base} | {len(both)} | | | {" | ".join(cells)} |')
+    return out
+
+
 def choosing(name):
     """What choosing the best epoch on the test set is worth, as Markdown; [] unless all runs were evaluated often"""
     runs, table = runs_of(name), TABLES[name]
@@ -635,6 +666,31 @@ def draw(name, path):
     figure.savefig(path)
 
 
+def draw_epochs(name, path):
+    """Draws MAP@R at the epochs of a table: a panel for each loss, and in it the mean and interval of each of its rows;
+    the line is that of the network before training. Needs matplotlib."""
+    from matplotlib.figure import Figure
+    runs, table = runs_of(name), TABLES[name]
+    losses = list(dict.fromkeys(row.split(', ')[0] for row in runs))
+    figure = Figure(figsize=(2.5 * len(losses), 3), layout='constrained')
+    panels = figure.subplots(1, len(losses), sharey=True, squeeze=False)[0]
+    for axes, loss in zip(panels, losses):
+        for number, row in enumerate(row for row in runs if row.split(', ')[0] == loss):
+            values = [[one['MAP@R'] for line in runs[row].values() for one in line['rows'] if one['epoch'] == epoch]
+                      for epoch in table.epochs]
+            middle, half = zip(*((m, h or 0) for m, h in map(interval, values)))
+            low, high = ([m + sign * h for m, h in zip(middle, half)] for sign in (-1, 1))
+            axes.plot(table.epochs, middle, 'o-', color=f'C{number}', markersize=3, label=row.split(', ')[1])
+            axes.fill_between(table.epochs, low, high, color=f'C{number}', alpha=0.2)
+        axes.axhline(middle[0], color='grey', linestyle=':')
+        axes.set(title=loss, xlabel='epoch', xscale='symlog')
+        axes.set_xticks(table.epochs[::2], map(str, table.epochs[::2]))
+        axes.minorticks_off()
+    panels[0].set_ylabel('MAP@R on the test classes')
+    panels[0].legend()
+    figure.savefig(path, dpi=100)
+
+
 def section(name):
     """The changed steps of a table's rows, and its tables, as lines of Markdown"""
     names = dict.fromkeys(re.findall(r'--patched (\w+)', ' '.join(TABLES[name].rows.values())))
@@ -643,6 +699,8 @@ def section(name):
         found = papers(name)
     elif TABLES[name].epochs:
         found = by_epoch(name)
+        if name == 'vectors' and found:
+            found += ['', *stopped(name)]
     else:
         found = tables(name)
     return [*notes, *([''] if notes else []), *(found or ['Not run yet.']), '', *choosing(name)]
@@ -663,7 +721,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('tables', nargs='*', metavar='NAME', choices=[*TABLES, []], default=[])
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
-    parser.add_argument('--draw', metavar='PNG', help='draw R@1 over the epochs of a table (pip install matplotlib)')
+    parser.add_argument('--draw', metavar='PNG', help='draw a table by epoch, R@1 or MAP@R (pip install matplotlib)')
     parser.add_argument('--plan', action='store_true', help='print what is missing, and make nothing')
     parser.add_argument('--add', metavar='FLAGS', help='a trial with more flags, kept in runs/trial.jsonl and trial.md')
     options = parser.parse_args()
@@ -684,7 +742,7 @@ def main():
             with TRIAL.with_suffix('.md').open('a') as file:
                 file.write(text + '\n')
         if options.draw:
-            draw(name, options.draw)
+            (draw_epochs if TABLES[name].epochs else draw)(name, options.draw)
     if failed:
         raise SystemExit('\n'.join([f'error: {len(failed)} runs failed:', *failed]))
 
@@ -701,4 +759,7 @@ def try_out(flags):
 
 
 if __name__ == '__main__':
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit('stopped; the same command goes on') from None

@@ -45,6 +45,28 @@ def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
     assert (tmp_path / 'x.png').exists()
 
 
+def test_a_table_by_epoch(monkeypatch, tmp_path):
+    """Of two rows and three seeds, one of which the second row lacks"""
+    def line(*values):
+        rows = [{'epoch': epoch, 'MAP@R': value, 'R@1': 2 * value} for epoch, value in zip((0, 2, 9), values)]
+        return dict(rows=rows, machine='a machine')
+    runs = {'t.py --a 1 --seed 0': line(9, 5, 8), 't.py --a 1 --seed 1': line(9, 7, 8),
+            't.py --a 1 --seed 2': line(9, 6, 8),
+            't.py --a 2 --seed 0': line(9, 4, 2), 't.py --a 2 --seed 1': line(9, 6, 1)}
+    table = results.Table([f'--seed {n}' for n in range(3)], {'ms, with': 't.py --a 1', 'ms, without': 't.py --a 2'},
+                          [('ms, with', 'ms, without')], (0, 2, 9))
+    monkeypatch.setattr(results, 'TABLES', {'x': table})
+    monkeypatch.setattr(results, 'finished', lambda: runs)
+    out = results.section('x')
+    assert '| MAP@R after epoch | runs | 0 | 2 | 9 | command |' in out
+    assert '| ms, with | 3 | 9.0 ± 0.0 | 6.0 ± 2.5 | 8.0 ± 0.0 | `--a 1` |' in out
+    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 1.0 ± 0.0 | 6.5 ± 6.4 | |' in out, 'in MAP@R'
+    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 2.0 ± 0.0 | 13.0 ± 12.7 | |' in out, 'in R@1'
+    pytest.importorskip('matplotlib')
+    results.draw_epochs('x', tmp_path / 'x.png')
+    assert (tmp_path / 'x.png').exists()
+
+
 def test_the_page_of_results_is_that_of_the_finished_runs():
     page = results.page()
     assert page == results.PAGE.read_text(), 'write it: python tests/results/results.py'
