@@ -683,7 +683,7 @@ def draw_epochs(name, path):
             axes.plot(table.epochs, middle, 'o-', color=f'C{number}', markersize=3, label=row.split(', ')[1])
             axes.fill_between(table.epochs, low, high, color=f'C{number}', alpha=0.2)
         axes.axhline(middle[0], color='grey', linestyle=':')
-        axes.set(title=loss, xlabel='epoch', xscale='symlog')
+        axes.set(title=loss, xlabel='epoch', xscale='symlog', xlim=(-0.2, 1.2 * table.epochs[-1]))
         axes.set_xticks(table.epochs[::2], map(str, table.epochs[::2]))
         axes.minorticks_off()
     panels[0].set_ylabel('MAP@R on the test classes')
