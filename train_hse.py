@@ -445,7 +445,8 @@ What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     7. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With Proxy-Anchor it
        takes ten random images of each super-class, and negatives from the same ten. Here a batch has two classes of
        each super-class for every loss, so the negatives of a hybrid all come from other super-classes.
-    8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. Here it stays.
+    8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. Here it stays. It also drops
+       positives above 0.9999, keeps negatives that are just as similar as the positive, and is NaN without anchors.
     9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen.
 Tables and figures of the paper
     Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:

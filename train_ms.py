@@ -174,7 +174,7 @@ What differs from the released code (github.com/msight-tech/research-ms-loss, b6
     5. The released code does not recognise the pair of an image with itself by its index, but drops
        all positives above a similarity of 1 - 1e-5, and so exact duplicates too. It stops with an
        error at an anchor without positives. Here such an anchor adds only its push, or 0 with the
-       miner, and is counted in the mean.
+       miner, and is counted in the mean. The released code leaves out anchors without negatives, too.
     6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
        stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
 Table 4 of the Reality Check: --protocol reality-check, and the best values of its released results for CUB

@@ -153,6 +153,7 @@ What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020
     3. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.
+    4. The released code is wrong for one or two classes, whose labels it turns into a single column.
 Tables and figures of the paper
     Tables 5 and 6: --batch-size. Table 7: --arch and --image-size. Fig. 5: --dim. Fig. 6: --alpha and --delta. All
     have BN-Inception in the paper, but for the ResNets and GoogleNet of Table 7.

@@ -180,7 +180,8 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
        sqrt(512) / 8 = 2.8, so clipping at 10 does not change them.
     5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
     6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
-       training normalises them.
+       training normalises them. It is wrong for one or two classes, whose labels it turns into a
+       single column.
 About --loss proxynca
     7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++. On the
        benchmarks Adam has eps = 1, so its steps are proportional to the gradients, and this loss needs a

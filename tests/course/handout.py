@@ -1,4 +1,4 @@
-"""Makes exercises of the project's functions, and grades what students write. README lists the exercises.
+"""Makes exercises of the project's functions, and grades what students write. `list` prints the exercises.
 
     python tests/course/handout.py list                 the exercises: level, minutes, equations
     python tests/course/handout.py make OUT NAME...     writes the folder OUT for students: these functions have no
