@@ -64,24 +64,21 @@ from torchvision.transforms import v2
 class Embedder(nn.Module):
     """The network of every script: ResNet trunk -> pooling -> linear head -> unit length.
 
-    arch        resnet18, resnet34, resnet50 or resnet101, as torchvision builds them; none: for stored vectors, maps
-                (B, channels, 1, 1), which are divided by `length` in place of a trunk
+    arch        resnet18, resnet34, resnet50 or resnet101, as torchvision builds them; none: see make_trunk
     dim         D, size of the embedding
     pool        avg, max, or avg+max (their sum), over the T positions of the feature map
     weights     imagenet (torchvision's IMAGENET1K_V1), none (random), or the path of a file
     freeze_bn   the statistics and the affine weights of BatchNorm do not change in training
     layer_norm  LayerNorm without affine weights, between pooling and head
     normalize   embeddings are scaled to unit length
-    head_init   kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
-                is about five times smaller. identity: embeddings begin as the pooled features
+    head_init   kaiming: std sqrt(2 / D). default: torch's own, about five times smaller. identity: the pooled features
     precision   bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
     chunk       in training, the trunk takes so many images at a time, and computes each chunk once more in the
                 backward pass. So it never holds the activations of more images; 0: the whole batch at once
     """
 
-    def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True,
-                 layer_norm=False, normalize=True, head_init='kaiming', precision='fp32', chunk=0, channels=3,
-                 length=1.0):
+    def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
+                 normalize=True, head_init='kaiming', precision='fp32', chunk=0, channels=3, length=1.0):
         super().__init__()
         # A checkpoint keeps this dict, from which the network can be built again.
         self.config = dict(arch=arch, dim=dim, pool=pool, freeze_bn=freeze_bn, layer_norm=layer_norm,
@@ -90,7 +87,6 @@ class Embedder(nn.Module):
         self.normalize = normalize
         self.precision = precision
         self.chunk = chunk
-        self.channels = channels
         self.trunk, c = make_trunk(arch, weights, channels, length)
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(c, dim)
@@ -128,11 +124,10 @@ class Embedder(nn.Module):
 
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
-        if x.shape[1] != self.channels:
-            raise UsageError(f'the network takes {self.channels} channels (images have 3), and got {x.shape[1]}')
-        B = len(x)
-        shared = torch.is_grad_enabled()                    # `embed` has shared out the images already
-        if shared:
+        B, channels, *_ = x.shape
+        if channels != self.config['channels']:
+            raise UsageError(f'the network takes {self.config["channels"]} channels (images have 3), got {channels}')
+        if torch.is_grad_enabled():                         # else `embed` has shared out the images already
             x = x.tensor_split(world())[rank()]             # under torchrun this process' share, else the whole batch
         x = x.contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
@@ -141,7 +136,7 @@ class Embedder(nn.Module):
                                for chunk in x.split(self.chunk)])
             else:
                 f = self.trunk(x)
-        return gather(f, B) if shared else f
+        return gather(f, B) if torch.is_grad_enabled() else f
 
     def pool_features(self, f):
         """(B, c, h, w) -> (B, c)"""
@@ -330,8 +325,7 @@ def embed(model, images, batch_size=128):
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    # Under torchrun each process embeds a share of the images. If it has none, it embeds one, and drops that.
-    share = own_share(len(images))
+    share = own_share(len(images))                          # a process that has none embeds one image, and drops it
     lists = BatchSampler(share or [0], batch_size, drop_last=False)
     z = torch.cat([model(x).float() for x, _ in batches(images, lists, device)])
     model.train(training)
@@ -1347,7 +1341,8 @@ def distrusting(path):
 
 
 def make_trunk(arch, weights, channels, length):
-    """The trunk of an Embedder, and the channels c of its feature maps"""
+    """The trunk of an Embedder, and the channels c of its feature maps. With arch 'none' it only divides stored vectors,
+    maps (B, channels, 1, 1), by `length`."""
     if arch == 'none':
         return transforms.Normalize([0.0], [length]), channels          # (x - 0) / length
     resnet = load_resnet(arch, weights)

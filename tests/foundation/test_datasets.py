@@ -330,6 +330,7 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
             numbers = [int(part[k].mean()) for k in range(len(part))]           # of the images: their pixels show it
             assert [part.classes[c] for c in part.labels] == [f'class {n // 2}' for n in numbers]
             assert part.groups.tolist() == [n // 6 for n in numbers]
+            assert part.paths.tolist() == [f'image {n}' for n in numbers]
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         held_out(7, '0/4')
 

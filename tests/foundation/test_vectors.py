@@ -157,12 +157,12 @@ def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors)
 def test_a_network_says_which_inputs_it_takes(run, small, vectors):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'head', '--epochs', '1'])
     write(vectors / 'test.npz', 'gh', [0, 1] * 5, c=5)
-    with pytest.raises(UsageError, match='the network takes 6 channels .images have 3., and got 5'):
+    with pytest.raises(UsageError, match='the network takes 6 channels .images have 3., got 5'):
         evaluation.main(['--checkpoint', 'runs/head'])
     run(train_ms, '--name', 'trunk')
-    with pytest.raises(UsageError, match='takes 3 channels .* and got 5'):
+    with pytest.raises(UsageError, match='takes 3 channels .* got 5'):
         evaluation.main(['--checkpoint', 'runs/trunk', '--dataset', 'vectors', '--data', 'v'])
-    with pytest.raises(UsageError, match='takes 6 channels .* and got 3'):
+    with pytest.raises(UsageError, match='takes 6 channels .* got 3'):
         evaluation.main(['--checkpoint', 'runs/head', '--dataset', 'shapes'])
 
 
