@@ -1341,8 +1341,8 @@ def distrusting(path):
 
 
 def make_trunk(arch, weights, channels, length):
-    """The trunk of an Embedder, and the channels c of its feature maps. With arch 'none' it only divides stored vectors,
-    maps (B, channels, 1, 1), by `length`."""
+    """The trunk of an Embedder, and the channels c of its feature maps. With arch 'none' it only divides stored
+    vectors, maps (B, channels, 1, 1), by `length`."""
     if arch == 'none':
         return transforms.Normalize([0.0], [length]), channels          # (x - 0) / length
     resnet = load_resnet(arch, weights)
