@@ -41,7 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -55,7 +55,6 @@ from PIL import Image, ImageOps
 from torch import distributed, nn
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torchvision import transforms
-from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.transforms import v2
 
 # ---- 1. network ------------------------------------------------------------------------------------
@@ -71,7 +70,8 @@ class Embedder(nn.Module):
     freeze_bn   the statistics and the affine weights of BatchNorm do not change in training
     layer_norm  LayerNorm without affine weights, between pooling and head
     normalize   embeddings are scaled to unit length
-    head_init   kaiming: std sqrt(2 / D). default: torch's own, about five times smaller. identity: the pooled features
+    head_init   kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
+                is about five times smaller. identity: embeddings begin as the pooled features
     precision   bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
     chunk       in training, the trunk takes so many images at a time, and computes each chunk once more in the
                 backward pass. So it never holds the activations of more images; 0: the whole batch at once
@@ -90,10 +90,7 @@ class Embedder(nn.Module):
         self.trunk, c = make_trunk(arch, weights, channels, length)
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(c, dim)
-        if head_init != 'default':
-            nn.init.zeros_(self.linear.bias)
-            initialise = dict(kaiming=partial(nn.init.kaiming_normal_, mode='fan_out'), identity=nn.init.eye_)
-            initialise[head_init](self.linear.weight)
+        initialise(self.linear, head_init)
         self.frozen = [m for m in self.trunk.modules() if isinstance(m, nn.BatchNorm2d)] if freeze_bn else []
         self.train_trunk(True)
         self.place('cpu')
@@ -721,8 +718,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
                 read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
-    least       how many classes each split needs. 1 is enough where nothing need be measured; then neither copies
-                matter, nor that all classes are known
+    least       how many classes each split needs. 1 says that nothing will be measured: then copies of images are not
+                looked for, and all classes may be known
     `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. `seen`
     says whether all test classes are `known`.
     Train labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
@@ -738,11 +735,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
         data.train, data.query = draw_shapes(resize, image_size)
     else:
         splits = list_images(name, root, known, fold, least)
-        for split, rows in splits.items():
-            # Query and gallery are numbered together.
-            together = rows if split == 'train' else splits['query'] + splits.get('gallery', [])
-            classes = sorted({row[1] for row in together})
-            setattr(data, split, read_split(rows, classes, f'{name} {split}', resize, image_size, cache))
+        for split in splits:
+            setattr(data, split, read_split(name, split, splits, resize, image_size, cache))
     if fold:
         hold_out(data, fold)
     data.query = getattr(data, 'query', None)
@@ -764,21 +758,26 @@ def download(name, root):
     try:
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=root) as temporary:     # what is not whole stays there, and vanishes with it
-            download_and_extract_archive(url, temporary, md5=DATASETS[name]['md5'], remove_finished=True)
+            torchvision.datasets.utils.download_and_extract_archive(url, temporary, md5=DATASETS[name]['md5'],
+                                                                    remove_finished=True)
             os.replace(Path(temporary) / folder.name, folder)
     except Exception as error:              # no connection, a wrong checksum, a cut archive, a full disk
         raise UsageError(f'cannot fetch {url}: {error}; fetch it in another way, and unpack it in {root}') from None
 
 
-def read_split(rows, classes, what, resize, image_size, cache):
-    """The Images, or Vectors, of rows as list_images returns them; labels are places in `classes`"""
-    paths, names, groups = zip(*rows)
-    numbers = {name: i for i, name in enumerate(classes)}
-    labels = torch.tensor([numbers[name] for name in names])
-    if what.startswith('vectors'):
+def read_split(name, split, splits, resize, image_size, cache):
+    """The Images, or Vectors, of one of the splits that list_images returns"""
+    rows = splits[split]
+    # Query and gallery are numbered together.
+    together = rows if split == 'train' else splits['query'] + splits.get('gallery', [])
+    classes = sorted({row[1] for row in together})
+    numbers = {class_: i for i, class_ in enumerate(classes)}
+    labels = torch.tensor([numbers[row[1]] for row in rows])
+    paths, _, groups = zip(*rows)
+    if name == 'vectors':
         paths, vectors = zip(*paths)
         return Vectors(torch.tensor(np.stack(vectors)), labels, classes, paths)
-    pixels, sizes = decode(paths, resize, what, cache)
+    pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
     groups = torch.tensor(groups) if groups[0] is not None else None
     return Images(pixels, sizes, labels, image_size, classes, groups, paths)
 
@@ -805,7 +804,7 @@ def list_images(name, root, known=None, fold=None, least=2):
     root = Path(root).expanduser()
     splits = {}
     try:
-        if name == 'folder' and known is None and folders_in(root).keys() == {'train'}:
+        if known is None and trains_on_all(name, root):
             wanted = ['train']
         listed = read_folder(name, root, known, least) if name in ('folder', 'vectors') else read_benchmark(name, root)
         for split, *row in listed:
@@ -832,6 +831,7 @@ def check_images(name, root, splits, needed, least):
         if classes < least:
             what = 'the training set' if split == 'train' else 'the test set'
             raise ValueError(f'{what} needs {least} classes or more, and has {classes}')
+    # A row of vectors has its vector there, and no file of its own.
     paths = [row[0] for rows in splits.values() for row in rows if name != 'vectors']
     twice = [path for path, times in Counter(paths).items() if times > 1]
     outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
@@ -903,6 +903,11 @@ def folders_in(root):
     return {path.name.lower(): path for path in root.iterdir() if path.is_dir() and path.name[0] != '.'}
 
 
+def trains_on_all(name, root):
+    """Whether a folder of images holds train/ and no other folder: all its classes train, and none tests."""
+    return name == 'folder' and folders_in(root).keys() == {'train'}
+
+
 def read_folder(name, root, known=None, least=2):
     """A class is a folder that holds images directly, at any depth; its name is its path. Images that lie in no folder
     are one class without a name.
@@ -914,7 +919,7 @@ def read_folder(name, root, known=None, least=2):
     one, of any name, that of a folder without them.
     """
     folders = folders_in(root)
-    only_train = folders.keys() == {'train'}
+    only_train = trains_on_all(name, root)
     whole = folders['train'] if only_train else root
     read = classes_below
     if name == 'vectors':
@@ -948,10 +953,11 @@ def read_folder(name, root, known=None, least=2):
 
 
 def classes_to_leave_out(root, splits, known, none_new):
-    """Those of the test classes that are `known`; or none of them if all are, and `none_new` allows that."""
+    """The test classes that a network knows. If it knows all of them, that is an error; but where `none_new` is true,
+    none of them is left out, with a warning."""
     found = {name for names in splits.values() for name in names}
     out = found & known
-    if out == found and out:
+    if out and out == found:
         if not none_new:
             raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can '
                              'be evaluated if they lie in test/ or val/, beside train/')
@@ -1003,7 +1009,10 @@ def classes_in_file(path):
         rows = list(zip(saved.get('paths', range(len(labels))), vectors))
     if vectors.ndim != 2 or len(rows) != len(names) or labels.min() < 0 or not np.isfinite(vectors).all():
         raise ValueError(f'{path.name} needs finite embeddings (N, c) and labels (N,) from 0 on')
-    return {name: [rows[i] for i in np.flatnonzero(names == name)] for name in np.unique(names).tolist()}
+    classes = {}
+    for name, row in zip(names.tolist(), rows):
+        classes.setdefault(name, []).append(row)
+    return classes
 
 
 def save_vectors(folder, data, train, query, gallery=None):
@@ -1348,6 +1357,17 @@ def make_trunk(arch, weights, channels, length):
     resnet = load_resnet(arch, weights)
     # All but the last two children, which are its own pooling and classifier
     return nn.Sequential(OrderedDict(list(resnet.named_children())[:-2])), resnet.fc.in_features
+
+
+def initialise(linear, head_init):
+    """Fills the head of an Embedder, as it says at head_init."""
+    if head_init == 'default':
+        return
+    nn.init.zeros_(linear.bias)
+    if head_init == 'identity':
+        nn.init.eye_(linear.weight)
+    else:
+        nn.init.kaiming_normal_(linear.weight, mode='fan_out')
 
 
 def load_resnet(arch, weights):
