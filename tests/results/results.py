@@ -119,6 +119,12 @@ FLOWERS = ('train_metrix.py --dataset folder --data data/flowers --weights data/
 SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 'hse']
 
 
+COURSE = {'margin 0.2': 'contrastive.py --neg-margin 0.2', 'margin 0.5': 'contrastive.py',
+          'margin 1': 'contrastive.py --neg-margin 1', 'ms': 'ms.py', 'proxies x 1': 'proxy_anchor.py --proxy-lr-mult 1',
+          'proxies x 10': 'proxy_anchor.py', 'proxies x 100': 'proxy_anchor.py --proxy-lr-mult 100',
+          'lr 0.1': 'proxy_anchor.py --lr 0.1'}
+
+
 # An epoch of these birds has 14 steps. So these are about 25, 50, 100, 200, 300, 600 and 1,000 steps.
 KEPT = (0, 2, 4, 7, 14, 21, 43, 71)
 STORED = '--dataset vectors --data data/birds'
@@ -219,6 +225,10 @@ TABLES = {
                           for mixup in ('none', 'feature')}, [('proxy_anchor, feature', 'proxy_anchor, none')]),
     'hse': Table(SEEDS, HSE, [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
     'shapes': Table(SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
+    'speed': Table(SEEDS, {name: f'train_{name}.py --eval-every 1' for name in SCRIPTS}, []),
+    'course': Table(FOLDS, {row: f'train_{flags}' for row, flags in COURSE.items()},
+                    [('margin 0.2', 'margin 0.5'), ('margin 1', 'margin 0.5'), ('ms', 'margin 0.5'),
+                     ('proxies x 1', 'proxies x 10'), ('proxies x 100', 'proxies x 10'), ('lr 0.1', 'proxies x 10')]),
     'omniglot': Table(SEEDS, {name: f'train_{name}.py --dataset folder --data data/omniglot' for name in SCRIPTS}, []),
     'scratch': Table(FOLDS, {name: f'train_{flags}' for name, flags in SCRATCH.items()},
                      against([name for name in SCRATCH if name.startswith('alpha ')], 'alpha 0')
