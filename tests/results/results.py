@@ -18,8 +18,9 @@ network before training; numbers have six digits, and no two lines have the same
 at the next start. Its folder in runs/ is named by its command, so an unfinished run whose command is renamed begins
 anew. A run that fails is named at the end, and does not stop the others. Once the line is written, the checkpoints in
 runs/, of 100 to 150 MB each, may be deleted, but for those of folds in a table of papers, which eval.py joins when all
-of a row are there. For a run of your own,
-add a row to TABLES; for a table of your own, add its place and the text around it to the page, too.
+of a row are there. For a run of your own, add a row to TABLES; for a table of your own, add its place and the text
+around it to the page, too; for a claim of a paper, add it to CLAIMS.
+
 The data belong in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the trunk
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
@@ -66,6 +67,8 @@ class Table(NamedTuple):
     pairs: list         # [(row, row that it is compared with)]
     epochs: tuple = ()  # those whose rows are kept and shown; (): all are kept, and the last one is shown
     paper: dict = {}    # {row: (R@1, or (R@1, RP, MAP@R) of folds, separated and concatenated; where it stands)}
+    folds: str = ''     # a table with the same rows on folds, by whose best epoch these runs are shown as well
+    measured: bool = False      # whether networks are analysed when their training ends, see `measure`
 
 
 TWENTY = [f'--seed {n}' for n in range(20)]
@@ -120,9 +123,20 @@ SCRIPTS = ['contrastive', 'ms', 'proxy_anchor', 'proxynca_pp', 'ccl', 'metrix', 
 
 
 COURSE = {'margin 0.2': 'contrastive.py --neg-margin 0.2', 'margin 0.5': 'contrastive.py',
-          'margin 1': 'contrastive.py --neg-margin 1', 'ms': 'ms.py', 'proxies x 1': 'proxy_anchor.py --proxy-lr-mult 1',
-          'proxies x 10': 'proxy_anchor.py', 'proxies x 100': 'proxy_anchor.py --proxy-lr-mult 100',
-          'lr 0.1': 'proxy_anchor.py --lr 0.1'}
+          'margin 1': 'contrastive.py --neg-margin 1', 'ms': 'ms.py',
+          'proxies x 1': 'proxy_anchor.py --proxy-lr-mult 1', 'proxies x 10': 'proxy_anchor.py',
+          'proxies x 100': 'proxy_anchor.py --proxy-lr-mult 100', 'lr 0.1': 'proxy_anchor.py --lr 0.1'}
+
+
+# One step that changes nothing, with BatchNorm as it begins
+UNTRAINED = '--steps 1 --lr 1e-30 --freeze-bn'
+# As in 'metrix', but for an evaluation after epoch 4, which keeps these commands apart
+MEASURED = f'{PHOTOS} --epochs 9 --warmup 1 --eval-every 4 --decay-epochs 5 --lr 3.3e-05'
+SPACE = [('contrastive', mixup) for mixup in ('none', 'feature', 'embed', 'input')]
+SPACE += [('ms', mixup) for mixup in ('none', 'feature', 'embed')]
+BATCHES = (30, 60, 90, 180)
+CONSTANT = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 96 '
+            '--epochs 24 --warmup 1 --eval-every 3 --schedule constant --lr 3e-4 --loss proxy_anchor')
 
 
 # An epoch of these birds has 14 steps. So these are about 25, 50, 100, 200, 300, 600 and 1,000 steps.
@@ -258,6 +272,26 @@ TABLES = {
     'noise': Table(CROSSED, NOISY, [(row, row.replace('lam 2', 'lam 0')) for row in NOISY if 'lam 2' in row]),
     'centres': Table(FOLDS, {f'lam {lam}': f'train_ccl.py --epochs 60 --eval-every 10 --lam {lam}' for lam in (0, 2)},
                      [('lam 2', 'lam 0')]),
+    'untrained': Table(SEEDS, {'shapes': f'train_ms.py {UNTRAINED}',
+                               'omniglot': f'train_ms.py --dataset folder --data data/omniglot {UNTRAINED}'}, [],
+                       measured=True),
+    'space': Table(SEEDS, {f'{loss}, {mixup}': f'train_metrix.py {MEASURED} --loss {loss} --mixup {mixup}'
+                           for loss, mixup in SPACE},
+                   [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in SPACE if mixup != 'none'], measured=True),
+    'vector_space': Table(TWENTY, {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 14 --eval-every 14 '
+                                                       f'--loss {loss} --mixup {mixup}'
+                                   for loss in ('contrastive', 'ms') for mixup in ('none', 'feature')},
+                          [(f'{loss}, feature', f'{loss}, none') for loss in ('contrastive', 'ms')], measured=True),
+    'batches': Table(TWENTY, {f'batch {size}': f'train_proxy_anchor.py {STORED} --epochs 16 --batch-size {size}'
+                              for size in BATCHES},
+                     [(f'batch {size}', 'batch 30') for size in BATCHES[1:]], (0, 1, 2, 4, 8, 16)),
+    'species': Table(FOLDS, {f'K = {k}, alpha {alpha}': f'train_hse.py --alpha {alpha} --per-class {k}'
+                             for k in (2, 4, 8) for alpha in (0, 0.05)},
+                     [(f'K = {k}, alpha 0.05', f'K = {k}, alpha 0') for k in (2, 4, 8)]
+                     + [(f'K = {k}, alpha 0', 'K = 4, alpha 0') for k in (2, 8)]),
+    'constant': Table(SEEDS, {mixup: f'train_metrix.py {CONSTANT} --mixup {mixup}'
+                              for mixup in ('none', 'feature', 'embed')},
+                      [('feature', 'none'), ('embed', 'none')], (0, 3, 6, 9, 12, 15, 18, 21, 24)),
     'long': Table(SEEDS, {f'ms, {mixup}': f'train_metrix.py {LONG} --mixup {mixup}' for mixup in ('none', 'feature')}
                   | {f'proxy_anchor, {mixup}': f'train_metrix.py {LONG} --loss proxy_anchor --mixup {mixup}'
                      for mixup in ('none', 'feature')}
@@ -266,7 +300,7 @@ TABLES = {
                   [('ms, feature', 'ms, none'), ('ms, push', 'ms, none'), ('ms, push', 'ms, feature'),
                    ('ms, none, 36 epochs', 'ms, none'), ('proxy_anchor, feature', 'proxy_anchor, none')]),
     'vectors': Table(TWENTY, ON_VECTORS, [(f'{loss}, {mixup}', f'{loss}, none') for loss, mixup in MIXED
-                                          if mixup != 'none'], KEPT),
+                                          if mixup != 'none'], KEPT, folds='vector_folds'),
     'vector_folds': Table(FOLDS, {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 20 --patience 20 '
                                                       f'--loss {loss} --mixup {mixup}' for loss, mixup in MIXED}, [],
                           (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20)),
@@ -387,8 +421,8 @@ def name_of(command):
     return 'results-' + md5(command.encode()).hexdigest()[:8]
 
 
-def run(command, threads, gpus, epochs=()):
-    """Makes one run, and writes its line, with the rows of these epochs, or of all -> whether it succeeded
+def run(command, table, threads, gpus):
+    """Makes one run of a table, and writes its line -> whether it succeeded
 
     gpus  a queue of the numbers of the GPUs that are free; each run takes one
     """
@@ -396,15 +430,21 @@ def run(command, threads, gpus, epochs=()):
     folder = ROOT / 'runs' / name
     words = command.split() + (['--resume', f'runs/{name}'] if (folder / 'last.pt').exists() else ['--name', name])
     gpu = gpus.get()
-    done = start(words, OMP_NUM_THREADS=str(threads), **({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=str(gpu))))
+    environment = dict(OMP_NUM_THREADS=str(threads)) | ({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=str(gpu)))
+    done = start(words, **environment)
+    measures = {}
+    if table.measured and not done.returncode:
+        done, measures = measure(done, f'runs/{name}/last.pt', 'train_metrix.py' in command, environment)
     gpus.put(gpu)
     if done.returncode:
         print(f'{command}\n{done.stdout[-1000:]}', flush=True)
         return False
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    if epochs:
+    if table.epochs:
         rows = [{key: row[key] for key in ('epoch', 'R@1', 'MAP@R', 's+', 's-', 'minutes')}
-                for row in rows if row['epoch'] in epochs]
+                for row in rows if row['epoch'] in table.epochs]
+    if measures:
+        rows[-1] |= measures
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
@@ -420,6 +460,32 @@ def run(command, threads, gpus, epochs=()):
 def start(words, **environment):
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def measure(done, checkpoint, mixes, environment):
+    """Measures the network of a run that is `done` -> (the process that ended last, {name: number})
+
+    From eval.py --analyse: alignment, uniformity and utilization of the test images, and NMI. From train_metrix.py
+    --analyse, if the run `mixes`: utilization with mixed examples as well, and of Fig. 2 of Metrix P(Pos) for mixtures
+    with a label between 0.5 and 0.6, and the largest difference of the two curves.
+    """
+    analysed = start(['eval.py', '--checkpoint', checkpoint, '--analyse'], **environment)
+    if analysed.returncode:
+        return analysed, {}
+    found = json.loads(analysed.stdout.splitlines()[-1])
+    measures = {key: found[key] for key in ('alignment', 'uniformity', 'utilization', 'NMI')}
+    if not mixes:
+        return done, measures
+    analysed = start(['train_metrix.py', '--analyse', checkpoint], **environment)
+    if analysed.returncode:
+        return analysed, {}
+    mixed = re.search(r'([\d.]+) by these and the mixed ones', analysed.stdout)
+    # A line of a tenth of lambda: lambda, measured, by Eq. (25), mean similarity, threshold, pairs
+    curves = [[*map(float, line.split())] for line in re.findall(r'(?m)^ +0\.\d5 .*$', analysed.stdout)]
+    measures['utilization, mixed'] = float(mixed[1])
+    measures['P(Pos)'] = next(measured for lam, measured, *_ in curves if lam == 0.55)
+    measures['Fig. 2'] = max(abs(measured - predicted) for _, measured, predicted, *_ in curves)
+    return done, measures
 
 
 def write_line(line):
@@ -458,7 +524,7 @@ def make(name, jobs):
         gpus.put(numbers[job % len(numbers)])
     threads = max(1, os.cpu_count() // jobs)
     with ThreadPoolExecutor(jobs) as pool:
-        worked = list(pool.map(partial(run, threads=threads, gpus=gpus, epochs=table.epochs), commands))
+        worked = list(pool.map(partial(run, table=table, threads=threads, gpus=gpus), commands))
     failed = [command for command, success in zip(commands, worked) if not success]
     if table.paper and table.repeats == FOLDS:
         done = finished()
@@ -516,12 +582,21 @@ def runs_of(name):
     return {row: lines for row, lines in runs.items() if lines}
 
 
+def paired(found, row, base):
+    """[(what a row has, what its base has)] for the repeats that both have; found is {row: {repeat: anything}}"""
+    bases = found.get(base, {})
+    return [(one, bases[flag]) for flag, one in found.get(row, {}).items() if flag in bases]
+
+
+def last_rows(runs):
+    """{row: {flag of a repeat: the last evaluation}} of what runs_of returns"""
+    return {row: {flag: line['rows'][-1] for flag, line in lines.items()} for row, lines in runs.items()}
+
+
 def tables(name):
     """The two tables of TABLES[name], rows and differences, as Markdown; [] if nothing can be compared yet"""
     runs, table = runs_of(name), TABLES[name]
-    differences = {(row, base): [(lines['rows'][-1], runs[base][flag]['rows'][-1])
-                                 for flag, lines in runs.get(row, {}).items() if flag in runs.get(base, {})]
-                   for row, base in table.pairs}
+    differences = {pair: paired(last_rows(runs), *pair) for pair in table.pairs}
     if not runs or (differences and not any(differences.values())):
         return []
     every = [line for lines in runs.values() for line in lines.values()]
@@ -550,6 +625,26 @@ def tables(name):
     return out
 
 
+# What is measured of a network, and with how many digits it is shown
+MEASURES = {'alignment': 2, 'uniformity': 2, 'utilization': 2, 'utilization, mixed': 2, 'P(Pos)': 2, 'Fig. 2': 2,
+            'NMI': 1}
+
+
+def measures_of(name):
+    """What was measured of the networks of a table, and the differences, as Markdown"""
+    found = last_rows(runs_of(name))
+    keys = [key for key in MEASURES if all(key in one for rows in found.values() for one in rows.values())]
+    out = [f'| | runs | {" | ".join(keys)} |', '|---' * (len(keys) + 2) + '|']
+    for row, rows in found.items():
+        cells = [cell([one[key] for one in rows.values()], MEASURES[key]) for key in keys]
+        out.append(f'| {row} | {len(rows)} | {" | ".join(cells)} |')
+    for row, base in TABLES[name].pairs:
+        if both := paired(found, row, base):
+            cells = [cell([a[key] - b[key] for a, b in both], MEASURES[key], bold=True) for key in keys]
+            out.append(f'| {row} - {base} | {len(both)} | {" | ".join(cells)} |')
+    return out
+
+
 def by_epoch(name):
     """For a table with epochs: MAP@R and R@1 of its rows, and their differences, at each of them, as Markdown"""
     runs, table = runs_of(name), TABLES[name]
@@ -568,35 +663,35 @@ def by_epoch(name):
             cells = [cell([one[epoch][key] for one in rows.values()]) for epoch in table.epochs]
             out.append(f'| {row} | {len(rows)} | {" | ".join(cells)} | `{own[row]}` |')
         for row, base in table.pairs:
-            bases = found.get(base, {})
-            both = [(rows, bases[flag]) for flag, rows in found.get(row, {}).items() if flag in bases]
-            if both:
+            if both := paired(found, row, base):
                 cells = [cell([a[epoch][key] - b[epoch][key] for a, b in both], bold=True) for epoch in table.epochs]
                 out.append(f'| {row} - {base} | {len(both)} | {" | ".join(cells)} | |')
         out.append('')
     return out[:-1]
 
 
+def papers_on_folds(name):
+    """For a table with numbers of a paper on folds: those, and ours, as Markdown, also where nothing has been run"""
+    runs, table, done = runs_of(name), TABLES[name], finished()
+    out = ['| | folds | setting | paper: R@1, RP, MAP@R | where | here: R@1, RP, MAP@R | R@1 - paper | command |',
+           '|---' * 8 + '|']
+    for row, command in table.rows.items():
+        columns, where = table.paper[row]
+        joined = done.get(f'eval.py {command}', {}).get('rows', [{}, {}])
+        for setting, theirs, ours in zip(('separated', 'concatenated'), columns, joined):
+            here = ', '.join(f'{ours[key]:.2f}' for key in ('R@1', 'RP', 'MAP@R')) if ours else 'not run yet'
+            gain = f'{ours["R@1"] - theirs[0]:.1f}' if ours else ''
+            cells = [row, len(runs.get(row, {})), setting, ', '.join(f'{number:.2f}' for number in theirs), where,
+                     here, gain, f'`{command}`']
+            out.append(f'| {" | ".join(map(str, cells))} |')
+    return out
+
+
 def papers(name):
-    """For a table with numbers of papers: those, and ours, as Markdown, also where nothing has been run"""
+    """The same for a table of seeds"""
     runs, table = runs_of(name), TABLES[name]
-    done = finished()
-    out = []
-    if table.repeats == FOLDS:
-        out += ['| | folds | setting | paper: R@1, RP, MAP@R | where | here: R@1, RP, MAP@R | R@1 - paper | command |',
-                '|---' * 8 + '|']
-        for row, command in table.rows.items():
-            columns, where = table.paper[row]
-            joined = done.get(f'eval.py {command}', {}).get('rows', [{}, {}])
-            for setting, theirs, ours in zip(('separated', 'concatenated'), columns, joined):
-                here = ', '.join(f'{ours[key]:.2f}' for key in ('R@1', 'RP', 'MAP@R')) if ours else 'not run yet'
-                gain = f'{ours["R@1"] - theirs[0]:.1f}' if ours else ''
-                cells = [row, len(runs.get(row, {})), setting, ', '.join(f'{number:.2f}' for number in theirs), where,
-                         here, gain, f'`{command}`']
-                out.append(f'| {" | ".join(map(str, cells))} |')
-        return out
-    out += ['| | runs | paper: R@1 | where | last epoch | best on the test set | last epoch - paper | command |',
-            '|---' * 8 + '|']
+    out = ['| | runs | paper: R@1 | where | last epoch | best on the test set | last epoch - paper | command |',
+           '|---' * 8 + '|']
     for row, command in table.rows.items():
         number, where = table.paper[row]
         lines = runs.get(row, {}).values()
@@ -614,9 +709,10 @@ def steps_of(line):
     return int(re.search(r'of ([\d,]+) batches of', line['recipe'])[1].replace(',', ''))
 
 
-def stopped(name, folds='vector_folds'):
+def stopped(name):
     """The rows of a table with epochs at the epoch that is nearest, in steps, to the best one on folds, as Markdown"""
-    runs, chosen, table = runs_of(name), runs_of(folds), TABLES[name]
+    table = TABLES[name]
+    runs, chosen = runs_of(name), runs_of(table.folds)
     if not (runs.keys() <= chosen.keys() and runs):
         return []
     out = ['At the epoch that has the highest mean MAP@R on the folds, or rather the nearest one in steps:', '',
@@ -625,7 +721,7 @@ def stopped(name, folds='vector_folds'):
     for row, lines in runs.items():
         on_folds = list(chosen[row].values())
         means = {epoch: sum(one['MAP@R'] for line in on_folds for one in line['rows'] if one['epoch'] == epoch)
-                 for epoch in TABLES[folds].epochs}
+                 for epoch in TABLES[table.folds].epochs}
         wanted = max(means, key=means.get) * steps_of(on_folds[0])
         per_epoch = steps_of(next(iter(lines.values())))
         epoch = min(table.epochs, key=lambda e: abs(e * per_epoch - wanted))
@@ -633,8 +729,7 @@ def stopped(name, folds='vector_folds'):
         cells = [cell([one[key] for one in found[row].values()]) for key in ('MAP@R', 'R@1')]
         out.append(f'| {row} | {len(lines)} | {wanted} | {epoch * per_epoch} | {" | ".join(cells)} |')
     for row, base in table.pairs:
-        both = [(one, found[base][flag]) for flag, one in found.get(row, {}).items() if flag in found.get(base, {})]
-        if both:
+        if both := paired(found, row, base):
             cells = [cell([a[key] - b[key] for a, b in both], bold=True) for key in ('MAP@R', 'R@1')]
             out.append(f'| {row} - {base} | {len(both)} | | | {" | ".join(cells)} |')
     return out
@@ -650,10 +745,8 @@ def choosing(name):
     rules = [lambda line: line['rows'][-1]['R@1'], lambda line: max(row['R@1'] for row in line['rows'][1:])]
     found = {row: [[rule(line) for line in lines.values()] for rule in rules] for row, lines in runs.items()}
     for row, base in table.pairs:
-        both = [flag for flag in runs.get(row, {}) if flag in runs.get(base, {})]
-        if both:
-            found[f'{row} - {base}'] = [[rule(runs[row][flag]) - rule(runs[base][flag]) for flag in both]
-                                        for rule in rules]
+        if both := paired(runs, row, base):
+            found[f'{row} - {base}'] = [[rule(a) - rule(b) for a, b in both] for rule in rules]
     out = ['R@1 of the same runs by the last epoch, and by the epoch that is best on the test set, which papers often',
            'report (Reality Check, Section 2.3):', '',
            '| | runs | last epoch | best epoch | best - last |', '|---' * 5 + '|']
@@ -712,13 +805,15 @@ def section(name):
     names = dict.fromkeys(re.findall(r'--patched (\w+)', ' '.join(TABLES[name].rows.values())))
     notes = [f'* `{patch}`: {" ".join(PATCHES[patch].__doc__.split())}' for patch in names]
     if TABLES[name].paper:
-        found = papers(name)
+        found = (papers_on_folds if TABLES[name].repeats == FOLDS else papers)(name)
     elif TABLES[name].epochs:
         found = by_epoch(name)
-        if name == 'vectors' and found:
+        if TABLES[name].folds and found:
             found += ['', *stopped(name)]
     else:
         found = tables(name)
+        if TABLES[name].measured and found:
+            found += ['', *measures_of(name)]
     return [*notes, *([''] if notes else []), *(found or ['Not run yet.']), '', *choosing(name)]
 
 
@@ -775,7 +870,4 @@ def try_out(flags):
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit('stopped; the same command goes on') from None
+    common.cli(main)

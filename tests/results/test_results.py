@@ -149,10 +149,32 @@ def test_folds_of_the_reality_check_are_joined_by_eval(trial):
     assert results.make('reality-check-cub', jobs=1) == [bad]
     joined = [command for command, _ in trial.made if command.startswith('eval.py')]
     assert len(joined) == 4 and all(command.count('runs/results-') == 4 for command in joined)
-    table = results.papers('reality-check-cub')
+    table = results.papers_on_folds('reality-check-cub')
     assert table[2].startswith('| contrastive | 4 | separated | 59.73, 31.98, 21.18 | Reality Check, Table 4, with '
                                'BN-Inception | 50.00, 20.00, 10.00 | -9.7 |')
     assert '| ms | 3 | concatenated | 65.04, 35.40, 24.70 |' in table[5] and '| not run yet |' in table[5]
+
+
+def test_measures_are_read_from_what_the_analyses_print(monkeypatch):
+    """Of a script that does not mix, eval.py's alone"""
+    printed = {'eval.py': 'a line\n' + json.dumps({'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60}),
+               'train_metrix.py': """P(Pos(a, v)) with beta 18, gamma 75, m 0.77: measured, and by Eq. (25)
+  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs
+    0.45     0.300     0.350         0.700      0.768     20000
+    0.55     0.600     0.520         0.720      0.772     20000
+utilization, Eq. (12): 0.500 by clean examples, 0.400 by these and the mixed ones of 20 batches
+the figure: runs/x/positivity.png
+"""}
+    monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=0, stdout=printed[words[0]]))
+    ended = SimpleNamespace(returncode=0)
+    done, measures = results.measure(ended, 'runs/x/last.pt', True, {})
+    assert done is ended and measures == {
+        'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60, 'utilization, mixed': 0.4, 'P(Pos)': 0.6,
+        'Fig. 2': pytest.approx(0.08)}
+    assert results.measure(ended, 'runs/x/last.pt', False, {})[1].keys() == {
+        'alignment', 'uniformity', 'utilization', 'NMI'}
+    monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=2, stdout=''))
+    assert results.measure(ended, 'runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
 
 
 def test_a_plan_says_what_is_missing(trial, capsys):
