@@ -54,6 +54,11 @@ class Exercise(NamedTuple):
     akin: str = ''      # functions of the same script that share lines with the solution
 
     @property
+    def functions(self):
+        """Those to write, as a page names them"""
+        return ', '.join(f'`{function}`' for function in self.cut.split())
+
+    @property
     def solutions(self):
         """{script: functions that hold a solution}"""
         return {self.script: f'{self.cut} {self.akin}'} | self.copies
@@ -133,7 +138,8 @@ def cut(text, names):
 
 def prune(text, words):
     """A file of tests with those whose name has one of the words, and with the statements that define what they use"""
-    lines, body = text.splitlines(keepends=True), ast.parse(text).body
+    lines = text.splitlines(keepends=True)
+    body = ast.parse(text).body
     ends = [0, *(node.end_lineno for node in body)]
     sources = {node: ''.join(lines[start:node.end_lineno]) for start, node in zip(ends, body)}
     symbols = {node: symtable(source, '', 'exec').get_symbols() for node, source in sources.items()}
@@ -164,17 +170,25 @@ def solutions_in(path, names):
     return {function for name in names for function in EXERCISES[name].solutions.get(path, '').split()}
 
 
-def handout(names):
-    """{path: text} of the files for these exercises: tests, scripts that they need, and what these import"""
-    exercises, files = [EXERCISES[name] for name in names], {}
-    paths = ['tests/conftest.py', *(path for e in exercises for path in (e.script, e.tests))]
+def with_imports(paths, text_of):
+    """{path: text} of these files and of all that they import; text_of(path) is what a file holds"""
+    paths = list(paths)
+    files = {}
     for path in paths:                              # it grows on the way
         if path not in files:
-            words = [word for e in exercises if path == e.tests for word in e.graded.split(' or ')]
-            text = source(path)
-            files[path] = prune(text, words) if words else cut(text, solutions_in(path, names))
+            files[path] = text_of(path)
             paths += local(files[path])
     return files
+
+
+def handout(names):
+    """{path: text} of the files for these exercises: tests, scripts that they need, and what these import"""
+    exercises = [EXERCISES[name] for name in names]
+
+    def text_of(path):
+        words = [word for e in exercises if path == e.tests for word in e.graded.split(' or ')]
+        return prune(source(path), words) if words else cut(source(path), solutions_in(path, names))
+    return with_imports(['tests/conftest.py', *(path for e in exercises for path in (e.script, e.tests))], text_of)
 
 
 PAGE = """# Exercises
@@ -218,22 +232,27 @@ def flawed(names, seed):
     """{path: text} of whole scripts, each with a wrong solution in place of the right one. Those that change lines are
     taken; one that comes as a function of its own would show by its style."""
     from solutions import WRONG
-    chosen, files, rows = random.Random(seed), {}, []
-    scripts = [EXERCISES[name].script for name in names]
-    if len({*scripts}) < len(scripts):
+    exercises = {name: EXERCISES[name] for name in names}
+    if len({e.script for e in exercises.values()}) < len(names):
         raise SystemExit('error: two of these exercises are in one script, and a script gets one mistake')
-    for name, script in zip(names, scripts):
-        exercise = EXERCISES[name]
+    drawn = random.Random(seed)
+    scripts = {}
+    for name, e in exercises.items():
         mistakes = [mistake for mistake in WRONG[name].values() if not isinstance(mistake, str)]
-        text = hand_in(source(script), exercise.cut.split(), chosen.choice(mistakes))
-        files[script] = text
-        rows.append(f'| `{script}` | {", ".join(f"`{f}`" for f in exercise.cut.split())} | {exercise.source} | '
-                    f'{exercise.minutes} |')
-    paths = list(files)
-    for path in paths:                              # it grows on the way
-        files.setdefault(path, source(path))
-        paths += [other for other in local(files[path]) if other not in paths]
-    return files | {'README.md': FLAWED.format(rows='\n'.join(rows))}
+        scripts[e.script] = hand_in(source(e.script), e.cut.split(), drawn.choice(mistakes))
+    rows = [f'| `{e.script}` | {e.functions} | {e.source} | {e.minutes} |' for e in exercises.values()]
+    return (with_imports(scripts, lambda path: scripts.get(path) or source(path))
+            | {'README.md': FLAWED.format(rows='\n'.join(rows))})
+
+
+def page(names):
+    """What the students read about these exercises"""
+    rows = []
+    for name in names:
+        e = EXERCISES[name]
+        rows.append(f'| {name} | `{e.script}`: {e.functions} | {e.source} | {e.level} | {e.minutes} | '
+                    f'`python -m pytest {e.tests} -k "{e.graded}"` |')
+    return PAGE.format(rows='\n'.join(rows), seconds=LIMIT_OF_A_TEST, limit=LIMIT)
 
 
 def make(out, names, seed=None):
@@ -241,11 +260,7 @@ def make(out, names, seed=None):
         raise SystemExit(f'error: {out} exists and is not empty')
     if Path(out).resolve().is_relative_to(ROOT):
         print(f'note: {out} lies in the project, whose own tests pytest cannot run beside it: take ../{Path(out).name}')
-    rows = [f'| {name} | `{e.script}`: {", ".join(f"`{f}`" for f in e.cut.split())} | {e.source} | {e.level} | '
-            f'{e.minutes} | `python -m pytest {e.tests} -k "{e.graded}"` |'
-            for name, e in ((name, EXERCISES[name]) for name in names)]
-    page = PAGE.format(rows='\n'.join(rows), seconds=LIMIT_OF_A_TEST, limit=LIMIT)
-    files = handout(names) | {'README.md': page} if seed is None else flawed(names, seed)
+    files = flawed(names, seed) if seed is not None else handout(names) | {'README.md': page(names)}
     files |= {name: (ROOT / name).read_text() for name in ('requirements.txt', 'LICENSE')}
     write(out, files)
     print(f'{out}: {", ".join(sorted(files))}')
@@ -274,15 +289,14 @@ class Record:
         self.broken = f'{type(excinfo.value).__name__}: {excinfo.value}'
 
     def pytest_runtest_setup(self, item):
-        if hasattr(signal, 'SIGALRM'):              # which Windows lacks; there the limit on the file holds alone
-            signal.signal(signal.SIGALRM, self.stop)
-            signal.alarm(self.seconds)
+        signal.signal(signal.SIGALRM, self.stop)
+        signal.alarm(self.seconds)
 
     def stop(self, *_):
         raise TimeoutError(f'no end after {self.seconds} seconds')
 
     def pytest_runtest_logreport(self, report):
-        if report.when == 'teardown' and hasattr(signal, 'SIGALRM'):
+        if report.when == 'teardown':
             signal.alarm(0)
         if report.when == 'call' or report.failed:
             crash = getattr(report.longrepr, 'reprcrash', None)
@@ -294,8 +308,7 @@ class Record:
 
 def run_tests(folder, arguments, sender, seconds):
     """In a process of its own: the tests of a folder, in silence. Sends a pair for each, and (None, why) at the end."""
-    with suppress(AttributeError, OSError):
-        os.setpgid(0, 0)                            # so that all that is started from here can be ended
+    os.setpgid(0, 0)                                # so that all that is started from here can be ended
     os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'
     os.chdir(folder)
     sys.path[:] = [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)]
@@ -321,7 +334,9 @@ def results(exercise, files, script, *options):
         process = context.Process(target=run_tests, args=given, daemon=True)
         process.start()
         sender.close()
-        tests, why, end = {}, f'no end after {LIMIT} seconds', time.monotonic() + LIMIT
+        end = time.monotonic() + LIMIT
+        tests = {}
+        why = f'no end after {LIMIT} seconds'
         try:
             while receiver.poll(max(0, end - time.monotonic())):
                 test, reason = receiver.recv()
@@ -331,7 +346,7 @@ def results(exercise, files, script, *options):
                 tests[test] = reason
         except EOFError:
             why = 'the process ended early'
-        with suppress(AttributeError, OSError):
+        with suppress(OSError):                     # it ended by itself
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
@@ -351,12 +366,14 @@ def scripts_in(paths, script):
 
 def grade(name, paths, table=None, feedback=None):
     """Prints the points of each file. A graded test is a point, if it passes with all of its parameters."""
-    exercise, files = EXERCISES[name], handout([name])
+    exercise = EXERCISES[name]
+    files = handout([name])
     every, why = results(exercise, files, source(exercise.script).encode())
     if why or any(every.values()):
         raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
     functions = list(dict.fromkeys(test.split('[')[0] for test in every))
-    paths, rows = list(scripts_in(paths, exercise.script)), []
+    paths = list(scripts_in(paths, exercise.script))
+    rows = []
     with ThreadPoolExecutor(2) as pool:
         scripts = [path.read_bytes() for path in paths]
         for path, (tests, why) in zip(paths, pool.map(partial(results, exercise, files), scripts)):
@@ -410,7 +427,9 @@ def check(names, verbose=0):
     """Whether all graded tests fail on what is cut, at least one on each wrong solution, and none on the others, where
     all other exercises are cut. Returns how many solutions are not as they should be."""
     from solutions import RIGHT, WRONG
-    files, jobs, bad = handout(list(EXERCISES)), [], 0
+    files = handout(list(EXERCISES))
+    jobs = []
+    bad = 0
     for name in names:
         exercise = EXERCISES[name]
         own = exercise.cut.split()

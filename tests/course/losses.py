@@ -57,33 +57,35 @@ def of_proxies(loss):
     return gradients
 
 
-def of_the_proxy(loss):
-    """The same for the proxy of class 0 as the anchor of two images; a second proxy, of the negative, is opposite."""
+def of_an_anchor(loss):
+    """The same for an anchor, a proxy or a hybrid, that is no image itself: loss(anchor, images)"""
     def gradients(positive, negative):
-        p, *images = three(positive, negative)
+        anchor, *images = three(positive, negative)
         z = torch.stack(images).requires_grad_()
-        by_z, = torch.autograd.grad(loss(z, Y[1:], torch.stack([p, -p])), z)
-        # By each image's similarity to p; that to -p is its negative, and the second proxy adds to it.
-        return by_z @ p
+        by_z, = torch.autograd.grad(loss(anchor, z), z)
+        return by_z @ anchor
     return gradients
 
 
-def of_the_hybrid(positive, negative):
-    """The same for a hybrid, a weak positive and a negative"""
-    h, *images = three(positive, negative)
-    z = torch.stack(images).requires_grad_()
+def proxy_loss(proxy, z):
+    """Proxy-Anchor with a second proxy, of the negative's class, opposite to the first one. An image's similarity to it
+    is minus that to the first, and adds to the gradient."""
+    return train_proxy_anchor.proxy_anchor_loss(z, Y[1:], torch.stack([proxy, -proxy]))
+
+
+def hybrid_loss(hybrid, z):
+    """With the positive as its weak positive"""
     weak = torch.tensor([[True, False]])
-    by_z, = torch.autograd.grad(train_hse.hybrid_loss(h[None], z, weak, ~weak), z)
-    return by_z @ h
+    return train_hse.hybrid_loss(hybrid[None], z, weak, ~weak)
 
 
 PANELS = {
     'contrastive (on distances)': of_images(train_contrastive.contrastive_loss),
     'Multi-Similarity': of_images(train_ms.multi_similarity_loss),
-    'Proxy-Anchor': of_the_proxy(train_proxy_anchor.proxy_anchor_loss),
+    'Proxy-Anchor': of_an_anchor(proxy_loss),
     'ProxyNCA++': of_proxies(train_proxynca_pp.proxynca_pp_loss),
     'CCL': of_proxies(train_ccl.center_contrastive_loss),
-    'HSE: hybrid loss': of_the_hybrid,
+    'HSE: hybrid loss': of_an_anchor(hybrid_loss),
 }
 
 
