@@ -39,6 +39,7 @@ from hashlib import md5
 from importlib import import_module
 from pathlib import Path
 from queue import Queue
+from statistics import variance
 from typing import NamedTuple
 from unittest import mock
 
@@ -319,6 +320,83 @@ TABLES = {
                                paper={name: (row[1:], 'Reality Check, Table 4' + BN)
                                       for name, row in TABLE_4.items()}),
 }
+
+
+# ---- what the papers claim
+
+
+class Claim(NamedTuple):
+    text: str
+    where: str          # where the paper says so
+    paper: str          # its difference, in percentage points where it is one of R@1; '> 0' or '< 0' without a number
+    table: str          # of TABLES: where both rows stand
+    row: str
+    base: str           # the row that is subtracted; '' if the quantity is a difference already
+    quantity: str = 'R@1'
+
+
+MIXING_HELPS = 'feature mixing raises R@1: '
+CLAIMS = [
+    Claim(MIXING_HELPS + 'ms', 'Metrix, Table 2', '3.6', 'metrix', 'ms, feature', 'ms, none'),
+    Claim(MIXING_HELPS + 'ms, 60 epochs', 'Metrix, Table 2', '3.6', 'long', 'ms, feature', 'ms, none'),
+    Claim(MIXING_HELPS + 'ms, flowers', 'Metrix, Table 2', '3.6', 'flowers', 'feature', 'none'),
+    Claim(MIXING_HELPS + 'ms, shapes', 'Metrix, Table 2', '3.6', 'push', 'feature', 'none'),
+    Claim(MIXING_HELPS + 'ms, a head that overfits', 'Metrix, Table 2', '3.6', 'vectors', 'ms, feature', 'ms, none'),
+    Claim(MIXING_HELPS + 'Proxy-Anchor, 60 epochs', 'Metrix, Table 2', '1.3', 'long', 'proxy_anchor, feature',
+          'proxy_anchor, none'),
+    Claim(MIXING_HELPS + 'Proxy-Anchor, a constant rate', 'Metrix, Table 2', '1.3', 'constant', 'feature', 'none'),
+    Claim(MIXING_HELPS + 'Proxy-Anchor, a head that overfits', 'Metrix, Table 2', '1.3', 'vectors',
+          'proxy_anchor, feature', 'proxy_anchor, none'),
+    Claim(MIXING_HELPS + 'contrastive', 'Metrix, Table 2', '2.7', 'metrix', 'contrastive, feature',
+          'contrastive, none'),
+    Claim(MIXING_HELPS + 'ProxyNCA++', 'Metrix, Table 2', '1.3', 'metrix', 'proxynca_pp, feature',
+          'proxynca_pp, none'),
+    Claim('mixed features are better than mixed embeddings: ms', 'Metrix, Table 5', '1.2', 'metrix', 'ms, feature',
+          'ms, embed'),
+    Claim('with mixing, ms is better than Proxy-Anchor', 'Metrix, Table 2', '0.4', 'metrix', 'ms, feature',
+          'proxy_anchor, feature'),
+    Claim('mixing lowers alignment: contrastive, input', 'Metrix, Section 4.3', '-0.09', 'space', 'contrastive, input',
+          'contrastive, none', 'alignment'),
+    Claim('mixing lowers alignment: contrastive, embeddings', 'Metrix, Section 4.3', '-0.11', 'space',
+          'contrastive, embed', 'contrastive, none', 'alignment'),
+    Claim('mixing lowers uniformity: contrastive, input', 'Metrix, Section 4.3', '-0.42', 'space', 'contrastive, input',
+          'contrastive, none', 'uniformity'),
+    Claim('mixing lowers uniformity: contrastive, embeddings', 'Metrix, Section 4.3', '-0.54', 'space',
+          'contrastive, embed', 'contrastive, none', 'uniformity'),
+    Claim('mixed examples lower utilization', 'Metrix, Section 4.3', '-0.09', 'space', 'contrastive, feature', '',
+          'utilization, mixed - utilization'),
+    Claim('training with mixtures lowers utilization by clean examples', 'Metrix, Section 4.3', '< 0', 'space',
+          'contrastive, feature', 'contrastive, none', 'utilization'),
+    Claim('a mixture with lambda above 0.5 is mostly a positive', 'Metrix, Fig. 2', '> 0', 'space', 'ms, feature', '',
+          'P(Pos) - 0.5'),
+    Claim('hybrids raise R@1: ms', 'HSE, Table 2', '1.9', 'hse', 'ms, hybrids', 'ms, alone'),
+    Claim('hybrids raise R@1: Proxy-Anchor', 'HSE, Table 2', '1.2', 'hse', 'proxy_anchor, hybrids',
+          'proxy_anchor, alone'),
+    Claim('hybrids raise R@1: EPSHN', 'HSE, Table 2', '2.5', 'hse', 'epshn, hybrids', 'epshn, alone'),
+    Claim('hybrids raise R@1: ms, shapes, 2 images per class', 'HSE, Fig. 5', '> 0', 'species', 'K = 2, alpha 0.05',
+          'K = 2, alpha 0'),
+    Claim('hybrids raise R@1: ms, shapes, 4 images per class', 'HSE, Fig. 5', '> 0', 'species', 'K = 4, alpha 0.05',
+          'K = 4, alpha 0'),
+    Claim('hybrids raise R@1: ms, shapes, 8 images per class', 'HSE, Fig. 5', '> 0', 'species', 'K = 8, alpha 0.05',
+          'K = 8, alpha 0'),
+    Claim('the centre term raises R@1', 'CCL, Table 2', '0.7', 'birds', 'ccl, lam 2', 'ccl, lam 0'),
+    Claim('the centre term raises R@1: shapes, 20 % wrong labels', 'CCL, Table 3', '13', 'noise',
+          'symmetric:0.2, lam 2', 'symmetric:0.2, lam 0'),
+    Claim('the centre term raises R@1: shapes, classes that dissolve', 'CCL, Table 3', '12', 'noise',
+          'longtail:0.25, lam 2', 'longtail:0.25, lam 0'),
+    Claim('CCL needs fewer epochs than Metrix: shapes', 'CCL, Fig. 1', '< 0', 'speed', 'ccl', 'metrix',
+          'epochs to 95 %'),
+    Claim('CCL needs fewer epochs than Proxy-Anchor: shapes', 'CCL, Fig. 1', '< 0', 'speed', 'ccl', 'proxy_anchor',
+          'epochs to 95 %'),
+    Claim('Proxy-Anchor needs fewer epochs than ms: shapes', 'Proxy-Anchor, Fig. 1', '< 0', 'speed', 'proxy_anchor',
+          'ms', 'epochs to 95 %'),
+    Claim('Proxy-Anchor is better than ms', 'Proxy-Anchor, Table 2', '2.7', 'birds', 'proxy_anchor', 'ms'),
+    Claim('batches of 180 are better than of 30: a head', 'Proxy-Anchor, Table 5', '3.1', 'batches', 'batch 180',
+          'batch 30'),
+    Claim('contrastive is better than ms', 'Reality Check, Table 4', '2.1', 'birds', 'contrastive', 'ms'),
+    Claim('contrastive is better than Proxy-NCA', 'Reality Check, Table 4', '1.9', 'birds', 'contrastive',
+          'proxynca_pp'),
+]
 
 
 # ---- runs whose step is changed. A patch returns the functions of train_metrix.py that it replaces, by their names.
@@ -800,6 +878,91 @@ def draw_epochs(name, path):
     figure.savefig(path, dpi=100)
 
 
+def quantity(line, name):
+    """A number of a finished run: that of its last evaluation, or one that comes from it or from several"""
+    rows = line['rows']
+    last = rows[-1]
+    if name == 'epochs to 95 %':
+        return next(row['epoch'] for row in rows if row['MAP@R'] >= 0.95 * last['MAP@R'])
+    if name == 'utilization, mixed - utilization':
+        return last['utilization, mixed'] - last['utilization']
+    if name == 'P(Pos) - 0.5':
+        return last['P(Pos)'] - 0.5
+    return last[name]
+
+
+def differences(claim):
+    """What a claim is about, one number for each seed or fold"""
+    runs = runs_of(claim.table)
+    if not claim.base:
+        return [quantity(line, claim.quantity) for line in runs.get(claim.row, {}).values()]
+    return [quantity(a, claim.quantity) - quantity(b, claim.quantity)
+            for a, b in paired(runs, claim.row, claim.base)]
+
+
+def verdict(paper, values):
+    """Whether the interval of these differences lies on the paper's side of 0, and whether it ends before its number
+
+    Where it lies on the other side, it excludes 0 and the paper's difference.
+    """
+    sign = -1 if paper[0] in '-<' else 1
+    middle, half = interval([sign * value for value in values])
+    if middle + half < 0:
+        return 'the other way here'
+    found = 'seen here' if middle - half > 0 else 'not seen here'
+    if paper[0] not in '<>' and middle + half < sign * float(paper):
+        found += '; less than there'
+    return found
+
+
+def claims():
+    """CLAIMS as Markdown, with what the runs say of them"""
+    out = ['| claim | paper | there | here | pairs | verdict | table, difference |', '|---' * 7 + '|']
+    tried = 0
+    for claim in CLAIMS:
+        values = differences(claim)
+        cells = ['', 0, 'not run yet']
+        if len(values) > 1:
+            digits = 1 if claim.quantity in ('R@1', 'epochs to 95 %') else 2
+            cells = [cell(values, digits), len(values), verdict(claim.paper, values)]
+            tried += 1
+        what = claim.row + (f' - {claim.base}' if claim.base else '')
+        what += '' if claim.quantity == 'R@1' else f': {claim.quantity}'
+        out.append(f'| {claim.text} | {claim.where} | {claim.paper} | {" | ".join(map(str, cells))} | '
+                   f'`{claim.table}`, {what} |')
+    return [*out, '', f'These are {tried} comparisons. If nothing had any effect here, chance alone would make about '
+            f'{tried / 20:.0f} of the intervals exclude 0.', '']
+
+
+# Tables of one kind of data, by a word of their commands; the first that fits counts
+DATA = {'data/birds': 'features of birds', 'data/cub50': 'birds', 'data/flowers': 'flowers',
+        'data/omniglot': 'Omniglot', '': 'shapes'}
+
+
+def spread():
+    """How much R@1 and MAP@R of the same command move from seed to seed, as Markdown"""
+    seeds = {}                                      # {command: its last evaluations}
+    for command, line in finished().items():
+        if '--seed' in command and '--fold' not in command:
+            seeds.setdefault(re.sub(r' --seed \d+', '', command), []).append(line['rows'][-1])
+    groups = {data: [] for data in DATA.values()}
+    for command, rows in seeds.items():
+        if len(rows) > 2:
+            groups[next(data for word, data in DATA.items() if word in command)].append(rows)
+    out = ['| data | commands | runs | R@1 | MAP@R |', '|---' * 5 + '|']
+    for data, found in groups.items():
+        if found:
+            moves = [pooled_deviation([[row[key] for row in rows] for rows in found]) for key in ('R@1', 'MAP@R')]
+            out.append(f'| {data} | {len(found)} | {sum(map(len, found))} | {moves[0]:.2f} | {moves[1]:.2f} |')
+    return [*out, '']
+
+
+def pooled_deviation(groups):
+    """The standard deviation that groups of numbers share, each around its own mean"""
+    squares = sum((len(group) - 1) * variance(group) for group in groups)
+    return (squares / sum(len(group) - 1 for group in groups)) ** 0.5
+
+
 def section(name):
     """The changed steps of a table's rows, and its tables, as lines of Markdown"""
     names = dict.fromkeys(re.findall(r'--patched (\w+)', ' '.join(TABLES[name].rows.values())))
@@ -819,8 +982,11 @@ def section(name):
 
 def page():
     """The text of the page, with its tables written anew: they stand between <!-- NAME --> and <!-- end -->"""
+    others = dict(claims=claims, spread=spread)
+
     def written(found):
-        return '\n'.join([found[1], '', *section(found[2]), '<!-- end -->'])
+        lines = others[found[2]]() if found[2] in others else section(found[2])
+        return '\n'.join([found[1], '', *lines, '<!-- end -->'])
     return re.sub(r'(?s)(<!-- ([\w-]+) -->).*?<!-- end -->', written, PAGE.read_text())
 
 

@@ -71,7 +71,7 @@ def test_the_page_of_results_is_that_of_the_finished_runs():
     page = results.page()
     assert page == results.PAGE.read_text(), 'write it: python tests/results/results.py'
     places = re.findall(r'(?m)^<!-- (?!end)([\w-]+) -->$', page)
-    assert sorted(places) == sorted(results.TABLES)
+    assert sorted(places) == sorted([*results.TABLES, 'claims', 'spread'])
     commands = [json.loads(line)['command'] for line in results.LINES.read_text().splitlines()]
     shown = {f'{command} {flag}' for table in results.TABLES.values() for command in table.rows.values()
              for flag in table.repeats}
@@ -175,6 +175,56 @@ the figure: runs/x/positivity.png
         'alignment', 'uniformity', 'utilization', 'NMI'}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=2, stdout=''))
     assert results.measure(ended, 'runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
+
+
+def test_verdicts_on_claims():
+    """The interval of 1, 2, 3 is 2 ± 2.5, that of 2, 2.1, 2.2 is 2.1 ± 0.2."""
+    assert results.verdict('2', [2, 2.1, 2.2]) == 'seen here'
+    assert results.verdict('3', [2, 2.1, 2.2]) == 'seen here; less than there'
+    assert results.verdict('3', [1, 2, 3]) == 'not seen here', 'it holds 0 and the number of the paper'
+    assert results.verdict('5', [1, 2, 3]) == 'not seen here; less than there'
+    assert results.verdict('3', [-2, -2.1, -2.2]) == 'the other way here'
+    assert results.verdict('-2', [-2, -2.1, -2.2]) == 'seen here'
+    assert results.verdict('-0.5', [2, 2.1, 2.2]) == 'the other way here'
+    assert results.verdict('> 0', [2, 2.1, 2.2]) == 'seen here' != results.verdict('> 0', [1, 2, 3])
+    assert results.verdict('< 0', [-2, -2.1, -2.2]) == 'seen here'
+
+
+def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one(monkeypatch):
+    def line(*values, **more):
+        return dict(rows=[{'epoch': epoch, 'MAP@R': value, 'R@1': 2 * value} | more
+                          for epoch, value in enumerate(values)])
+    runs = {'t.py --a 1 --seed 0': line(1, 5, 9.4, 10), 't.py --a 1 --seed 1': line(1, 9.5, 9.4, 10, **{'P(Pos)': 0.9}),
+            't.py --a 2 --seed 0': line(1, 2, 3, 4), 't.py --a 2 --seed 1': line(1, 4, 4, 4)}
+    table = results.Table(['--seed 0', '--seed 1'], {'with': 't.py --a 1', 'without': 't.py --a 2'}, [])
+    monkeypatch.setattr(results, 'TABLES', {'x': table})
+    monkeypatch.setattr(results, 'finished', lambda: runs)
+    claim = results.Claim('a claim', 'a paper', '3', 'x', 'with', 'without')
+    assert results.differences(claim) == [12, 12]
+    assert results.differences(claim._replace(quantity='epochs to 95 %')) == [0, 0], '3 and 1 epochs on both sides'
+    assert results.quantity(runs['t.py --a 1 --seed 1'], 'P(Pos) - 0.5') == pytest.approx(0.4)
+    monkeypatch.setattr(results, 'CLAIMS', [claim, claim._replace(text='not run', row='another')])
+    assert results.claims()[2:4] == [
+        '| a claim | a paper | 3 | 12.0 ± 0.0 | 2 | seen here | `x`, with - without |',
+        '| not run | a paper | 3 |  | 0 | not run yet | `x`, another - without |']
+    assert 'These are 1 comparisons' in results.claims()[-2]
+
+
+def test_claims_are_about_rows_that_there_are():
+    for claim in results.CLAIMS:
+        rows = results.TABLES[claim.table].rows
+        assert claim.row in rows and (claim.base in rows or claim.base == '')
+        assert claim.paper in ('< 0', '> 0') or float(claim.paper)
+
+
+def test_how_much_seeds_move(monkeypatch):
+    """Two commands with deviations 1 and 3 around their own means: sqrt((2 * 1 + 2 * 9) / 4). Folds do not count."""
+    def lines(command, *values):
+        return {f'{command} --seed {n}': dict(rows=[{'R@1': value, 'MAP@R': 0}]) for n, value in enumerate(values)}
+    runs = (lines('t.py --a 1', 1, 2, 3) | lines('t.py --a 2', 50, 53, 56) | lines('t.py --fold 0/4', 0, 50, 100)
+            | lines('t.py --data data/cub50', 7, 7, 7) | lines('t.py --data data/omniglot', 1, 9))
+    monkeypatch.setattr(results, 'finished', lambda: runs)
+    assert results.spread()[2:-1] == ['| birds | 1 | 3 | 0.00 | 0.00 |', '| shapes | 2 | 6 | 2.24 | 0.00 |']
 
 
 def test_a_plan_says_what_is_missing(trial, capsys):
