@@ -561,7 +561,8 @@ def batches(images, index_lists, device, augment=None):
             x = gather(x, len(y))
         x = x / 255                                         # (B, 3, S, S)
         if augment and augment.jitter:
-            x = jitter_colours(x, augment.jitter)
+            jitter = v2.ColorJitter(augment.jitter, augment.jitter, augment.jitter)
+            x = torch.stack([jitter(image) for image in x])     # at once, all images would get the same factors
         return (x - mean) / std, y.to(device, non_blocking=gpu)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -584,18 +585,6 @@ def draw_crops(sizes, augment):
     boxes = [transforms.RandomResizedCrop.get_params(torch.empty(3, *size, device='meta'), scale, ratio)
              for size in sizes]
     return boxes, (torch.rand(len(sizes)) < (0.5 if augment.flip else 0)).tolist()
-
-
-def jitter_colours(x, strength):
-    """Changes brightness, contrast and saturation of x (B, 3, S, S) in [0, 1] as torchvision's ColorJitter does, which
-    would take one image at a time. Each image has factors of its own, evenly from 1 - strength to 1 + strength."""
-    grey = transforms.functional.rgb_to_grayscale                        # (B, 3, S, S) -> (B, 1, S, S)
-    # The three blend an image with black, with its mean grey and with its grey version, in an order drawn per batch.
-    others = [torch.zeros_like, lambda x: grey(x).mean(dim=(1, 2, 3), keepdim=True), grey]
-    for i in torch.randperm(3).tolist():
-        factor = (1 + strength * (2 * torch.rand(len(x), 1, 1, 1) - 1)).to(x.device, non_blocking=x.is_cuda)
-        x = (factor * x + (1 - factor) * others[i](x)).clamp(0, 1)
-    return x
 
 
 def save_pictures(path, x, columns):
@@ -676,7 +665,7 @@ def to_rgb(image):
         grey = np.asarray(image, dtype=np.float64)
         low = grey.min()
         high = grey.max()
-        if image.mode[0] == 'I' and 0 <= low and high <= 65535:
+        if image.mode[0] == 'I' and 0 <= low <= high <= 65535:
             low = 0
             high = 65535
         image = Image.fromarray((255 * (grey - low) / max(high - low, 1e-12)).round().astype(np.uint8))
@@ -730,7 +719,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     resize = resize or resize_for(BASE[name], image_size)
     if resize < image_size:
         raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
-    data = SimpleNamespace(name=name)
+    data = SimpleNamespace(name=name, query=None)
     if name == 'shapes':
         data.train, data.query = draw_shapes(resize, image_size)
     else:
@@ -739,7 +728,6 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
             setattr(data, split, read_split(name, split, splits, resize, image_size, cache))
     if fold:
         hold_out(data, fold)
-    data.query = getattr(data, 'query', None)
     data.gallery = getattr(data, 'gallery', data.query)
     data.seen = bool(known) and set(data.query.classes) <= set(known)
     return data
@@ -834,9 +822,8 @@ def check_images(name, root, splits, needed, least):
     # A row of vectors has its vector there, and no file of its own.
     paths = [row[0] for rows in splits.values() for row in rows if name != 'vectors']
     twice = [path for path, times in Counter(paths).items() if times > 1]
-    outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
     missing = [path for path in paths if not path.is_file()]
-    for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
+    for wrong, text in ((twice, 'are listed twice'), (missing, 'are missing')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
     if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits.get('query', ())}:
@@ -1814,12 +1801,11 @@ def gather(f, total):
 
 
 def average_gradients(weights):
-    grads = [weight.grad for weight in weights if weight.grad is not None]
-    if world() > 1 and grads:
-        total = torch.cat([grad.flatten() for grad in grads])
-        distributed.all_reduce(total)
-        for grad, part in zip(grads, (total / world()).split([grad.numel() for grad in grads])):
-            grad.copy_(part.view(grad.shape))
+    if world() > 1:
+        for weight in weights:
+            if weight.grad is not None:
+                distributed.all_reduce(weight.grad)
+                weight.grad /= world()
 
 
 # ---- 11. errors ------------------------------------------------------------------------------------

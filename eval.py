@@ -193,7 +193,8 @@ def draw_queries(path, data, z, gallery, top, hardest):
     # A query without a match is no failure of the network: it is drawn only if no query has one.
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
     matched = same_class > (1 if gallery is None else 0)                 # without a gallery, a query counts itself
-    order = order[matched[order]] if matched.any() else order
+    if matched.any():
+        order = order[matched[order]]
     if not hardest:
         order = order[torch.linspace(0, len(order) - 1, min(ROWS, len(order))).long()]
     rows = order[:ROWS].tolist()
@@ -346,10 +347,9 @@ def show_table(rows):
         for key in next(iter(seeds.values())):
             middle, half = interval([row[key] for row in seeds.values()])
             line[key] = dict(mean=middle, interval=half)
-        for key in keys:
-            half = line[key]['interval']
-            cell = f'{line[key]["mean"]:.2f}' + ('' if half is None else f' ± {half:.2f}')
-            text += f'{cell:>16}'
+            if key in keys:                                 # which are in this order in each row
+                cell = f'{middle:.2f}' + ('' if half is None else f' ± {half:.2f}')
+                text += f'{cell:>16}'
         print(text)
         shown.append(line)
     return shown

@@ -414,8 +414,6 @@ def analyse(args):
     y = data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
-    if args.loss == 'contrastive' and 'm' not in args.changed:
-        print(f'note: m {args.m:g} is the margin with which contrastive was trained; Metrix has --m 0.77 for ms')
     print(f'P(Pos(a, v)) with beta {args.beta:g}, gamma {args.gamma:g}, m {args.m:g}: measured, and by Eq. (25)\n'
           '  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs')
     for lam, measured, predicted, s, number in rows:
@@ -469,11 +467,11 @@ DEFAULTS = {
 }
 for dataset in list(DEFAULTS):
     DEFAULTS[dataset, 'contrastive'] = dict(m=0.5)                                  # the paper does not state this m
-DEFAULTS['vectors', 'contrastive'] = dict(m=0.5, epochs=3)
+DEFAULTS['vectors', 'contrastive'] |= dict(epochs=3)
 DEFAULTS['vectors', 'proxynca_pp'] = dict(epochs=8)
 for dataset in ('cub', 'cars'):
-    DEFAULTS[dataset, 'contrastive'] = dict(m=0.5, decay_rate=0.1)
-DEFAULTS['sop', 'contrastive'] = dict(m=0.5, warmup=5)
+    DEFAULTS[dataset, 'contrastive'] |= dict(decay_rate=0.1)
+DEFAULTS['sop', 'contrastive'] |= dict(warmup=5)
 
 # {loss: {hyper-parameter: its flag}}, for the losses that can be trained
 HYPER = {'contrastive': dict(m='m', reduction='reduction'), 'ms': dict(beta='beta', gamma='gamma', m='m'),
