@@ -80,7 +80,7 @@ def test_the_page_of_results_is_that_of_the_finished_runs():
     assert len(set(commands)) == len(commands) and set(commands) <= shown | joined
 
 
-@pytest.mark.parametrize('name', ['README.md', *(f'{script}.py' for script in SCRIPTS)])
+@pytest.mark.parametrize('name', ['README.md', 'tests/course/README.md', *(f'{script}.py' for script in SCRIPTS)])
 def test_intervals_in_texts_stand_on_the_page_of_results(name):
     """A gain has a sign in README. Tables of eval.py, which have two digits, are examples of what it prints."""
     page = results.PAGE.read_text()
@@ -98,6 +98,27 @@ def test_the_commands_of_the_results_are_commands():
             assert args.seed in range(3) and args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars')
         assert {row for pair in table.pairs for row in pair} <= table.rows.keys()
         assert not table.paper or table.paper.keys() == table.rows.keys()
+
+
+def test_experiments_of_the_course_are_runs_on_the_page_of_results():
+    """Whatever the order of the flags, and whether a default is typed"""
+    def read(command):
+        patch, script, words = re.match(r'(?:.*--patched (\S+) )?(train_\w+)\.py(.*)', command).groups()
+        args = vars(__import__(script).get_args(words.split()))
+        return patch, script, {flag: value for flag, value in args.items() if flag != 'changed'}
+    page = (ROOT / 'tests/course/README.md').read_text()
+    named = set(re.findall(r'(?m)\| `(\w+)` \|$', page))
+    rows = [read(f'{command} {flag}') for name in named for command in results.TABLES[name].rows.values()
+            for flag in results.TABLES[name].repeats]
+    commands = []
+    for block in re.findall(r'(?s)```\n(.*?)```', page):
+        for variable, values, loop in re.findall(r'for (\w+) in (.*?); do (.*?); done', block):
+            commands += [loop.replace(f'${variable}', value) for value in values.split()]
+        commands += re.findall(r'(?m)^python .*$', block)
+    commands = [one for command in commands for one in command.split('; ')]
+    assert len(commands) > 25 and named == {'shapes', 'course', 'speed', 'push', 'species'}
+    for command in commands:
+        assert read(command.removeprefix('python ')) in rows, command
 
 
 @pytest.fixture
@@ -180,20 +201,22 @@ the figure: runs/x/positivity.png
 def test_verdicts_on_claims():
     """The interval of 1, 2, 3 is 2 ± 2.5, that of 2, 2.1, 2.2 is 2.1 ± 0.2."""
     assert results.verdict('2', [2, 2.1, 2.2]) == 'seen here'
+    assert results.verdict('1', [2, 2.1, 2.2]) == 'seen here; more than there'
     assert results.verdict('3', [2, 2.1, 2.2]) == 'seen here; less than there'
     assert results.verdict('3', [1, 2, 3]) == 'not seen here', 'it holds 0 and the number of the paper'
     assert results.verdict('5', [1, 2, 3]) == 'not seen here; less than there'
     assert results.verdict('3', [-2, -2.1, -2.2]) == 'the other way here'
     assert results.verdict('-2', [-2, -2.1, -2.2]) == 'seen here'
     assert results.verdict('-0.5', [2, 2.1, 2.2]) == 'the other way here'
+    assert results.verdict('-0.5', [-2, -2.1, -2.2]) == 'seen here; more than there'
     assert results.verdict('> 0', [2, 2.1, 2.2]) == 'seen here' != results.verdict('> 0', [1, 2, 3])
     assert results.verdict('< 0', [-2, -2.1, -2.2]) == 'seen here'
 
 
 def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one(monkeypatch):
     def line(*values, **more):
-        return dict(rows=[{'epoch': epoch, 'MAP@R': value, 'R@1': 2 * value} | more
-                          for epoch, value in enumerate(values)])
+        return dict(command='t.py', rows=[{'epoch': epoch, 'MAP@R': value, 'R@1': 2 * value} | more
+                                          for epoch, value in enumerate(values)])
     runs = {'t.py --a 1 --seed 0': line(1, 5, 9.4, 10), 't.py --a 1 --seed 1': line(1, 9.5, 9.4, 10, **{'P(Pos)': 0.9}),
             't.py --a 2 --seed 0': line(1, 2, 3, 4), 't.py --a 2 --seed 1': line(1, 4, 4, 4)}
     table = results.Table(['--seed 0', '--seed 1'], {'with': 't.py --a 1', 'without': 't.py --a 2'}, [])
@@ -201,13 +224,29 @@ def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one(monkeypatch):
     monkeypatch.setattr(results, 'finished', lambda: runs)
     claim = results.Claim('a claim', 'a paper', '3', 'x', 'with', 'without')
     assert results.differences(claim) == [12, 12]
-    assert results.differences(claim._replace(quantity='epochs to 95 %')) == [0, 0], '3 and 1 epochs on both sides'
+    assert results.differences(claim._replace(quantity='R@1 after epoch 2')) == pytest.approx([12.8, 10.8])
     assert results.quantity(runs['t.py --a 1 --seed 1'], 'P(Pos) - 0.5') == pytest.approx(0.4)
+    used = {'utilization': 0.5, 'utilization, mixed': 0.4}
+    for command, number in (('t.py --mixup none', 0.5), ('t.py --mixup feature', 0.4)):
+        assert results.quantity(dict(command=command, rows=[used]), 'utilization by all examples') == number
     monkeypatch.setattr(results, 'CLAIMS', [claim, claim._replace(text='not run', row='another')])
     assert results.claims()[2:4] == [
-        '| a claim | a paper | 3 | 12.0 ± 0.0 | 2 | seen here | `x`, with - without |',
+        '| a claim | a paper | 3 | 12.0 ± 0.0 | 2 | seen here; more than there | `x`, with - without |',
         '| not run | a paper | 3 |  | 0 | not run yet | `x`, another - without |']
-    assert 'These are 1 comparisons' in results.claims()[-2]
+    assert 'These are 1 comparisons, and 1 of the intervals' in results.claims()[-2]
+
+
+def test_seeds_that_are_crossed_with_folds_count_once(monkeypatch):
+    """Seed 0 has differences 1 and 3 on two folds, seed 1 one of 5."""
+    values = {' --fold 0/2': 1, ' --fold 1/2': 3, ' --fold 0/2 --seed 1': 5}
+    runs = {f't.py --a 1{flag}': dict(command='', rows=[{'R@1': value}]) for flag, value in values.items()}
+    runs |= {f't.py --a 2{flag}': dict(command='', rows=[{'R@1': 0}]) for flag in values}
+    crossed = [flag.strip() for flag in values]
+    monkeypatch.setattr(results, 'CROSSED', crossed)
+    monkeypatch.setattr(results, 'TABLES', {
+        'x': results.Table(crossed, {'with': 't.py --a 1', 'without': 't.py --a 2'}, [])})
+    monkeypatch.setattr(results, 'finished', lambda: runs)
+    assert results.differences(results.Claim('', '', '', 'x', 'with', 'without')) == [2, 5]
 
 
 def test_claims_are_about_rows_that_there_are():
@@ -221,8 +260,10 @@ def test_how_much_seeds_move(monkeypatch):
     """Two commands with deviations 1 and 3 around their own means: sqrt((2 * 1 + 2 * 9) / 4). Folds do not count."""
     def lines(command, *values):
         return {f'{command} --seed {n}': dict(rows=[{'R@1': value, 'MAP@R': 0}]) for n, value in enumerate(values)}
-    runs = (lines('t.py --a 1', 1, 2, 3) | lines('t.py --a 2', 50, 53, 56) | lines('t.py --fold 0/4', 0, 50, 100)
-            | lines('t.py --data data/cub50', 7, 7, 7) | lines('t.py --data data/omniglot', 1, 9))
+    runs = (lines('train_t.py --a 1', 1, 2, 3) | lines('train_t.py --a 2', 50, 53, 56)
+            | lines('train_t.py --fold 0/4', 0, 50, 100)
+            | lines('t.py --data data/cub50', 7, 7, 7) | lines('t.py --data data/omniglot', 1, 9)
+            | lines('t.py --dataset cub', 1, 50, 99))
     monkeypatch.setattr(results, 'finished', lambda: runs)
     assert results.spread()[2:-1] == ['| birds | 1 | 3 | 0.00 | 0.00 |', '| shapes | 2 | 6 | 2.24 | 0.00 |']
 
