@@ -286,10 +286,10 @@ TABLES = {
     'batches': Table(TWENTY, {f'batch {size}': f'train_proxy_anchor.py {STORED} --per-class 0 --batch-size {size} '
                                                '--epochs 16 --eval-every 16 --steps 90' for size in BATCHES},
                      [(f'batch {size}', 'batch 30') for size in BATCHES[1:]]),
-    'species': Table(FOLDS, {f'K = {k}, alpha {alpha}': f'train_hse.py --alpha {alpha} --per-class {k}'
-                             for k in (2, 4, 8) for alpha in (0, 0.05)},
-                     [(f'K = {k}, alpha 0.05', f'K = {k}, alpha 0') for k in (2, 4, 8)]
-                     + [(f'K = {k}, alpha 0', 'K = 4, alpha 0') for k in (2, 8)]),
+    'species': Table(FOLDS, {f'K = {k}, {what}': f'train_hse.py --per-class {k} {flags}' for k in (2, 4, 8)
+                             for what, flags in (('none', '--alpha 0'), ('appended', '--hybrids append'))},
+                     [(f'K = {k}, appended', f'K = {k}, none') for k in (2, 4, 8)]
+                     + [(f'K = {k}, none', 'K = 4, none') for k in (2, 8)]),
     'constant': Table(SEEDS, {mixup: f'train_metrix.py {CONSTANT} --mixup {mixup}'
                               for mixup in ('none', 'feature')},
                       [('feature', 'none')], (0, 2, 4, 6, 8, 10, 12, 14, 16)),
