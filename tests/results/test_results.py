@@ -107,7 +107,7 @@ def test_experiments_of_the_course_are_runs_on_the_page_of_results():
         args = vars(__import__(script).get_args(words.split()))
         return patch, script, {flag: value for flag, value in args.items() if flag != 'changed'}
     page = (ROOT / 'tests/course/README.md').read_text()
-    named = set(re.findall(r'(?m)\| `(\w+)` \|$', page))
+    named = set(re.findall(r'`(\w+)`\)', page))
     rows = [read(f'{command} {flag}') for name in named for command in results.TABLES[name].rows.values()
             for flag in results.TABLES[name].repeats]
     commands = []
