@@ -31,15 +31,17 @@ def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
 def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
     """The first number of a run is that of the network before training, which is no epoch to choose."""
     def line(*recalls):
-        rows = [{'epoch': epoch, 'R@1': r} for epoch, r in enumerate(recalls)]
+        rows = [{'epoch': epoch, 'R@1': r, 'MAP@R': epoch, 'minutes': 2 * epoch} for epoch, r in enumerate(recalls)]
         return dict(rows=rows)
     runs = {'t.py --a 1 --seed 0': line(9, 5, 8, 7, 6), 't.py --a 2 --seed 0': line(9, 1, 2, 3, 4)}
     rows = {'with': 't.py --a 1', 'without': 't.py --a 2'}
     monkeypatch.setattr(results, 'TABLES', {'long': results.Table(['--seed 0'], rows, [('with', 'without')])})
     monkeypatch.setattr(results, 'finished', lambda: runs)
     assert results.choosing('long')[-4:-1] == [
-        '| with | 1 | 6.0 | 8.0 | 2.0 |', '| without | 1 | 4.0 | 4.0 | 0.0 |',
-        '| with - without | 1 | 2.0 | 4.0 | 2.0 |']
+        '| with | 1 | 6.0 | 8.0 | 2.0 | 4.0 | 8.0 |', '| without | 1 | 4.0 | 4.0 | 0.0 | 4.0 | 8.0 |',
+        '| with - without | 1 | 2.0 | 4.0 | 2.0 | 0.0 | 0.0 |']
+    runs['t.py --a 1 --seed 0']['rows'][3]['MAP@R'] = 3.9
+    assert results.choosing('long')[-4].endswith('| 3.0 | 6.0 |')
     pytest.importorskip('matplotlib')
     results.draw('long', tmp_path / 'x.png')
     assert (tmp_path / 'x.png').exists()
