@@ -118,7 +118,7 @@ def test_experiments_of_the_course_are_runs_on_the_page_of_results():
             commands += [loop.replace(f'${variable}', value) for value in values.split()]
         commands += re.findall(r'(?m)^python .*$', block)
     commands = [one for command in commands for one in command.split('; ')]
-    assert len(commands) > 25 and named == {'shapes', 'course', 'speed', 'push', 'species'}
+    assert len(commands) > 25 and named == {'shapes', 'course', 'speed', 'long', 'push', 'species'}
     for command in commands:
         assert read(command.removeprefix('python ')) in rows, command
 
