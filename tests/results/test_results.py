@@ -258,6 +258,15 @@ def test_claims_are_about_rows_that_there_are():
         assert claim.paper in ('< 0', '> 0') or float(claim.paper)
 
 
+def test_claims_in_the_readme_are_those_of_the_page():
+    """claim, paper, there, here, verdict; the page has the number of pairs and the table as well"""
+    page = [[*cells[:4], cells[5]] for cells in (line[2:-2].split(' | ') for line in results.claims()[2:-3])]
+    text = (ROOT / 'README.md').read_text()
+    shown = [line[2:-2].split(' | ') for line in text.splitlines() if re.search(r' here(; .*)? \|$', line)]
+    assert len(shown) == 7 and all(row in page for row in shown)
+    assert f'Seven of {len(results.CLAIMS)} claims' in text
+
+
 def test_how_much_seeds_move(monkeypatch):
     """Two commands with deviations 1 and 3 around their own means: sqrt((2 * 1 + 2 * 9) / 4). Folds do not count."""
     def lines(command, *values):
