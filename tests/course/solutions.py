@@ -28,6 +28,9 @@ WRONG['multi_similarity_loss'] = {
     'without the 1 +': ('log1p_sum_exp(beta * (s - lam), negative)',
                         '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
     'epsilon 0 is no miner': ('if epsilon is None else', 'if not epsilon else'),
+    'an exact copy is oneself, in the miner': (
+        'positive, negative = pairs(y)\n    hardest_positive',
+        'positive, negative = pairs(y)\n    positive = positive & (s < 1 - 1e-5)\n    hardest_positive'),
     'sorted labels only': ('z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'),
     'raised after the product': ('z = common.at_least_float32(z)', 'pass',
                                  'z @ z.T', 'common.at_least_float32(z @ z.T)'),

@@ -87,6 +87,16 @@ def test_metrix_eq2_miner_keeps_no_pair_of_an_anchor_that_lacks_a_kind():
         expect(kept, [positives, negatives], f'positives, negatives that the miner keeps of classes {labels}')
 
 
+def test_metrix_eq2_miner_takes_an_exact_copy_for_a_positive():
+    """An image is known by its index and not by a similarity of 1. With epsilon 2 all pairs stay, but for the anchor
+    that lacks positives."""
+    y = torch.tensor([5, 2, 5])
+    positive, negative = mine(on_circle(0, 90, 0) @ on_circle(0, 90, 0).T, y, 2.0)
+    what = 'that the miner keeps, epsilon 2, of 0, 0 (class 5), 90 degrees (class 2), in the order 5, 2, 5'
+    expect(positive, [[0, 0, 1], [0, 0, 0], [1, 0, 0]], f'the positives {what}')
+    expect(negative, [[0, 1, 0], [0, 0, 0], [0, 1, 0]], f'the negatives {what}')
+
+
 @pytest.mark.parametrize('epsilon', [0.0, 0.1])
 def test_metrix_eq2_with_the_miner(epsilon):
     """At 0 and at 170 all pairs are easy, so these two anchors add 0 to the mean of four."""
