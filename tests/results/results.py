@@ -800,11 +800,14 @@ def steps_of(line):
 
 
 def stopping_epochs(name):
-    """{row: (steps after which MAP@R is highest on the folds, the epoch here that is nearest in steps, its steps)}"""
+    """{row: (steps after which MAP@R is highest on the folds, the epoch here that is nearest in steps, its steps)}, of
+    the rows that have runs on folds"""
     table = TABLES[name]
     chosen = runs_of(table.folds)
+    runs = runs_of(name)
     found = {}
-    for row, lines in runs_of(name).items():
+    for row in [row for row in runs if row in chosen]:
+        lines = runs[row]
         on_folds = list(chosen[row].values())
         means = {epoch: sum(one['MAP@R'] for line in on_folds for one in line['rows'] if one['epoch'] == epoch)
                  for epoch in TABLES[table.folds].epochs}
@@ -825,6 +828,8 @@ def rows_when_stopped(name):
 def stopped(name):
     """The rows of a table with epochs where the folds would stop, as Markdown"""
     found = rows_when_stopped(name)
+    if not found:
+        return []
     out = ['At the epoch that has the highest mean MAP@R on the folds, or rather the nearest one in steps:', '',
            '| | runs | steps on folds | steps | MAP@R | R@1 |', '|---' * 6 + '|']
     for row, (wanted, _, steps) in stopping_epochs(name).items():
@@ -911,7 +916,7 @@ def draw_epochs(name, path):
 
 
 def quantity(line, name):
-    """A number of a finished run: that of its last evaluation, or one that comes from it or from another one"""
+    """A number of a finished run, by default that of its last evaluation"""
     rows = line['rows']
     last = rows[-1]
     if name == 'R@1 after epoch 2':

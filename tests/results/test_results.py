@@ -238,6 +238,27 @@ def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one(monkeypatch):
     assert 'These are 1 comparisons, and 1 of the intervals' in results.claims()[-2]
 
 
+def test_folds_say_where_the_runs_of_a_table_stop(monkeypatch):
+    """On two folds of 10 steps an epoch, the mean MAP@R is highest after epoch 2, so after 20 steps: that is epoch 1 of
+    a run with 22. A row without folds is left out."""
+    def line(per_epoch, values):
+        rows = [{'epoch': epoch, 'MAP@R': value, 'R@1': 10 * value} for epoch, value in values.items()]
+        return dict(rows=rows, recipe=f'9 epochs, of {per_epoch} batches of 4 images')
+    runs = {'t.py --a 1 --fold 0/2': line(10, {0: 1, 1: 5, 2: 4}),
+            't.py --a 1 --fold 1/2': line(10, {0: 1, 1: 2, 2: 6}),
+            't.py --a 1 --seed 0': line(22, {0: 1, 1: 7, 2: 3}), 't.py --a 2 --seed 0': line(22, {0: 1, 1: 2, 2: 9})}
+    rows = {'x': 't.py --a 1', 'y': 't.py --a 2'}
+    monkeypatch.setattr(results, 'TABLES', {
+        'folds': results.Table(['--fold 0/2', '--fold 1/2'], {'x': 't.py --a 1'}, [], (0, 1, 2)),
+        'seeds': results.Table(['--seed 0'], rows, [('y', 'x')], (0, 1, 2), folds='folds')})
+    monkeypatch.setattr(results, 'finished', lambda: runs)
+    assert results.stopping_epochs('seeds') == {'x': (20, 1, 22)}
+    assert results.stopped('seeds')[4:] == ['| x | 1 | 20 | 22 | 7.0 | 70.0 |']
+    for command in list(runs)[:2]:
+        del runs[command]
+    assert results.stopped('seeds') == []
+
+
 def test_seeds_that_are_crossed_with_folds_count_once(monkeypatch):
     """Seed 0 has differences 1 and 3 on two folds, seed 1 one of 5."""
     values = {' --fold 0/2': 1, ' --fold 1/2': 3, ' --fold 0/2 --seed 1': 5}
