@@ -561,8 +561,7 @@ def batches(images, index_lists, device, augment=None):
             x = gather(x, len(y))
         x = x / 255                                         # (B, 3, S, S)
         if augment and augment.jitter:
-            jitter = v2.ColorJitter(augment.jitter, augment.jitter, augment.jitter)
-            x = torch.stack([jitter(image) for image in x])     # at once, all images would get the same factors
+            x = jitter_colours(x, augment.jitter)
         return (x - mean) / std, y.to(device, non_blocking=gpu)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -585,6 +584,13 @@ def draw_crops(sizes, augment):
     boxes = [transforms.RandomResizedCrop.get_params(torch.empty(3, *size, device='meta'), scale, ratio)
              for size in sizes]
     return boxes, (torch.rand(len(sizes)) < (0.5 if augment.flip else 0)).tolist()
+
+
+def jitter_colours(x, strength):
+    """Changes brightness, contrast and saturation of x (B, 3, S, S), which is in [0, 1]. Each image has factors of its
+    own, evenly from 1 - strength to 1 + strength."""
+    # All at once, they would get the same factors.
+    return torch.stack([v2.ColorJitter(strength, strength, strength)(image) for image in x])
 
 
 def save_pictures(path, x, columns):
@@ -746,8 +752,7 @@ def download(name, root):
     try:
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=root) as temporary:     # what is not whole stays there, and vanishes with it
-            torchvision.datasets.utils.download_and_extract_archive(url, temporary, md5=DATASETS[name]['md5'],
-                                                                    remove_finished=True)
+            torchvision.datasets.utils.download_and_extract_archive(url, temporary, md5=DATASETS[name]['md5'])
             os.replace(Path(temporary) / folder.name, folder)
     except Exception as error:              # no connection, a wrong checksum, a cut archive, a full disk
         raise UsageError(f'cannot fetch {url}: {error}; fetch it in another way, and unpack it in {root}') from None

@@ -47,7 +47,7 @@ Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
 import argparse
 import random
 from contextlib import contextmanager
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -414,6 +414,8 @@ def analyse(args):
     y = data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
     rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
+    if args.loss == 'contrastive' and 'm' not in args.changed:
+        print(f'note: m {args.m:g} is the margin with which contrastive was trained; Metrix has --m 0.77 for ms')
     print(f'P(Pos(a, v)) with beta {args.beta:g}, gamma {args.gamma:g}, m {args.m:g}: measured, and by Eq. (25)\n'
           '  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs')
     for lam, measured, predicted, s, number in rows:
@@ -483,11 +485,8 @@ def plan(args):
     """The choices (type of mixing, sets of pairs, k), of which each iteration draws one; [] without mixing"""
     if args.mixup == ['none']:
         return []
-    numbers = args.hard_negatives
-    if len(numbers) == 1:
-        numbers = numbers * len(args.mixup)         # one K serves all types
     choices = []
-    for mixup, k in zip(args.mixup, numbers):
+    for mixup, k in zip(args.mixup, cycle(args.hard_negatives)):        # one K serves all types
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
