@@ -589,8 +589,9 @@ def draw_crops(sizes, augment):
 def jitter_colours(x, strength):
     """Changes brightness, contrast and saturation of x (B, 3, S, S), which is in [0, 1]. Each image has factors of its
     own, evenly from 1 - strength to 1 + strength."""
-    # All at once, they would get the same factors.
-    return torch.stack([v2.ColorJitter(strength, strength, strength)(image) for image in x])
+    jitter = v2.ColorJitter(strength, strength, strength)
+    # All at once, they would get the same factors. In one layout, they round alike in one process and in several.
+    return torch.stack([jitter(image.contiguous()) for image in x])
 
 
 def save_pictures(path, x, columns):
@@ -802,7 +803,7 @@ def list_images(name, root, known=None, fold=None, least=2):
         listed = read_folder(name, root, known, least) if name in ('folder', 'vectors') else read_benchmark(name, root)
         for split, *row in listed:
             splits.setdefault(split, []).append(row)
-        check_images(name, root, splits, [split for split in ('train', 'query') if split in wanted], least)
+        check_images(name, root, splits, [split for split in wanted if split != 'gallery'], least)
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None
@@ -827,8 +828,9 @@ def check_images(name, root, splits, needed, least):
     # A row of vectors has its vector there, and no file of its own.
     paths = [row[0] for rows in splits.values() for row in rows if name != 'vectors']
     twice = [path for path, times in Counter(paths).items() if times > 1]
+    outside = [path for path in paths if '..' in path.relative_to(root).parts]      # fails for an absolute path
     missing = [path for path in paths if not path.is_file()]
-    for wrong, text in ((twice, 'are listed twice'), (missing, 'are missing')):
+    for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
     if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits.get('query', ())}:
@@ -1024,7 +1026,8 @@ def superformula(m, n1, n2, n3):
     """Gielis' curve, r(t) = (|cos(m t/4)|^n2 + |sin(m t/4)|^n3)^(-1/n1), at 721 angles t from -pi to pi, scaled so that
     its longest lobe has length 1"""
     t = torch.linspace(-math.pi, math.pi, 721)
-    r = ((m * t / 4).cos().abs() ** n2 + (m * t / 4).sin().abs() ** n3) ** (-1 / n1)
+    angle = m * t / 4
+    r = (angle.cos().abs() ** n2 + angle.sin().abs() ** n3) ** (-1 / n1)
     return r / r.max()
 
 
@@ -1111,18 +1114,15 @@ def embed_test(model, data):
 def score(data, z, gallery=None):
     """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
     metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, DATASETS[data.name]['ks'])
-    positive, negative = mean_similarities(z, data.query.labels.to(z.device))
-    if positive is not None:
-        metrics['s+'] = positive
-    if negative is not None:
-        metrics['s-'] = negative
+    for key, value in zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device))):
+        if value is not None:
+            metrics[key] = value
     return metrics
 
 
 def best_row(rows):
     """The row with the highest MAP@R, the first if there are several; epoch 0 only if there is no other"""
-    trained = rows[1:]
-    return max(trained or rows, key=lambda row: row['MAP@R'])
+    return max(rows[1:] or rows, key=lambda row: row['MAP@R'])
 
 
 def out_of_patience(args, rows):
@@ -1170,8 +1170,7 @@ def summary(args, data, folder, rows):
         return rows[-1]
     best = best_row(rows)
     row = best if args.fold else rows[-1]
-    seen = set(data.train.classes) & set(data.query.classes)
-    if seen:
+    if seen := set(data.train.classes) & set(data.query.classes):
         new = f'{len(seen)} of its classes are in the training set as well, which flatters this number'
     else:
         new = 'none of these classes is in the training set'
@@ -1286,7 +1285,8 @@ def best_of(path):
     path = Path(path)
     if not path.is_dir():
         return path
-    return path / 'best.pt' if (path / 'best.pt').exists() else path / 'last.pt'
+    best = path / 'best.pt'
+    return best if best.exists() else path / 'last.pt'
 
 
 def read_checkpoint(path):
@@ -1442,6 +1442,12 @@ def resize_for(row, image_size):
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_args(self, argv=None):
+        """The flags, with one more name: changed, the set of those that differ from their defaults"""
+        args = super().parse_args(argv)
+        args.changed = {name for name, value in vars(args).items() if value != self.get_default(name)}
+        return args
+
     def error(self, message):
         raise UsageError(f'{self.prog}: {message}; --help lists the flags')
 
@@ -1580,7 +1586,6 @@ def parse(parser, DEFAULTS, argv=None):
         raise UsageError(f'{script}.py has no flag for {", ".join(unknown)}')
     parser.set_defaults(**row)
     args = parser.parse_args(argv)
-    args.changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     args.script = script
     check(args)
     if args.protocol and not (asked.fold or args.resume):
@@ -1606,7 +1611,9 @@ def recipe_row(asked, DEFAULTS):
         row['resize'] = resize_for(row, asked.image_size)
     if asked.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
         row['freeze_bn'] = False
-    return row | (dict(eval_every=1) if asked.fold else {})
+    if asked.fold:
+        row['eval_every'] = 1
+    return row
 
 
 def check(args):

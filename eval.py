@@ -41,7 +41,6 @@ Run
 """
 import hashlib
 import json
-import sys
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -91,9 +90,7 @@ def normalized_mutual_information(a, b):
 
 def clusters(z, k):
     """The cluster of each image by the k-means of faiss, with a fixed seed.  z (N, D) -> (N,)"""
-    if sys.platform == 'darwin':
-        raise ImportError                                   # common.k_nearest says why
-    import faiss
+    faiss = common.import_faiss()
     z = F.normalize(z.float().cpu(), dim=1).numpy()
     kmeans = faiss.Kmeans(z.shape[1], k, niter=20, seed=1, min_points_per_centroid=1, max_points_per_centroid=len(z))
     kmeans.train(z)
@@ -138,9 +135,9 @@ def analyse(z, training, data, result, gallery=None):
         measures['alignment'] = alignment(z, y)
     if result.get('unmatched', 0) < len(y):
         measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
-    try:
+    if common.import_faiss():
         measures['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
-    except ImportError:
+    else:
         print('NMI is left out: its k-means needs faiss (pip install faiss-cpu), and does not run on a Mac')
     return measures
 
@@ -376,7 +373,6 @@ def get_args(argv=None):
     add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
     add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
     args = parser.parse_args(argv)
-    args.changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     if len(args.checkpoint) > 1 or args.against:
         common.refuse(args, ['analyse', 'embed', 'sheet', 'hardest', 'query', 'top'], 'several checkpoints')
     if args.query:
@@ -444,7 +440,7 @@ def evaluate_one(args):
         photos = read_photos(args.query, *sizes)            # at first, for the folder may take long
         # What a photo is searched in need not be new to the network, nor sorted into classes.
         images = load(known=(), least=1).gallery
-        return search(args, model, photos, images, args.sheet or (path if path.is_dir() else path.parent) / 'query.png')
+        return search(args, model, photos, images, args.sheet or common.best_of(path).parent / 'query.png')
     data = load(known=model.classes, least=1 if args.embed else 2)
     if len(data.query.classes) < 2:
         common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')

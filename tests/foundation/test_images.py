@@ -167,7 +167,23 @@ def test_flips_are_horizontal_for_half_of_the_images_each_by_itself():
 
 
 def test_jitter_is_torchvisions_with_factors_of_each_image():
-    """Brightness, contrast and saturation by at most this much: of grey images, each pixel changes by one factor."""
+    """The order of the three steps is drawn; each blends like torchvision's functions of these names."""
+    x = torch.rand(4, 3, 6, 6)
+    steps = [transforms.functional.adjust_brightness, transforms.functional.adjust_contrast,
+             transforms.functional.adjust_saturation]
+    for seed in range(8):
+        torch.manual_seed(seed)
+        jittered = common.jitter_colours(x, 0.4)
+        torch.manual_seed(seed)
+        for image, found in zip(x, jittered):
+            order, *factors = transforms.ColorJitter.get_params((0.6, 1.4), (0.6, 1.4), (0.6, 1.4), None)
+            for i in [i for i in order.tolist() if i < 3]:                  # 3 would be the hue
+                image = steps[i](image, factors[i])
+            assert torch.allclose(found, image, atol=1e-5)
+
+
+def test_jitter_changes_each_image_by_at_most_this_much():
+    """Of images of one grey, all pixels change by one factor, that of the brightness."""
     images = noise(*[(16, 16)] * 12)[1]
     images.pixels[:] = 100
     jittered = back(only(images, augment=no_augmentation(jitter=0.5))[0])

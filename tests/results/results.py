@@ -34,7 +34,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import md5
 from importlib import import_module
 from pathlib import Path
@@ -209,7 +209,13 @@ def against(rows, *bases):
 
 def finished():
     """{command: its line}"""
-    return {line['command']: line for line in map(json.loads, LINES.read_text().splitlines())}
+    return parsed(LINES.read_text())
+
+
+@lru_cache(maxsize=1)
+def parsed(text):
+    """{command: its line}; kept, because each table and each claim asks for all lines"""
+    return {line['command']: line for line in map(json.loads, text.splitlines())}
 
 
 def trials(script):
@@ -686,7 +692,8 @@ def last_rows(runs):
 def tables(name):
     """The two tables of TABLES[name], rows and differences, as Markdown; [] if nothing can be compared yet"""
     runs, table = runs_of(name), TABLES[name]
-    differences = {pair: paired(last_rows(runs), *pair) for pair in table.pairs}
+    found = last_rows(runs)
+    differences = {pair: paired(found, *pair) for pair in table.pairs}
     if not runs or (differences and not any(differences.values())):
         return []
     every = [line for lines in runs.values() for line in lines.values()]

@@ -140,7 +140,7 @@ HARMFUL = {                         # what is replaced in the text, a regular ex
     '5 bytes less': (r'(?s).{5}\Z', '', ''), '12 bytes less': (r'(?s).{12}\Z', '', ''), 'latin-1': (r'2\.', 'é.', ''),
     'missing image': (r'3\.', '9.', '9. images are missing'), 'spaces': (r'3\.', '3 .', ''),
     'listed twice': (r'2\.', '1.', '1. images are listed twice'), 'listed on both sides': (r'5\.', '1.', ''),
-    'absolute': (r'\S+/3\.', '/tmp/3.', ''),
+    'absolute': (r'\S+/3\.', '/tmp/3.', ''), 'outside': (r'3\.', '../../s/3.', 'images lie elsewhere'),
     'no number': (r'101(?=\.)|(?<= )3(?= 1)|query', 'x', ''), 'columns gone': (r' \S+\n', '\n', ''),
     'more columns': ('\n', ' 7 7\n', ''), 'header gone': (r'\A.*\n', '', ''),
     'class on both sides': ('(?<=6 )4(?= 1)|(?<=id_)4', '2', '1 classes are in the training set and in the test set')}
