@@ -16,7 +16,8 @@ protocol in section 9. Sections 1 to 4 are worth reading beside any script; the 
    10. devices and processes     precision; one process for each GPU, under torchrun
    11. errors
 
-All files write shapes with these letters. Formulas have those of the paper, which the script's table explains.
+All files write shapes with these letters. Formulas have those of the paper; the script's table explains them, and
+further letters.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
@@ -75,6 +76,7 @@ class Embedder(nn.Module):
     precision   bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
     chunk       in training, the trunk takes so many images at a time, and computes each chunk once more in the
                 backward pass. So it never holds the activations of more images; 0: the whole batch at once
+    channels    of the input: 3 for images;  length: by what stored vectors are divided, see make_trunk
     """
 
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
@@ -120,11 +122,13 @@ class Embedder(nn.Module):
             module.requires_grad_(False)
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map (B, c, h, w); behind a ReLU, so never negative."""
+        """Images (B, 3, S, S) -> last feature map (B, c, h, w), behind a ReLU, so never negative; or stored vectors as
+        maps (B, c, 1, 1) -> the same, divided by their mean length in training."""
         B, channels, *_ = x.shape
         if channels != self.config['channels']:
-            raise UsageError(f'the network takes {self.config["channels"]} channels (images have 3), got {channels}')
-        if torch.is_grad_enabled():                         # else `embed` has shared out the images already
+            raise UsageError(f'the network takes {self.config["channels"]} channels (3 of images, or the length of '
+                             f'stored vectors), and got {channels}')
+        if torch.is_grad_enabled():                         # in training; else `embed` has shared out the images
             x = x.tensor_split(world())[rank()]             # under torchrun this process' share, else the whole batch
         x = x.contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
@@ -187,7 +191,7 @@ class BalancedSampler(Sampler):
         single = int((counts == 1).sum())
         if single and per_class > 1:
             print(f'warning: {single} of {len(self.members)} training classes have one image only: the sampler repeats '
-                  f'it, so its positives are other crops of the same image', file=sys.stderr)
+                  f'it, so its positives are the same image again', file=sys.stderr)
 
     def __len__(self):
         return self.batches
@@ -242,13 +246,12 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     if args.show_batch:
         return show_batch(args, data, sampler)
     per_epoch = len(sampler)
-    total = args.epochs * per_epoch                         # steps of the whole run
-    if args.steps:
-        total = min(total, args.steps)
+    total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
-    # A new run begins with epoch 0, the network before training; one that goes on, after its last epoch, see resume.
+    # A new run begins with epoch 0, in which the network is evaluated before training. A resumed run goes on behind the
+    # epoch of its last checkpoint.
     folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(first, epochs + 1):
@@ -256,7 +259,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             break
         row = dict(epoch=epoch, loss=None, images_per_second=None)
         done = schedule.last_epoch                          # torch's name; it counts steps
-        if done < min(epoch * per_epoch, total):            # no for epoch 0, and where only the evaluation is missing
+        if done < min(epoch * per_epoch, total):            # not in epoch 0, nor if only an evaluation is missing
             set_seed(args.seed, epoch)
             model.train()
             model.train_trunk(epoch > args.warmup)          # in the first --warmup epochs, all but the trunk learns
@@ -267,7 +270,8 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         row = from_main_process(row)                        # under torchrun, all processes keep the row of the first
         if 'R@1' in row or not data.query:
             rows.append(row)
-        # Before printing, which may fail; and best.pt first: if a kill comes before last.pt, the epoch is repeated.
+        # Saved before it is printed, because printing may fail. And best.pt comes first: if the process is killed
+        # between the two, --resume repeats the epoch and writes both.
         if args.fold and epoch > 0 and best_row(rows) is row:
             save_epoch(folder / 'best.pt', args, data, states, row, rows)
         save_epoch(folder / 'last.pt', args, data, states, row, rows)
@@ -351,14 +355,14 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     """
     within = gallery is None                                             # queries are searched in themselves
     searched, searched_labels = (query, query_labels) if within else (gallery, gallery_labels)
-    check_embeddings(query, searched, within)
+    itself = int(within)                                                 # a query is no match of itself
+    check_embeddings(query, searched, itself)
     query_labels = query_labels.to(query.device)
     searched_labels = searched_labels.to(query.device)
     present = torch.bincount(searched_labels, minlength=int(query_labels.max()) + 1)    # (C,) images of each class
-    itself = 1 if within else 0                                          # a query is no match of itself
     matches = present[query_labels] - itself                             # (N,) R of each query
     depth = min(max(*ks, int(matches.max())), len(searched) - itself)    # enough for the largest K and R
-    found = {k: 0 for k in ks}
+    found = Counter()                                                    # {k: queries with a match among k}
     precision, average = [], []                                          # of the queries that have a match
     for rows, s, index in k_nearest(query, gallery, depth):              # b queries at a time
         hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
@@ -377,9 +381,10 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     return metrics
 
 
-def check_embeddings(query, searched, within):
-    """Raises UsageError if there is nothing to search for or in, or if an embedding is NaN or infinite."""
-    if len(query) == 0 or len(searched) == 0 or (within and len(query) == 1):
+def check_embeddings(query, searched, itself):
+    """Raises UsageError if there is nothing to search for or in (but `itself` images, 0 or 1, which are the query), or
+    if an embedding is NaN or infinite."""
+    if len(query) == 0 or len(searched) <= itself:
         raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(searched)} images to search in')
     if not (query.isfinite().all() and searched.isfinite().all()):
         raise NotFinite('some embeddings are NaN or infinite; in training, a lower --lr may help')
@@ -423,10 +428,9 @@ def k_nearest(query, gallery, k):
     b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
         if faiss:
-            s, index = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
-            # NumPy arrays, or tensors where another library has imported faiss.contrib.torch_utils
-            s = torch.as_tensor(s)                                       # (b, wanted)
-            index = torch.as_tensor(index)
+            # It returns NumPy arrays, or tensors where another library has imported faiss.contrib.torch_utils.
+            found = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
+            s, index = map(torch.as_tensor, found)                       # (b, wanted)
         else:
             s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
         index = order[index]
@@ -496,7 +500,8 @@ class Images:
         return int(self.labels.max()) + 1
 
     def subset(self, indices):
-        """The images at these positions, a LongTensor (n,), with their classes numbered anew from 0"""
+        """The images at these positions, a LongTensor (n,), or where a mask (N,) is true; their classes are numbered
+        anew from 0."""
         part = copy(self)
         rows = indices.numpy()
         part.sizes = self.sizes[rows]
@@ -785,8 +790,8 @@ def hold_out(data, fold):
     if torch.bincount(block, minlength=n).min() < 2:
         raise UsageError(f'--fold {fold} needs at least two classes in each block, of {classes} training classes')
     held = block[data.train.labels] == i                                 # (N,)
-    data.query = data.train.subset(held.nonzero()[:, 0])
-    data.train = data.train.subset((~held).nonzero()[:, 0])
+    data.query = data.train.subset(held)
+    data.train = data.train.subset(~held)
 
 
 def list_images(name, root, known=None, fold=None, least=2):
@@ -917,18 +922,20 @@ def read_folder(name, root, known=None, least=2):
     whole = folders['train'] if only_train else root
     read = classes_below
     if name == 'vectors':
-        folders = {path.stem: path for path in root.glob('*.npz')}
+        folders = {path.stem.lower(): path for path in root.glob('[!.]*.npz')}
         whole = min(folders.values(), default=root)
         read = classes_in_file
     parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
     if {'query', 'gallery'} <= folders.keys():
+        if parts['query']:
+            raise ValueError(f'{parts["query"].name} and query are two test sets')
         parts |= dict(query=folders['query'], gallery=folders['gallery'])
     divided = 'gallery' in parts or all(parts.values())
     if divided:
         splits = {split: read(part) if part else {} for split, part in parts.items()}
     else:
         if name == 'vectors' and len(folders) != 1:
-            raise ValueError(f'there are {len(folders)} NPZ files')
+            raise ValueError(f'there are {len(folders)} NPZ files, but not these')
         classes = sorted(read(whole).items())
         if known is None and any(name.lower().startswith('train/') for name, _ in classes):
             raise ValueError('train/ holds classes, and of the other folders none is test/ or val/')
@@ -996,15 +1003,19 @@ def classes_below(root):
 
 def classes_in_file(path):
     """{class: [(name of an image, its vector (c,)), ...]} of an NPZ file by save_vectors or eval.py --embed"""
-    with np.load(path) as saved:
+    with distrusting(path), np.load(path) as saved:
         vectors = saved['embeddings'].astype(np.float32)                 # (N, c)
         labels = saved['labels']                                         # (N,)
-        names = saved['classes'][labels]                                 # (N,)
-        rows = list(zip(saved.get('paths', range(len(labels))), vectors))
-    if vectors.ndim != 2 or len(rows) != len(names) or labels.min() < 0 or not np.isfinite(vectors).all():
-        raise ValueError(f'{path.name} needs finite embeddings (N, c) and labels (N,) from 0 on')
+        names = saved['classes'].astype(str)[labels].tolist()
+        paths = saved.get('paths', range(len(labels)))
+        if 'gallery_labels' in saved:
+            raise ValueError('it has a gallery, which should lie in gallery.npz, beside query.npz')
+        length = np.linalg.norm(vectors, axis=1).mean()     # NaN or infinite where a number is
+        fits = vectors.ndim == 2 and len(vectors) == len(names) == len(paths) and labels.min() >= 0
+        if not fits or not 0 < length < np.inf:
+            raise ValueError('it needs N finite embeddings (N, c), and N labels (N,), each the place of its class')
     classes = {}
-    for name, row in zip(names.tolist(), rows):
+    for name, *row in zip(names, paths, vectors):
         classes.setdefault(name, []).append(row)
     return classes
 
@@ -1014,12 +1025,16 @@ def save_vectors(folder, data, train, query, gallery=None):
     gallery.npz in place of the latter.
 
     data                   what load_dataset returned
-    train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network
+    train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network: tensors or arrays. Those of the
+                           gallery are given where the dataset has one of its own, and only there
     """
+    if (gallery is None) != (data.gallery is data.query):
+        raise UsageError('save_vectors needs the vectors of data.gallery if it is not data.query, and only then')
     names = ['train', 'test'] if gallery is None else ['train', 'query', 'gallery']
     for name, images, vectors in zip(names, (data.train, data.query, data.gallery), (train, query, gallery)):
-        with written_whole(Path(folder) / f'{name}.npz') as file:
-            np.savez(file, embeddings=vectors, labels=images.labels, classes=images.classes, paths=images.paths)
+        with written_whole(Path(folder).expanduser() / f'{name}.npz') as file:
+            np.savez(file, embeddings=torch.as_tensor(vectors).float().cpu(), labels=images.labels,
+                     classes=images.classes, paths=images.paths)
 
 
 def superformula(m, n1, n2, n3):
@@ -1509,10 +1524,9 @@ def parser(doc, notes='', file=None):
     p = Parser(prog=name, description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
     switch = argparse.BooleanOptionalAction
     add = p.add_argument_group('data').add_argument
-    add('--dataset', choices=list(DATASETS), default='shapes', help='shapes: built in; folder: own images')
-    add('--data', default='data', help="folder of classes, or what the dataset's site unpacks")
-    add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
-    add('--download', action='store_true', help='fetch cub or sop, if it is not in --data')
+    add('--dataset', choices=list(DATASETS), default='shapes',
+        help='shapes: built in; folder: own images; vectors: features of any network')
+    add('--data', default='data', help="folder of classes or of NPZ files, or what the dataset's site unpacks")
     # Up to 16 px, the last stage of a ResNet has one pixel, and its gradients in bfloat16 are wrong on a CPU.
     add('--image-size', type=at_least(17), help='side of the crops that the network gets, pixels')
     add('--resize', type=at_least(17), help='shorter side of the stored images, pixels; follows --image-size')
@@ -1540,14 +1554,13 @@ def parser(doc, notes='', file=None):
     add('--warmup', type=at_least(0), help='first epochs, in which all but the trunk learns')
     add('--clip', type=at_least(0, float), help='clip gradients to +- this; 0: no clipping')
     add_run_flags(p.add_argument_group('run').add_argument, switch)
+    add_machine_flags(p.add_argument_group('machine').add_argument)
     return p
 
 
 def add_run_flags(add, switch):
-    """The flags of one run: where and how it computes, what validates, where it is kept"""
+    """The flags of one run: how it computes, what validates, where it is kept"""
     add('--seed', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random')
-    add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
-    add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk; fp32 is TF32 on CUDA')
     add('--compile', action=switch, default=False, help='torch.compile of the trunk: slow at first, then faster')
     add('--chunk', type=at_least(0), default=0, help='images that the trunk takes at a time, to save memory; 0: all')
     add('--eval-every', type=at_least(1), help='epochs between evaluations')
@@ -1558,6 +1571,14 @@ def add_run_flags(add, switch):
     add('--name', help='folder below runs/; default: script, dataset, next free number')
     add('--resume', type=Path, metavar='RUN', help='go on with the run in this folder')
     add('--show-batch', type=file_ending('.png'), metavar='PNG', help='save a picture of the first batch, and stop')
+
+
+def add_machine_flags(add):
+    """The flags that eval.py has, too: where images are kept, and what computes"""
+    add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
+    add('--download', action='store_true', help='fetch cub or sop, if it is not in --data')
+    add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
+    add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk; fp32 is TF32 on CUDA')
 
 
 def parse(parser, DEFAULTS, argv=None):

@@ -25,7 +25,8 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
                         many classes any network has a high one: on SOP a random one 80.8 (Reality Check, Table 2)
     threshold           two images are called the same class if their similarity is at least this. It is the value
-                        with the highest balanced accuracy on the test images, so that accuracy is optimistic.
+                        with the highest balanced accuracy on the test images, which makes that accuracy
+                        optimistic.
     balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
 With a gallery, the test images here are the queries. Alignment needs two queries of one class, and the threshold a
@@ -101,8 +102,8 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     """The similarity that best tells same from different: z (N, D), y (N,) -> threshold, accuracy
 
     The pairs are those of queries, or with a gallery (G, D) of a query and an image of it. A pair is called the same
-    if its similarity is at least the threshold, one of `steps` values from -1 to 1. The accuracy, in percent, is
-    balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
+    if its similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in
+    percent, is balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
     """
     within = gallery is None
     z = F.normalize(z.float(), dim=1)
@@ -362,16 +363,13 @@ def get_args(argv=None):
     add('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed')
     add('--dataset', choices=list(common.DATASETS), help='if not given, that of the training')
     add('--data', help='its folder; if not given, that of the training')
-    add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
-    add('--download', action='store_true', help='fetch cub or sop, if it is not in --data')
     add('--analyse', action='store_true', help='the further measures above')
     add('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths')
     add('--sheet', type=common.file_ending('.png'), metavar='PNG', help='draw some queries and their nearest images')
     add('--hardest', action='store_true', help='sheet: the queries with the worst results first')
     add('--query', type=Path, nargs='+', metavar='PHOTO', help='print and draw the images nearest to each of these')
     add('--top', type=common.at_least(1), default=5, help='sheet and query: how many nearest images')
-    add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
-    add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk')
+    common.add_machine_flags(add)
     args = parser.parse_args(argv)
     if len(args.checkpoint) > 1 or args.against:
         common.refuse(args, ['analyse', 'embed', 'sheet', 'hardest', 'query', 'top'], 'several checkpoints')
@@ -433,16 +431,18 @@ def evaluate_one(args):
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
     if dataset == 'vectors':
-        common.refuse(args, ['sheet', 'hardest', 'query', 'top'], '--dataset vectors, which has no images')
+        common.refuse(args, 'sheet hardest query top cache precision'.split(),
+                      '--dataset vectors, which has no images and no trunk')
     sizes = model.args['resize'], model.args['image_size']
     load = partial(common.load_dataset, dataset, folder, *sizes, args.cache)
     if args.query:
-        photos = read_photos(args.query, *sizes)            # at first, for the folder may take long
+        photos = read_photos(args.query, *sizes)            # before the folder, which may take long
         # What a photo is searched in need not be new to the network, nor sorted into classes.
         images = load(known=(), least=1).gallery
         return search(args, model, photos, images, args.sheet or common.best_of(path).parent / 'query.png')
     data = load(known=model.classes, least=1 if args.embed else 2)
     if len(data.query.classes) < 2:
+        # Only --embed comes here: else, `load` refuses fewer than two classes.
         common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')
         save_embeddings(args.embed, data, *common.embed_test(model, data))
         return dict(checkpoint=str(path), dataset=dataset)

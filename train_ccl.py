@@ -76,14 +76,16 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     own = F.one_hot(y, len(c)).to(c.dtype)                               # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * own)                                 # (B, C)
-    # L_contrast, (B,), is -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) ). For m = 0 it
-    # is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a margin it is
-    # Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
+    # Without smoothing, L_contrast, (B,), is
+    #     -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) ).
+    # For m = 0 it is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a margin
+    # it is Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center, (B,), is |x - c_y|^2, the second line of Eq. (2), called Eq. (3) in the text. Here it has the form of
-    # Eq. (4), 2 - 2 c_y.x, which is linear in z: so its expected value under dropout is its value without dropout.
-    center = 2 - 2 * (z * c[y]).sum(dim=1)
-    return (contrast + lam * center).mean()                              # Eq. (5)
+    # L_center, (B,), is |x - c_y|^2, the second line of Eq. (2), called Eq. (3) in the text. For x of unit length it is
+    # 2 - 2 c_y.x, Eq. (4). After dropout x has another length, and the two differ. Eq. (4) is linear in x, so its
+    # expected value is the one without dropout.
+    center_term = 2 - 2 * (z * c[y]).sum(dim=1)
+    return (contrast + lam * center_term).mean()                         # Eq. (5)
 
 
 def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
@@ -92,13 +94,13 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     Not torch's label_smoothing, which shares it among all C classes. With a single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
-    extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # what the own class has more
+    extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # (1 - smoothing) - other
     return extra + other
 
 
 def scaled_proxynca_loss(z, y, centers, s=16.0):
     """CCL Eq. (9), Proxy-NCA: a softmax whose denominator leaves out the own class, averaged over the batch; can be
-    negative. Its exponents are cosines times s; in Proxy-Anchor Eq. (1), s is 1.
+    negative. Its exponents are cosines times s; those of Proxy-Anchor Eq. (1) are the cosines themselves.
 
     Arguments as above. With a single class the denominator is empty, and only the pull is left.
     """
@@ -112,9 +114,9 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
 
 def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
-    """CCL Eq. (7): cross-entropy of a linear classifier, Eq. (6), plus lam times the squared distance to centres
-    that are separate parameters; averaged over the batch. z (B, D) and centers (C, D) are not normalised; weight
-    (C, D), bias (C,)."""
+    """CCL Eq. (7), a whole loss, and not L_center above: cross-entropy of a linear classifier, Eq. (6), plus lam times
+    the squared distance to centres that are separate parameters; averaged over the batch. z (B, D) and centers (C, D)
+    are not normalised; weight (C, D), bias (C,)."""
     z, weight, bias, centers = common.same_precision(z, weight, bias, centers)
     logits = F.linear(z, weight, bias)                                   # (B, C)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
@@ -158,15 +160,15 @@ def corrupt_labels(labels, noise, generator=None):
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
         return labels % classes                                          # plus 1 to C - 1: never the own class
     order = torch.randperm(classes, generator=generator)                 # the first of these classes are dissolved
-    held = torch.bincount(labels, minlength=classes)[order].cumsum(0)    # images of the first, of the first two, ...
-    num_gone = min(int((held <= rate * total).sum()), classes - 2)       # two classes always remain
-    number = torch.zeros(classes, dtype=torch.long)                      # the new number of a class that remains
-    number[order[num_gone:]] = torch.arange(classes - num_gone)
-    new = number[labels]
+    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # of the first, of the first two, ...
+    num_gone = min(int((images <= rate * total).sum()), classes - 2)     # two classes always remain
+    new_number = torch.zeros(classes, dtype=torch.long)                  # of a class that remains
+    new_number[order[num_gone:]] = torch.arange(classes - num_gone)
+    new_labels = new_number[labels]
     for c in order[:num_gone].tolist():
         for cluster in (labels == c).nonzero()[:, 0].split(5):
-            new[cluster] = torch.randint(classes - num_gone, (1,), generator=generator)
-    return new
+            new_labels[cluster] = torch.randint(classes - num_gone, (1,), generator=generator)
+    return new_labels
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
@@ -244,8 +246,9 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
     model = common.build(args, data=data, head_init='default', normalize=args.variant != 'center_loss')
-    # Centres of length 1, uniform on the sphere. Except for center_loss, the losses see only directions, so with SGD a
-    # centre of length r turns r^2 times more slowly. Drawn from N(0, 1), r^2 would be about D: they would hardly move.
+    # Centres of length 1, uniform on the sphere. Except for center_loss, the losses see only directions. So at length r
+    # the gradient is r times smaller, and the same step turns a longer centre r times less: with SGD it turns r^2 times
+    # more slowly. Drawn from N(0, 1), r^2 would be about D, and centres would hardly move.
     centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.variant != 'cluster')
     learned = dict(centers=centers)
@@ -294,8 +297,8 @@ What differs from the paper, or is not stated in it
        training an embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
     7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
     8. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has it in
-       their place. Centres move in the same direction in both, but in stop_grad the learning rate and lambda set
-       the step, and in Eq. (14) mu. So both are here.
+       their place. Both turn a centre in the same direction (but for dropout), and Eq. (14) changes its length, too.
+       In stop_grad the learning rate and lambda set the step, in Eq. (14) mu. So both are here.
 What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e863)
     9. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
        stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. It also has a BatchNorm without affine
@@ -303,10 +306,11 @@ What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e86
        of BatchNorm. Here all weights decay alike. It reports its best epoch on the test set. Its smoothed loss is a
        KL divergence: lower than the cross-entropy here by a constant, and its gradient is equal.
 Tables and figures of the paper
-    Table 1: --variant stop_grad --margin M. Table 2: --lam 0, the default, and --margin M. Table 3: --label-noise, with
-    an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
-    --protocol reality-check: --lam 0 --smoothing 0 is its N. Softmax, and with --margin its CosFace, for which its
-    released results have a rate of 2.5e-3 on CUB (--center-lr-mult 2500), and a scale --s of their own.
+    Table 1: --variant stop_grad --margin M. Table 2: --lam 0 is the baseline, no flag is CCL, --margin M is CCL*.
+    Table 3: --label-noise, with an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
+    --protocol reality-check: --lam 0 --smoothing 0 is the N. Softmax of the Reality Check, and with --margin its
+    CosFace, for which the released results have a rate of 2.5e-3 on CUB (--center-lr-mult 2500), and a scale --s of
+    their own.
 """
 
 

@@ -40,7 +40,8 @@ Expect
     and to 55.9 ± 2.5 without. The difference, 0.8 ± 4.1, shows no gain (tests/results).
     The paper (Table 2) reports with EPSHN (easy positive, semi-hard negative), ResNet-50 and 512 dimensions
     R@1 67.4 on CUB (8 images per class; 66.9 with 16) and 85.4 on Cars (16). Without hybrids it has 64.9 and 83.1,
-    both with 16 images per class, which on CUB needs --per-class 16.
+    both with 16 images per class, which on CUB needs --per-class 16. (The text of Section 4.2.1 has 16 for CUB and 8
+    for Cars; these are the numbers of the table.)
 """
 from functools import partial
 from itertools import chain, repeat
@@ -67,9 +68,10 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
-    # Eq. (9), -alpha log(1 / (1 + exp(s_hn) / exp(s_ewp))), since 1 / (1 + exp(-t)) is a sigmoid. Algorithm 1 ends in
-    # -alpha logsoftmax([s_ewp, s_hn]).mean(), so it takes the log-probability of s_hn, too. That loss is least where
-    # s_ewp = s_hn, which cannot be meant.
+    # Eq. (9) is -alpha log(1 / (1 + exp(s_hn) / exp(s_ewp))). With t = s_ewp - s_hn, the argument of the logarithm is
+    # 1 / (1 + exp(-t)), the sigmoid of t. Both similarities are divided by the temperature here.
+    # Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(), so it takes the log-probability of s_hn, too. That
+    # loss is least where s_ewp = s_hn, which cannot be meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
@@ -155,6 +157,7 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
         raise ValueError(f'kind is one of {KINDS} and axis one of {AXES}; got kind {kind!r}, axis {axis!r}')
     if kind == 'mixup':
         return parts.mean(dim=1)                    # with two images HSE Eq. (3) for lambda = 1/2
+    # owner: which of the num images gives each pixel. It is (h, w), or for strips (h, 1) or (1, w).
     row = torch.arange(height)[:, None]
     column = torch.arange(width)[None, :]
     if kind == 'gridmask':                          # blocks from the images in turn; with two a chessboard
@@ -163,11 +166,15 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
         owner = row * num // height if axis == 'top-bottom' else column * num // width
     if owner.max() < num - 1:
         raise common.UsageError(f'{kind} has no room for {num} images in {height} x {width} pixels: lower --mask-size')
-    owner = owner.to(parts.device, non_blocking=parts.is_cuda).expand(len(parts), 1, parts.shape[2], height, width)
+    owner = owner.to(parts.device, non_blocking=parts.is_cuda)
+    owner = owner.expand(len(parts), 1, parts.shape[2], height, width)                  # (H, 1, 3, h, w)
     return parts.gather(1, owner).squeeze(1)        # (H, 3, h, w), each pixel from the image that owns it
 
 
-# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar. What their scripts call alpha is sharp_pos or scale.
+# ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar
+
+# Here alpha is the weight of L_Hy and nothing else. So what train_ms.py calls alpha and beta is sharp_pos and
+# sharp_neg, and what train_proxy_anchor.py calls alpha and delta is scale and margin.
 
 
 def pairs(y):
@@ -187,8 +194,9 @@ def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y)
-    hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)
-    hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)
+    hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
+    hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
+    # "<" is written as "not >=", so that a similarity which is NaN stays and shows in the loss.
     positive = positive & ~(s - epsilon >= hardest_negative)
     negative = negative & ~(s + epsilon <= hardest_positive)
     return (log1p_sum_exp(-sharp_pos * (s - lam), positive) / sharp_pos
@@ -295,9 +303,10 @@ DEFAULTS = {
     'reality-check': dict(proxy_lr_mult=6000),      # 4 images per class stay, also with proxies: hybrids need them
 }
 # What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and Proxy-Anchor (2; the released
-# command for Cars has 0.5, and batches of 30 classes x 4); shapes and folder take these values. On SOP alpha is that
-# of the released commands. Where neither says anything it is 0.1, the default of the released flag. EPSHN has 16
-# images per class on Cars and 8 on CUB, each the better of Table 2. N-pair has 64 dimensions in Table 2.
+# command for Cars has 0.5, and batches of 30 classes x 4); all other rows take these values, too. On SOP alpha is that
+# of the released commands: 0.3 for ms, 1 for EPSHN, and 2 for Proxy-Anchor as well. Where neither says anything it is
+# 0.1, the default of the released flag. EPSHN has 16 images per class on Cars and 8 on CUB, each the better of Table 2.
+# N-pair has 64 dimensions in Table 2.
 for dataset in list(DEFAULTS):
     DEFAULTS[dataset, 'ms'] = dict(alpha=0.05)
     DEFAULTS[dataset, 'proxy_anchor'] = dict(alpha=2.0)
@@ -330,7 +339,8 @@ def get_args(argv=None):
         raise common.UsageError('hybrids are joined images, and --dataset vectors has none: take another script')
     if args.loss != 'proxy_anchor':
         common.refuse(args, ['proxy_lr_mult'], f'--loss {args.loss}')
-    for kind in KINDS if args.show_hybrids else [args.kind]:        # refuses blocks so large that a parent is hidden
+    # To join no images costs nothing, and refuses blocks so large that one of the images would not show.
+    for kind in KINDS if args.show_hybrids else [args.kind]:
         blend(torch.empty(0, args.num, 3, args.image_size, args.image_size), kind, mask_size=args.mask_size)
     if args.show_hybrids:
         common.refuse(args, ['show_batch'], '--show-hybrids')
@@ -369,20 +379,20 @@ def main(argv=None):
     data = common.dataset_from(args)
     num_classes = data.train.num_classes
     # A fold may lack whole super-classes, so that a batch cannot have equally many classes of all of them.
-    super_classes = None if args.fold else data.train.groups             # (N,) of each image
+    group_of_image = None if args.fold else data.train.groups            # (N,) super-classes
     if args.alpha > 0 or args.show_hybrids:
-        check_batch(args, num_classes, super_classes)
-    super_class = torch.zeros(num_classes, dtype=torch.long)    # (C,) of each class; 0 where a dataset has none
-    if super_classes is None:
+        check_batch(args, num_classes, group_of_image)
+    group_of_class = torch.zeros(num_classes, dtype=torch.long)          # (C,) 0 for all, if there are none
+    if group_of_image is None:
         sampler = common.make_sampler(args, data.train.labels)
     else:
-        sampler = SuperClassSampler(data.train.labels, super_classes, args.batch_size, args.per_class)
-        super_class[data.train.labels] = super_classes
+        sampler = SuperClassSampler(data.train.labels, group_of_image, args.batch_size, args.per_class)
+        group_of_class[data.train.labels] = group_of_image
 
     def hybridise(images, labels):
         labels = labels.cpu()                       # waits for the GPU, so only once
         return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
-                            args.axis, args.mask_size, groups=super_class[labels])
+                            args.axis, args.mask_size, groups=group_of_class[labels])
 
     if args.show_hybrids:
         return show(args, data, sampler, hybridise)

@@ -23,7 +23,7 @@ Equations
 Symbols
     paper     here          flag              meaning
     f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
-    y         pair_y        -                 (A, M) labels of M mixtures for A anchors; elsewhere y are classes (B,)
+    y         pair_y        -                 (A, M) labels of M mixtures for A anchors. y are classes (B,)
     x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha); as a label it is pair_y
     w         strength      --strength        weight of the mixed loss
@@ -41,8 +41,8 @@ Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
     before training    7.4          52.8
     without mixing                  57.2 ± 0.6   67.8   87.8   76.9   90.1
     feature mixing     61.3 ± 1.5   55.8 ± 1.4   71.4   89.6   81.0   92.2
-    Shapes and 25 species of birds are measured: ResNet-18, three seeds, 95 % intervals (tests/results). On birds the
-    paper's gain does not show. The others are from its Table 2, with ResNet-50 and 512 dimensions.
+    Shapes and 25 species of birds are measured: ResNet-18, three seeds, 95 % intervals (tests/results). On birds mixing
+    changes R@1 by -1.4 ± 0.8: the paper's gain does not show. The others are its Table 2 (ResNet-50, 512 dimensions).
 """
 import argparse
 import random
@@ -76,7 +76,8 @@ def labelled_loss(s, y, valid, kind, **hyper):
 
 # ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
 # a negative (1 - y), all (A, V); a mask serves as weights 1 and 0. A row is sigma and rho in one: it returns the two
-# terms of Eq. (7), pull and push, both (A,); lifted has one term.
+# terms of Eq. (7), pull and push, both (A,); lifted has one term. The row of Proxy-Anchor is not that of the table, but
+# that of its own paper.
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
@@ -118,8 +119,14 @@ def log1p_sum_exp(t, weight):
 
 def log_sum_exp(t, weight):
     """log(sum of weight * exp(t)) of each row, without overflow; 0 for a row whose weights are all 0."""
-    zero = t.new_zeros(len(t), 1).masked_fill(weight.any(dim=1, keepdim=True), float('-inf'))
-    return torch.cat([zero, t + weight.log()], dim=1).logsumexp(dim=1)
+    # exp(-inf) adds nothing to a sum; a row without weights has exp(0) = 1 alone, whose logarithm is 0.
+    first = t.new_zeros(len(t), 1).masked_fill(weight.any(dim=1, keepdim=True), float('-inf'))
+    return torch.cat([first, t + weight.log()], dim=1).logsumexp(dim=1)
+
+
+def nca(s, positive, negative):
+    """-log sum_p exp(s(a,p)), and log sum_n exp(s(a,n))"""
+    return -log_sum_exp(s, positive), log_sum_exp(s, negative)
 
 
 TABLE_1 = {
@@ -129,15 +136,15 @@ TABLE_1 = {
         log1p_sum_exp(-beta * (s - m), positive), log1p_sum_exp(gamma * (s - m), negative)),
     'lifted': lambda s, positive, negative, m=0.5: (                    # tau is [.]+ of both terms together
         (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
-    'nca': lambda s, positive, negative: (-log_sum_exp(s, positive), log_sum_exp(s, negative)),     # and ProxyNCA
+    'nca': nca,                                                         # and ProxyNCA
     # Scaled by 1/T = 9. Training has proxynca_pp_of_queries, which scales by 2/T = 18 and sums over all proxies.
-    'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: (
-        -log_sum_exp(s / temperature, positive), log_sum_exp(s / temperature, negative))}
+    'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: nca(s / temperature, positive, negative)}
 
 
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar. For ms and
     contrastive, it is the mean over the anchors of Eq. (3): label 1 for P(a), Eq. (5), and label 0 for N(a), Eq. (6).
+    With epsilon, P(a) and N(a) are what the miner keeps of them; an anchor without positives keeps nothing, and adds 0.
 
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
@@ -181,10 +188,12 @@ def proxynca_pp_of_queries(v, y_i, y_j, lam, proxies, temperature=1 / 9):
 
 # ---- mixtures
 
-# How V(a), Eq. (8), is computed without a loop over the anchors: each pair of images of two classes is mixed once, with
-# one lambda, for all anchors. A table of labels and a mask, both (A, M), say which mixtures an anchor has, and with
-# which label: for an anchor of the class of end i, a mixture has label lambda; for one of the class of end j, it has
-# 1 - lambda; for all others it is not in V(a).
+# How V(a), Eq. (8), is computed without a loop over the anchors: for pos-neg and anc-neg pairs, any two images of two
+# classes are mixed once, with one lambda, for all anchors. A table of labels and a mask, both (A, M), say which
+# mixtures an anchor has, and with which label. For an anchor of the class of end i, a mixture has label lambda; for one
+# of the class of end j, it has 1 - lambda; for all others it is not in V(a). With anc-neg pairs, it is in V(a) only if
+# one of its ends is a itself, and with pos-neg pairs only if none is. Pos-pos pairs are two images of one class, with
+# label 1.
 
 
 def mix(x, i, j, lam):
@@ -201,7 +210,8 @@ def mix_embeddings(z, i, j, lam):
 
 def mix_features(f, i, j, lam, pool='avg+max'):
     """Eq. (4), feature mixup: f_m(lam g_m(x) + (1 - lam) g_m(x')). Here m is the last layer of the trunk, the maps f
-    are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f_i + (1 - lam) f_j).
+    are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f_i + (1 - lam) f_j), where
+    f_i is the map of image i.
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
     Value and gradient are exact, though no tensor ever holds the mixed maps of all pairs. Average pooling is linear, so
@@ -260,6 +270,8 @@ def pair_labels(y, anchor_y, i, j, lam):
 def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> pair_y, valid; both (A, M)
 
+    V(a) has a mixture for each pair in M(a). U+(a) are the positives of a, with label 1, U-(a) its negatives, with
+    label 0, and S(a) is a itself, with label 1.
     pairs      pos-neg, anc-neg or pos-pos
     y          class labels of all possible ends;  i, j, lam, anchor_y  as in pair_labels
     anchor     (A,) the anchor's own index in y, -1 if it is not in y
@@ -272,13 +284,16 @@ def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     pair_y, valid = pair_labels(y, anchor_y, i, j, lam)
     valid = valid & (negatives[:, i] | negatives[:, j])             # only with a negative that may be mixed
     if pairs == 'anc-neg':
-        return pair_y, valid & with_anchor                                                      # M(a) = {a} x U-(a)
+        return pair_y, valid & with_anchor                                                      # M(a) = S(a) x U-(a)
     return pair_y, valid & ~with_anchor                                                         # M(a) = U+(a) x U-(a)
 
 
 def anchors_and_ends(kind, pairs, z, y, proxies):
-    """The A anchors of the mixed loss, and the E ends that can be mixed: indices of the anchors among the ends (A,),
-    -1 if they are none; embeddings and classes of the anchors (A, D), (A,), and of the ends (E, D), (E,)"""
+    """The A anchors of the mixed loss, and the E ends that can be mixed -> anchor, anchor_z, anchor_y, end_z, end_y
+
+    anchor              (A,) index of each anchor among the ends, -1 if it is not one of them
+    anchor_z, anchor_y  (A, D) and (A,), embeddings and classes of the anchors;  end_z, end_y  (E, D) and (E,)
+    """
     if kind != 'proxy_anchor':
         return torch.arange(len(y), device=y.device), z, y, z, y
     anchor_y = y.unique()                           # the anchors are the proxies of the classes in the batch
@@ -305,7 +320,8 @@ def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, prox
         s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
         # An anchor with fewer than k negatives also gets images of its class. That changes nothing: all its negatives
         # are chosen, so all its mixtures are allowed.
-        negatives = torch.zeros_like(negatives).scatter(1, s.topk(min(k, len(y)), dim=1).indices, True)
+        hardest = s.topk(min(k, len(y)), dim=1).indices                                         # (A, k)
+        negatives = torch.zeros_like(negatives).scatter(1, hardest, True)
     negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
     if pairs == 'pos-pos':                          # all pairs: those of two classes are not valid, and left out below
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
@@ -362,9 +378,9 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
 
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
-    Returns for each tenth of lambda: (lambda, measured, predicted, mean similarity, number of pairs (a, v)). measured
-    is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share at or below the
-    threshold for their own label. Eq. (25) is derived for an anchor with one mixture; here each anchor has many.
+    Returns for each tenth of lambda: (its middle, measured, predicted, mean similarity, number of pairs (a, v)).
+    measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share at or below
+    the threshold for their own label. Eq. (25) is derived for an anchor with one mixture; here each anchor has many.
     """
     hyper = dict(beta=beta, gamma=gamma, m=m)
     samples = []
@@ -378,10 +394,10 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
         labelled_loss(s, pair_y, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        below = s <= positivity_threshold(pair_y, **hyper)      # the share of True is F_lambda: Eq. (11), (25)
+        below = s <= positivity_threshold(pair_y, **hyper)      # Eq. (25): its mean is F_lambda(threshold)
         samples.append(torch.stack([pair_y, positive, below, s.detach()])[:, valid])            # (4, pairs)
-    samples = torch.cat(samples, dim=1)                                                         # (4, all pairs)
-    tenth = (samples[0] * 10).long().clamp_max(9)                                               # of their label
+    samples = torch.cat(samples, dim=1)             # (4, all pairs): label, acts as a positive, below the threshold, s
+    tenth = (samples[0] * 10).long().clamp_max(9)   # the tenth of [0, 1] in which the label lies, 0 to 9
     rows = []
     for n in tenth.unique().tolist():
         _, measured, predicted, s = samples[:, tenth == n].mean(dim=1).tolist()
@@ -401,7 +417,8 @@ def utilization(q, z, y, batches, alpha):
     for index in batches:
         i, j = cross_class_pairs(y[index])
         lam = Beta(alpha, alpha).sample(i.shape)
-        examples = torch.cat([z[index], mix_embeddings(z[index], i, j, lam)])       # never empty: clean ones as well
+        # With the clean ones, examples are never empty: a batch of one class has no mixtures.
+        examples = torch.cat([z[index], mix_embeddings(z[index], i, j, lam)])
         mixed = mixed.minimum(distances_to(examples))
     return clean.mean().item(), mixed.mean().item()                                             # Eq. (12)
 
@@ -421,9 +438,9 @@ def analyse(args):
     for lam, measured, predicted, s, number in rows:
         threshold = positivity_threshold(lam, args.beta, args.gamma, args.m)
         print(f'{lam:8.2f} {measured:9.3f} {predicted:9.3f} {s:13.3f} {threshold:10.3f} {number:9d}')
-    if rows and all(predicted in (0, 1) for _, _, predicted, *_ in rows):
-        print('No s(a, v) lies between these thresholds, so the figure shows no transition: take a network trained '
-              f'with this m, or --m {sum(s for *_, s, _ in rows) / len(rows):.2f}, about the mean similarity')
+    if {predicted for _, _, predicted, *_ in rows} in ({0}, {1}):
+        print('All s(a, v) are above these thresholds, or all below, so the figure shows no transition: take a network '
+              f'trained with this m, or --m {sum(s for *_, s, _ in rows) / len(rows):.2f}, about the mean similarity')
     if data.query:
         clean, mixed = utilization(common.embed(model, data.query), z, y, batches, args.alpha)
         print(f'utilization, Eq. (12): {clean:.3f} by clean examples, {mixed:.3f} by these and the mixed ones of '
@@ -465,7 +482,8 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': dict(proxy_lr_mult=6000),          # 4 images per class, also with proxies: mixing needs positives
+    # The rate of the proxies is that of train_proxy_anchor.py. But 4 images per class stay: mixing needs positives.
+    'reality-check': dict(proxy_lr_mult=6000),
 }
 for dataset in list(DEFAULTS):
     DEFAULTS[dataset, 'contrastive'] = dict(m=0.5)                                  # the paper does not state this m

@@ -448,7 +448,7 @@ WRONG['retrieval_metrics'] = {
     'the query normalised in place': ('within = gallery is None',
                                       'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'),
     'nothing to retrieve is no error': (
-        'len(query) == 0 or len(searched) == 0 or (within and len(query) == 1)', 'False'),
+        'len(query) == 0 or len(searched) <= itself', 'False'),
     'NaN is no error': ('not (query.isfinite().all() and searched.isfinite().all())', 'False'),
     'NaN in the gallery is no error': (' and searched.isfinite().all()', ''),
     'precision where there is no match': ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank'),

@@ -78,18 +78,44 @@ def test_a_gallery_a_single_file_and_folds(tmp_path):
 
 
 @pytest.mark.parametrize('changed, message', [
-    (dict(embeddings=np.full((20, 6), np.nan)), 'test.npz needs finite embeddings'),
-    (dict(embeddings=np.ones((20, 6, 1))), 'test.npz needs finite embeddings'),
-    (dict(embeddings=np.ones((19, 6))), 'test.npz needs finite embeddings'),
-    (dict(labels=np.array([-1, 1] * 10)), 'labels .N,. from 0 on'),
-    (dict(labels=np.array([0, 4] * 10)), 'index 4 is out of bounds'),
+    (dict(embeddings=np.full((20, 6), np.nan)), 'test.npz cannot be used.* it needs N finite embeddings'),
+    (dict(embeddings=np.full((20, 6), 1e30)), 'it needs N finite embeddings'),      # their squares are infinite
+    (dict(embeddings=np.zeros((20, 6))), 'it needs N finite embeddings'),
+    (dict(embeddings=np.ones((20, 6, 1))), 'it needs N finite embeddings'),
+    (dict(embeddings=np.ones((19, 6))), 'it needs N finite embeddings'),
+    (dict(embeddings=np.ones((21, 6))), 'it needs N finite embeddings'),
+    (dict(paths=np.array(['x'] * 21)), 'it needs N finite embeddings'),
+    (dict(labels=np.array([-1, 1] * 10)), 'it needs N .* labels .N,.'),
+    (dict(labels=np.array([[0, 1]] * 10)), 'it needs N .* labels .N,.'),
+    (dict(labels=np.array([0, 4] * 10)), 'test.npz cannot be used.* index 4 is out of bounds'),
+    (dict(labels=np.array(list('abcd') * 5)), 'test.npz cannot be used.* arrays used as indices'),
+    (dict(gallery_labels=np.zeros(20, int)), 'it has a gallery, which should lie in gallery.npz'),
     (dict(labels=np.zeros(20, int)), 'the test set needs 2 classes or more, and has 1'),
     (dict(classes=np.array(list('gfij'))), '1 classes are in the training set and in the test set, the first is f'),
     (dict(classes=np.array(['x', None, 1, 2])), 'Object arrays cannot be loaded')])
+@pytest.mark.filterwarnings('ignore:overflow')
 def test_files_that_are_wrong_end_in_one_line(vectors, changed, message):
     write(vectors / 'test.npz', 'ghij', [2, 0, 3, 1] * 5)
     np.savez(vectors / 'test.npz', **dict(np.load(vectors / 'test.npz')) | changed)
     with pytest.raises(UsageError, match=f'^vectors cannot be loaded: .*{message}.* should hold train.npz'):
+        load(vectors)
+
+
+def test_names_of_files_and_classes(vectors):
+    (vectors / 'train.npz').rename(vectors / 'Train.npz')
+    write(vectors / '._test.npz', 'xy', [0, 1])             # as macOS leaves them beside files
+    arrays = dict(np.load(vectors / 'Train.npz'))
+    np.savez(vectors / 'Train.npz', **arrays | dict(classes=np.arange(6)))
+    assert load(vectors).train.classes == list('012345')
+    (vectors / 'test.npz').unlink()
+    assert load(vectors).train.classes == list('012'), 'numbers are names, in a file that is split as well'
+
+
+def test_two_test_sets_are_refused(vectors):
+    """The second one is left from vectors of another dataset, for example."""
+    for name in ('query', 'gallery'):
+        write(vectors / f'{name}.npz', 'gh', [0, 1] * 4)
+    with pytest.raises(UsageError, match='^vectors cannot be loaded: test.npz and query are two test sets'):
         load(vectors)
 
 
@@ -107,7 +133,7 @@ def test_files_that_are_missing_end_in_one_line(vectors):
 
 
 @pytest.mark.parametrize('gallery', [False, True])
-def test_any_module_makes_vectors_of_images(tmp_path, gallery):
+def test_any_module_makes_vectors_of_images(tmp_path, gallery, monkeypatch):
     draw_folder(tmp_path / 'x/train', 'ab', per_class=3)
     draw_folder(tmp_path / ('x/query' if gallery else 'x/test'), 'cd', per_class=2, seed=1)
     if gallery:
@@ -116,11 +142,17 @@ def test_any_module_makes_vectors_of_images(tmp_path, gallery):
     net = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 7))
     parts = [data.train, data.query, *[data.gallery] * gallery]
     made = [common.embed(net, images) for images in parts]
-    common.save_vectors(tmp_path / 'v', data, *made)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    common.save_vectors('~/v', data, *made)
     again = load(tmp_path / 'v')
     for images, z, other in zip(parts, made, [again.train, again.query, again.gallery]):
         assert torch.equal(other.vectors, z) and torch.equal(other.labels, images.labels)
         assert other.classes == images.classes and other.paths.tolist() == images.paths.tolist()
+    common.save_vectors(tmp_path / 'half', data, made[0].numpy(), *[z.bfloat16() for z in made[1:]])
+    assert torch.equal(load(tmp_path / 'half').query.vectors, made[1].bfloat16().float())
+    others = made[:2] if gallery else [*made, made[1]]
+    with pytest.raises(UsageError, match='needs the vectors of data.gallery if it is not data.query'):
+        common.save_vectors(tmp_path / 'other', data, *others)
 
 
 # ---- the network
@@ -157,7 +189,7 @@ def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors)
 def test_a_network_says_which_inputs_it_takes(run, small, vectors):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'head', '--epochs', '1'])
     write(vectors / 'test.npz', 'gh', [0, 1] * 5, c=5)
-    with pytest.raises(UsageError, match='the network takes 6 channels .images have 3., got 5'):
+    with pytest.raises(UsageError, match='takes 6 channels .3 of images, or the length of stored vectors., and got 5'):
         evaluation.main(['--checkpoint', 'runs/head'])
     run(train_ms, '--name', 'trunk')
     with pytest.raises(UsageError, match='takes 3 channels .* got 5'):
@@ -230,8 +262,8 @@ def test_methods_that_need_images_refuse_vectors(script, flags, reason):
         script.get_args(['--dataset', 'vectors', *flags.split()])
 
 
-@pytest.mark.parametrize('flags', ['--sheet x.png', '--query a.jpg'])
-def test_eval_draws_no_vectors(vectors, flags):
+@pytest.mark.parametrize('flags', ['--sheet x.png', '--query a.jpg', '--cache x', '--precision bf16'])
+def test_eval_draws_no_vectors_and_decodes_none(vectors, flags):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'mine', '--epochs', '0'])
     with pytest.raises(UsageError, match=f'{flags.split()[0]} has no effect with --dataset vectors'):
         evaluation.main(['--checkpoint', 'runs/mine', *flags.split()])
