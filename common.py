@@ -586,6 +586,7 @@ def draw_crops(sizes, augment):
         return [None] * len(sizes), [False] * len(sizes)
     scale = (augment.min_crop, 1.0)
     ratio = (3 / 4, 4 / 3)
+    # get_params reads the height and width alone, so these tensors need no pixels.
     boxes = [transforms.RandomResizedCrop.get_params(torch.empty(3, *size, device='meta'), scale, ratio)
              for size in sizes]
     return boxes, (torch.rand(len(sizes)) < (0.5 if augment.flip else 0)).tolist()
@@ -595,7 +596,8 @@ def jitter_colours(x, strength):
     """Changes brightness, contrast and saturation of x (B, 3, S, S), which is in [0, 1]. Each image has factors of its
     own, evenly from 1 - strength to 1 + strength."""
     jitter = v2.ColorJitter(strength, strength, strength)
-    # All at once, they would get the same factors. In one layout, they round alike in one process and in several.
+    # In one call, all images would get the same factors. Rounding depends on the layout in memory, which torchrun
+    # changes, so it is made the same.
     return torch.stack([jitter(image.contiguous()) for image in x])
 
 
@@ -1224,16 +1226,17 @@ def set_seed(seed, epoch=None):
 # ---- 8. files --------------------------------------------------------------------------------------
 
 
-def known_classes(args, data):
-    """Names of the classes that the network knows. Those of the validation belong to them: they choose the epoch."""
-    return data.train.classes + (data.query.classes if args.fold else [])
+def trained_on(args, data):
+    """What a checkpoint says of its images. classes are those that the network knows; those of the validation belong to
+    them, because they choose the epoch."""
+    return dict(classes=data.train.classes + (data.query.classes if args.fold else []), images=len(data.train))
 
 
 def save_epoch(path, args, data, states, row, rows):
     """Writes the checkpoint of an epoch, with whatever a run needs to go on behind it."""
     others = {name: part.state_dict() for name, part in states.items() if name != 'model'}
     save_checkpoint(path, args, states['model'], epoch=row['epoch'], rows=rows, minutes=row['minutes'],
-                    classes=known_classes(args, data), images=len(data.train), **others)
+                    **trained_on(args, data), **others)
 
 
 def begin(args):
@@ -1245,8 +1248,7 @@ def resume(args, data, states, per_epoch, total):
     """Loads the last checkpoint of a run into `states` -> its folder, the epoch to go on with, its rows, and the time
     of its start, moved so that the minutes of a row leave out the pause."""
     saved = read_checkpoint(args.resume / 'last.pt')
-    now = dict(classes=known_classes(args, data), images=len(data.train))
-    if any(saved.get(name, value) != value for name, value in now.items()):
+    if any(saved.get(name, value) != value for name, value in trained_on(args, data).items()):
         raise UsageError(f'{args.resume} was trained on other images than {args.data} holds; start a new run')
     with distrusting(args.resume):
         for name, part in states.items():
@@ -1262,11 +1264,12 @@ def resume(args, data, states, per_epoch, total):
     if done < total and done % per_epoch:
         raise UsageError(f'{args.resume} ended inside an epoch, after {done % per_epoch} of its {per_epoch} steps, and '
                          'cannot go on with other --steps or --epochs; start a new run')
-    # A finished run was left with the last rate of its schedule. The next step has the rate of the schedule by `total`.
+    # The saved rate belongs to the old --epochs. The next step takes that of the schedule with the new `total`.
     for group, rate in zip(states['optimizer'].param_groups, schedule.base_lrs):
         group['lr'] = rate * learning_rate_factor(done, args, per_epoch, total)
     write_log(args.resume, rows)                            # exactly the rows of the checkpoint
-    # After a run of --eval-every 2, say, its last epoch may be the last one now, and still to be evaluated.
+    # With --eval-every 2, say, a run may have stopped after an epoch that was not evaluated. If --epochs makes this one
+    # the last, it is evaluated now.
     first = epoch if done == total and evaluated < epoch else epoch + 1
     return args.resume, first, rows, began
 
@@ -1428,7 +1431,7 @@ def written_whole(path):
 
 # A recipe is a row of defaults for flags. Those of the benchmarks are in the scripts, beside their papers, and name all
 # settings of training. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means batches in random order. A folder with pretrained weights takes the row of cub. Rates and
+# gradients. per_class=0 means images in random order. A folder with pretrained weights takes the row of cub. Rates and
 # epochs for vectors were chosen on four folds of features of birds by a ResNet-18 (tests/results).
 DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
@@ -1441,13 +1444,14 @@ BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's row 'reality-check' is
 # added. What the text does not name is taken from the released configuration: momentum, weight decay, and crops of at
 # least 0.16 of the area (the text has "between 40 and 256" px). That configuration freezes the statistics of BatchNorm
-# only, and has a patience of 9 evaluations on CUB, one every 200 steps; here --patience counts epochs.
+# only, and has a patience of 9 evaluations on CUB, one every 200 steps; here it is evaluated every epoch.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=1000,
                 batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
 
 
-# Flags that change none of a run's numbers, but for rounding: where and how it computes, and how often it looks
+# Flags that change none of a run's numbers, but for rounding: where and how it computes, and how often it looks (which
+# with --fold may change when it stops, and what is best)
 NO_NUMBERS = {'data', 'precision', 'eval_every', 'chunk', 'compile'}
 
 
@@ -1478,6 +1482,7 @@ def between(low, high, kind=float):
         if not (low <= value <= high and value < math.inf):
             raise ValueError
         return value
+    # argparse prints this name if the text is no such number.
     check.__name__ = f'{kind.__name__} >= {low}' + (f' and <= {high}' if high < math.inf else '')
     return check
 
@@ -1527,7 +1532,7 @@ def parser(doc, notes='', file=None):
     add('--dataset', choices=list(DATASETS), default='shapes',
         help='shapes: built in; folder: own images; vectors: features of any network')
     add('--data', default='data', help="folder of classes or of NPZ files, or what the dataset's site unpacks")
-    # Up to 16 px, the last stage of a ResNet has one pixel, and its gradients in bfloat16 are wrong on a CPU.
+    # Up to 16 px, the last stage of a ResNet gets one pixel, and its gradients in bfloat16 are wrong on a CPU.
     add('--image-size', type=at_least(17), help='side of the crops that the network gets, pixels')
     add('--resize', type=at_least(17), help='shorter side of the stored images, pixels; follows --image-size')
     add('--min-crop', type=between(0.001, 1), help='smallest area of a training crop, share of the image')
@@ -1601,7 +1606,8 @@ def parse(parser, DEFAULTS, argv=None):
         if saved['script'] != script:
             raise UsageError(f'{run} was made by {saved["script"]}.py, not by {script}.py')
         # Only flags that save_checkpoint writes: a made-up checkpoint must not choose which files are overwritten.
-        kept = flags_of(argparse.Namespace(**vars(asked) | row)).keys() | {'fold', 'protocol'}
+        # And those that may be None, which it leaves out.
+        kept = flags_of(argparse.Namespace(**vars(asked) | row)).keys() | {'fold', 'protocol', 'dim'}
         row |= {name: value for name, value in saved['args'].items() if name in kept}
     if unknown := sorted(row.keys() - vars(asked).keys()):
         raise UsageError(f'{script}.py has no flag for {", ".join(unknown)}')
@@ -1700,14 +1706,14 @@ def make_sampler(args, labels):
 
 
 def build(args, data=None, **options):
-    """The network that the flags name, on their device. `data` tells the length of stored vectors, which --dim is where
-    it is not given; `options` go to Embedder."""
+    """The network that the flags name, on their device. `data` tells how many numbers c a stored vector has, which is
+    --dim where it is not given, and the mean length of vectors; `options` go to Embedder."""
     if args.dataset == 'vectors':
         vectors = data.train.vectors                                     # (N, c)
-        options |= dict(channels=vectors.shape[1], length=vectors.norm(dim=1).mean().item())
+        options |= dict(channels=vectors.shape[1], length=vectors.norm(dim=1).mean().item(), layer_norm=False)
         if args.dim is None:
             args.dim = vectors.shape[1]
-            options['head_init'] = 'identity'       # before training, embeddings are the vectors
+            options['head_init'] = 'identity'       # before training, embeddings are the vectors, but for their length
     torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
     # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
     weights = 'none' if args.resume or args.show_batch else args.weights

@@ -10,10 +10,10 @@ Idea
     margin apart. A pair that has reached this goal costs nothing and gets no gradient. (With cosines,
     --form similarity, positives are always pulled.)
     All pairs of a batch take part, and most of them are negative: a random batch of 100 CUB images
-    has about 97 positive and 9,800 negative pairs. So each kind has a mean of its own. And most
-    negative pairs are far enough apart: a mean over all of them would be almost 0. So the mean is
-    over the pairs that miss their goal. (This is the choice of the released code; the equations below
-    are of single pairs, or sums.)
+    has about 97 positive and 9,800 negative pairs, where (a, b) and (b, a) both count. So each kind
+    has a mean of its own. And most negative pairs are far enough apart: a mean over all of them would
+    be almost 0. So the mean is over the pairs that miss their goal. (This is the choice of the released
+    code; the equations below are of single pairs, or sums.)
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -59,7 +59,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     returns     scalar >= 0; the part of the positive pairs is 0 if there are none, or if all reach their goal, and
                 the part of the negative pairs likewise
     """
-    d = distances(common.at_least_float32(z))                            # (B, B)  HSE Eq. (1)
+    d = distances(common.at_least_float32(z))                            # (B, B)  HSE Eq. (1), of unit vectors
     positive, negative = pairs(y)
     # Reality Check Eq. (1), first term, [d - m_pos]+; with the power of 2, HSE Eq. (2) for a positive pair
     pull = (d - pos_margin).clamp_min(0).pow(power).masked_fill(~positive, 0)
@@ -180,14 +180,15 @@ What differs from the papers
        unit length; there y is 1 for a negative pair. HSE prints the squared form and Metrix the cosine
        form (--form similarity --reduction sum). The code that both released uses distances, not
        squared, with margin 0.5, averaged over the pairs that miss their goal; this is the default here.
-       A margin of 0.5 as a distance is a cosine of 0.875, and as a cosine it is a distance of 1.0.
+       A margin of 0.5 is not the same in both forms: a distance of 0.5 is a cosine of 0.875, and a
+       cosine of 0.5 is a distance of 1.
     2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB; with --power 1, a margin below 0 acts on positives like 0 and adds a constant (except where
-       two of them lie on one point). It reports P@1, which is R@1, of 59.7 on CUB, 69.8 on
-       Cars and 69.3 on SOP (Tables 4 to 6), and with four such networks concatenated 68.1, 81.8 and
-       73.1.
+       CUB. No distance reaches a margin below 0. With --power 1 it has the gradient of margin 0 and adds
+       a constant, except that two positives on one point then count in the mean. The Reality Check
+       reports P@1, which is R@1, of 59.7 on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with
+       four such networks concatenated 68.1, 81.8 and 73.1.
 What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)
     4. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on

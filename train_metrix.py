@@ -474,7 +474,8 @@ CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, b
            warmup=5, clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, warmup=1)
 DEFAULTS = {
-    # From scratch, --lr is already 20 times that of CUB, so the proxies get 10 times --lr and not 100.
+    # --lr is already 20 times that of CUB from scratch, and 10 times on vectors, so the proxies get 10 times --lr and
+    # not 100.
     'shapes': dict(proxy_lr_mult=10),
     'folder': dict(proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10),

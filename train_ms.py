@@ -12,10 +12,10 @@ Idea
     negatives, of how similar they are. How much a pair counts is the derivative of the loss by its
     similarity. For a negative n of the anchor a this is
         exp(beta (s(a,n) - lambda)) / (1 + sum over all negatives m of exp(beta (s(a,m) - lambda))).
-    So a negative counts by its own similarity, and relative to the anchor's other negatives. How it
-    compares with the positives decides in the miner alone, before the loss: the miner drops negatives
-    that are less similar than every positive, and positives that are more similar than every negative,
-    by more than a tolerance.
+    So a negative counts by its own similarity, and relative to the anchor's other negatives. The loss
+    never compares it with the positives. Only a miner does that, before the loss: it drops a negative
+    that is less similar than every positive by a tolerance or more, and a positive that is more similar
+    than every negative by a tolerance or more.
 
 Equation, for an anchor a; the loss is the mean of l(a) over the B images of the batch
     Metrix Eq. (2)    l(a) = 1/alpha log(1 + sum_{p in P(a)} exp(-alpha (s(a,p) - lambda)))    pull
@@ -163,7 +163,7 @@ What differs from the paper
     1. The network is a ResNet-50, with average pooling on CUB and Cars, which is the authors' setting
        for it. Their published results are those of BN-Inception with max pooling.
     2. On CUB and Cars, lambda is 0.5, as in the released code.
-       According to two re-implementations, one in issue 4 of that repository, the paper has 1.
+       According to two re-implementations, one in issue 4 of its repository (see below), the paper has 1.
     3. For Cars, SOP and In-Shop nothing was released. Cars takes the settings of CUB, the other two take
        the commands of Metrix's MS baseline (github.com/billpsomas/metrix, b679703): Adam, a rate of 6e-4,
        60 epochs. The paper of Metrix has AdamW, 3e-5 on SOP and 1e-4 on In-Shop, and 100 epochs: that is
@@ -173,8 +173,9 @@ What differs from the released code (github.com/msight-tech/research-ms-loss, b6
     4. On CUB and Cars, beta is 50, as in the two re-implementations. The released code has 40.
     5. The released code does not recognise the pair of an image with itself by its index, but drops
        all positives above a similarity of 1 - 1e-5, and so exact duplicates too. It stops with an
-       error at an anchor without positives. Here such an anchor adds only its push, or 0 with the
-       miner, and is counted in the mean. The released code leaves out anchors without negatives, too.
+       error at an anchor without positives, or without negatives. Here an anchor without positives
+       adds only its push, or 0 with the miner, and is counted in the mean, as is an anchor of which the
+       miner keeps nothing, in the released code as well.
     6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
        stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
 Table 4 of the Reality Check: --protocol reality-check, and the best values of its released results for CUB

@@ -6,8 +6,9 @@ Idea
     A proxy is a learned vector that stands for one class. Losses on pairs of images use the relations
     between images, but there are very many pairs. Losses on pairs of an image and a proxy need few
     pairs, but there the gradient of an image does not depend on the other images. In Proxy-Anchor
-    the proxy is the anchor: it pulls all images of its class, and pushes all other images, each
-    through log(1 + a sum of exponentials), a smooth maximum. The image that misses its goal most
+    the proxy is the anchor: it pulls all images of its class, and pushes all other images. The pull is
+    log(1 + a sum of exponentials) over the former, and the push the same over the latter; both are
+    smooth maxima. The image that misses its goal most
     gets the largest part of the gradient, and how large that part is depends on the other images of
     the batch.
 
@@ -16,14 +17,15 @@ Equation
     l(X) = 1/|P+| sum_{p in P+} log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))    pull
          + 1/|P|  sum_{p in P}  log(1 + sum_{x in X_p-} exp( alpha (s(x,p) + delta)))    push
     P are the proxies of all C classes, P+ those of the classes in the batch. X_p+ are the images of
-    the batch that have the class of p, and X_p- are all other images of the batch.
+    the batch that have the class of p, and X_p- are all other images of the batch. (Some copies of the
+    paper have P- in the second sum, which they do not define; the released code sums over all C.)
 
 Symbols
     paper    here      flag      meaning
     x        z         -         (B, D) embeddings of unit length
     p        proxies   -         (C, D) learned, of any length: normalised inside the loss
     s(x,p)   s         -         (C, B) cosine similarities
-    alpha    alpha     --alpha   sharpness of the smooth maxima; the gradients by s are proportional to it
+    alpha    alpha     --alpha   sharpness of the smooth maxima; it multiplies the gradient, Eq. (6)
     delta    delta     --delta   margin: positives should be above delta, negatives below -delta
 
 Run
@@ -62,11 +64,11 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     s = F.normalize(proxies, dim=1) @ z.T                                           # (C, B)
     # (C, B), whether the image of this column has the class of the proxy in this row
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
-    present = positive.any(dim=1).sum()                                             # |P+|
+    num_present = positive.any(dim=1).sum()                                         # |P+|
     # Proxy-Anchor Eq. (4), first sum: 1/|P+| sum log(1 + sum exp(-alpha (s - delta))), without the 1/alpha that
-    # Multi-Similarity has. The gradient of logsumexp is the fraction in Proxy-Anchor Eq. (6). A class that is not in
-    # the batch adds log 1 = 0.
-    pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / present
+    # Multi-Similarity has. Its gradient is Proxy-Anchor Eq. (6), see above. A class that is not in the batch adds
+    # log 1 = 0.
+    pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / num_present
     # Proxy-Anchor Eq. (4), second sum, over all C classes: 1/|P| sum log(1 + sum exp(alpha (s + delta))). Trap: + delta
     # here, - delta above.
     push = log1p_sum_exp(alpha * (s + delta), ~positive).mean()
@@ -104,7 +106,8 @@ CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, ba
 # The authors released commands for SOP and In-Shop with BN-Inception only. These rows use them with ResNet-50.
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, warmup=1)
 DEFAULTS = {
-    # From scratch, --lr is already 20 times that of CUB, so the proxies get 10 times --lr and not 100.
+    # --lr is already 20 times that of CUB from scratch, and 10 times on vectors, so the proxies get 10 times --lr and
+    # not 100.
     'shapes': dict(proxy_lr_mult=10),
     'folder': dict(proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10),

@@ -20,9 +20,10 @@ Equations
                                   l(X) = sum_x -log( exp(s(x,p+)) / sum_{p- in P-} exp(s(x,p-)) )
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
-    Since |x - p|^2 = 2 - 2 s(x,p), a softmax of -|x - p|^2 / T is one of 2 s(x,p) / T; so Eq. (1), whose
-    exponents are s(x,p), has T = 2. Papers call three losses Proxy-NCA: Eq. (1); CCL Eq. (9), whose
-    exponents are s times a scale, so T = 2 / scale; and that of the Reality Check, see note 8.
+    For a p of unit length, |x - p|^2 = 2 - 2 s(x,p), so a softmax of -|x - p|^2 / T is one of
+    2 s(x,p) / T; and Eq. (1), whose exponents are s(x,p), has T = 2. Papers call three losses
+    Proxy-NCA: Eq. (1); CCL Eq. (9), whose exponents are s times a scale, so T = 2 / scale; and that of
+    the Reality Check, see note 8.
 
 Symbols
     paper    here          flag            meaning
@@ -30,7 +31,8 @@ Symbols
     p        proxies       -               (C, D) learned, of any length: normalised inside the loss
     s(x,p)   s             -               (B, C) cosine similarities
     T        temperature   --temperature   divides squared distances: the lower, the sharper the softmax;
-                                           1/9 for ProxyNCA++, 2 for --loss proxynca
+                                           1/9 for ProxyNCA++, 2 for --loss proxynca (1/13.98 with
+                                           --protocol, see note 8)
 
 Run
     python train_proxynca_pp.py                              # offline, a few minutes on two CPU cores
@@ -72,8 +74,8 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     temperature  > 0; 2 is Proxy-Anchor Eq. (1), whose exponents are cosines
     returns      scalar, the sum over the batch, which may be negative; with one class only the pull is left
 
-    Proxy-Anchor Eq. (3) is its gradient: dl/ds(x,p+) = -1, however near x is to its proxy, and dl/ds(x,p-) is the
-    softmax over the other proxies.
+    Proxy-Anchor Eq. (3) is its gradient, with T = 2: dl/ds(x,p+) = -1, however near x is to its proxy, and dl/ds(x,p-)
+    is the softmax over the other proxies. With another T, all of it is multiplied by 2 / T.
     """
     logits = 2 / temperature * cosines(z, proxies)                             # (B, C), s(x,p) if T = 2
     own = torch.arange(len(proxies), device=y.device) == y[:, None]            # (B, C)
@@ -143,7 +145,7 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation. The networks
-    # of the Reality Check have no LayerNorm.
+    # of the Reality Check have no LayerNorm, and heads on stored vectors neither (common.build).
     model = common.build(args, data=data, layer_norm=not args.protocol, head_init='default')
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
     options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)           # SGD has no eps
@@ -180,12 +182,12 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
        sqrt(512) / 8 = 2.8, so clipping at 10 does not change them.
     5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
     6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
-       training normalises them. It is wrong for one or two classes, whose labels it turns into a
-       single column.
+       training normalises them. Its loss is wrong for one or two classes, whose labels it turns into
+       a single column.
 About --loss proxynca
-    7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++. On the
-       benchmarks Adam has eps = 1, so its steps are proportional to the gradients, and this loss needs a
-       higher --lr there for a fair comparison.
+    7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++ at the
+       start of training. On the benchmarks Adam has eps = 1, so its steps are proportional to the
+       gradients, and this loss needs a higher --lr there for a fair comparison.
     8. The Reality Check calls its Proxy-NCA a cross entropy of distances, so the own proxy is in the
        denominator. In its library, pytorch-metric-learning, the distances are squared and multiplied by a
        scale, which is 13.98 on CUB: --protocol reality-check --loss proxynca_pp --temperature 0.0715. With

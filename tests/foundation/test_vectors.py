@@ -186,6 +186,15 @@ def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors)
     assert rows[0][0] == rows[1][0] == raw['MAP@R'] != rows[0][-1] == rows[1][-1]
 
 
+@pytest.mark.parametrize('script', [train_ms, train_proxy_anchor, train_proxynca_pp, train_ccl, train_metrix])
+def test_each_script_begins_with_the_result_of_the_vectors(vectors, script):
+    """Also where it has LayerNorm before the head, or a head of its own"""
+    data = load(vectors)
+    raw = common.retrieval_metrics(data.query.vectors, data.query.labels)
+    row = script.main([*FLAGS, '--data', 'v', '--name', 'zero', '--epochs', '0'])
+    assert row['MAP@R'] == raw['MAP@R'] and row['R@1'] == raw['R@1']
+
+
 def test_a_network_says_which_inputs_it_takes(run, small, vectors):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'head', '--epochs', '1'])
     write(vectors / 'test.npz', 'gh', [0, 1] * 5, c=5)
@@ -221,6 +230,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_and_eval_its_last_row(vecto
     script.main(['--resume', os.path.abspath('runs/halved'), '--epochs', '3'])
     for one, other in zip(rows_of('whole'), rows_of('halved'), strict=True):
         assert all(one[key] == other[key] for key in one.keys() - {'images_per_second', 'minutes'}), (one, other)
+    script.main(['--resume', 'runs/halved', '--dataset', 'vectors'])       # naming the dataset again changes nothing
     result = evaluation.main(['--checkpoint', 'runs/halved', '--analyse', '--embed', 'out.npz'])
     assert result['MAP@R'] == row['MAP@R'] and result['uniformity'] < 0
     saved = np.load('out.npz')
