@@ -135,15 +135,15 @@ WRONG['proxy_anchor_loss'] = {
     'proxies not normalised': ('F.normalize(proxies, dim=1)', 'proxies'),
     'proxies detached': ('F.normalize(proxies, dim=1)', 'F.normalize(proxies, dim=1).detach()'),
     'images detached': ('@ z.T', '@ z.detach().T'),
-    'pull divided by all classes': ('.sum() / present', '.mean()'),
-    'push divided by the classes present': ('~positive).mean()', '~positive).sum() / present'),
+    'pull divided by all classes': ('.sum() / num_present', '.mean()'),
+    'push divided by the classes present': ('~positive).mean()', '~positive).sum() / num_present'),
     'push by present proxies only': ('~positive).mean()', '~positive)[positive.any(dim=1)].mean()'),
     'margin of negatives with minus': ('(s + delta), ~positive', '(s - delta), ~positive'),
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
     'half precision stays': ('z, proxies = common.same_precision(z, proxies)', 'pass'),
     'classes present counted by changes of the label': (
-        'present = positive.any(dim=1).sum()', 'present = 1 + (y[1:] != y[:-1]).sum()'),
+        'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
     'push over proxies that have a negative': ('~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
 }
 RIGHT['proxy_anchor_loss'] = {
