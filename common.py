@@ -929,8 +929,8 @@ def read_folder(name, root, known=None, least=2):
         read = classes_in_file
     parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
     if {'query', 'gallery'} <= folders.keys():
-        if parts['query']:
-            raise ValueError(f'{parts["query"].name} and query are two test sets')
+        if 'test' in folders:                               # val/ may lie beside them, and is not read
+            raise ValueError('test and query are two test sets')
         parts |= dict(query=folders['query'], gallery=folders['gallery'])
     divided = 'gallery' in parts or all(parts.values())
     if divided:

@@ -115,7 +115,7 @@ def test_two_test_sets_are_refused(vectors):
     """The second one is left from vectors of another dataset, for example."""
     for name in ('query', 'gallery'):
         write(vectors / f'{name}.npz', 'gh', [0, 1] * 4)
-    with pytest.raises(UsageError, match='^vectors cannot be loaded: test.npz and query are two test sets'):
+    with pytest.raises(UsageError, match='^vectors cannot be loaded: test and query are two test sets'):
         load(vectors)
 
 
