@@ -11,7 +11,7 @@
                                                      to runs/trial.jsonl and runs/trial.md
     python tests/results/results.py --patched push train_metrix.py --mixup feature
                                                      a run whose step is changed: see PATCHES
-    python tests/results/results.py --vectors        writes data/birds, which the tables of vectors need
+    python tests/results/results.py --vectors        writes the features that the tables of vectors need
 
 A finished run becomes a line of runs.jsonl, with its commit and its evaluations, of which the first is that of the
 network before training; numbers have six digits, and no two lines have the same command. A run that was stopped goes on
@@ -25,7 +25,8 @@ The data belong in data/, which git ignores. cub50 holds the first 50 classes of
 of torchvision's IMAGENET1K_V1 (its BatchNorm statistics were estimated anew on 600 photographs, none of them from CUB).
 omniglot has the folders train, with the alphabets of images_background_small1, and test, with those of small2 that
 small1 lacks: Japanese (katakana), Sanskrit and Tagalog. flowers holds Oxford's 102 flowers, the official JPEG files of
-each class in a folder from 001 to 102. birds holds features of cub50 by that trunk, see store_vectors.
+each class in a folder from 001 to 102. cifar holds 50 classes of CIFAR-100, 300 images of each class in a folder of its
+name. birds, omniglot_vectors and cifar_vectors hold features by that trunk, see store_vectors.
 """
 import argparse
 import json
@@ -143,13 +144,14 @@ CONSTANT = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --ar
 # An epoch of these birds has 14 steps. So these are about 25, 50, 100, 200, 300, 600 and 1,000 steps.
 KEPT = (0, 2, 4, 7, 14, 21, 43, 71)
 STORED = '--dataset vectors --data data/birds'
+PICTURES = dict(birds='cub50', omniglot_vectors='omniglot', cifar_vectors='cifar')     # folders in data/
 MIXED = [(loss, mixup) for loss in ('proxy_anchor', 'ms', 'contrastive', 'proxynca_pp')
          for mixup in ('none', 'feature', 'embed')]
 ON_VECTORS = {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 71 --loss {loss} --mixup {mixup}'
               for loss, mixup in MIXED}
 OTHER_BRAKES = {f'{loss}, {flag}': f'train_metrix.py {STORED} --epochs 71 --loss {loss} --mixup none --{flag}'
                 for loss in ('proxy_anchor', 'ms')
-                for flag in ('weight-decay 0', 'weight-decay 1e-2', 'weight-decay 1', 'dim 64', 'dim 128')}
+                for flag in ('weight-decay 0', 'weight-decay 1e-2', 'weight-decay 1', 'dim 64', 'dim 128', 'lr 3e-4')}
 
 
 # ---- the papers' tables: {row: (command, R@1 on CUB, R@1 on Cars, where they stand)}. Networks are ResNets here; where
@@ -196,6 +198,13 @@ def on_benchmark(rows, dataset):
     column = dict(cub=1, cars=2)[dataset]
     return Table(SEEDS, {name: f'{row[0]} --dataset {dataset}' for name, row in rows.items()}, [],
                  paper={name: (row[column], row[3]) for name, row in rows.items()})
+
+
+def other_vectors(name, epochs, kept):
+    """Proxy-Anchor with and without mixing, and at a lower rate, on features of other images than birds"""
+    rows = {flags: f'train_metrix.py --dataset vectors --data data/{name}_vectors --epochs {epochs} '
+                   f'--loss proxy_anchor --mixup {flags}' for flags in ('none', 'feature', 'embed', 'none --lr 3e-4')}
+    return Table(TWENTY[:8], rows, against(rows, 'none'), kept)
 
 
 def patched(name, command=FEATURE):
@@ -245,7 +254,9 @@ TABLES = {
     'fast': Table(SEEDS, {f'proxy_anchor, {mixup}': f'train_metrix.py {FAST} --loss proxy_anchor --mixup {mixup}'
                           for mixup in ('none', 'feature')}, [('proxy_anchor, feature', 'proxy_anchor, none')]),
     'hse': Table(SEEDS, HSE, [(f'{loss}, hybrids', f'{loss}, alone') for loss in ('ms', 'proxy_anchor', 'epshn')]),
-    'shapes': Table(SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}, []),
+    'shapes': Table(SEEDS, {name: f'train_{name}.py' for name in SCRIPTS}
+                    | {'metrix, none': 'train_metrix.py --mixup none', 'hse, none': 'train_hse.py --alpha 0'},
+                    [('metrix', 'metrix, none'), ('hse', 'hse, none')]),
     'speed': Table(SEEDS, {name: f'train_{name}.py --eval-every 1' for name in SCRIPTS},
                    [('ccl', 'metrix'), ('proxy_anchor', 'ms')]),
     'course': Table(FOLDS, {row: f'train_{flags}' for row, flags in COURSE.items()},
@@ -315,6 +326,8 @@ TABLES = {
     'vector_folds': Table(FOLDS, {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 20 --patience 20 '
                                                       f'--loss {loss} --mixup {mixup}' for loss, mixup in MIXED}, [],
                           (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20)),
+    'omniglot_vectors': other_vectors('omniglot', 37, (0, 1, 2, 4, 8, 11, 22, 37)),
+    'cifar_vectors': other_vectors('cifar', 13, (0, 1, 2, 3, 4, 8, 13)),
     'brakes': Table(TWENTY, {f'{loss}, none': ON_VECTORS[f'{loss}, none'] for loss in ('proxy_anchor', 'ms')}
                     | OTHER_BRAKES, [(row, f'{row.split(",")[0]}, none') for row in OTHER_BRAKES], KEPT),
     'vector_terms': Table(TWENTY, {'ms, none': ON_VECTORS['ms, none'], 'ms, feature': ON_VECTORS['ms, feature'],
@@ -368,6 +381,10 @@ CLAIMS = [
                  'proxy_anchor, none', 'R@1 stopped by folds'),
     mixing_helps('Proxy-Anchor, features, a head trained far too long', '1.5', 'vectors', 'proxy_anchor, feature',
                  'proxy_anchor, none'),
+    mixing_helps('Proxy-Anchor, features, a head on ImageNet features of handwriting', '1.5', 'omniglot_vectors',
+                 'feature', 'none'),
+    mixing_helps('Proxy-Anchor, features, a head on ImageNet features of CIFAR-100', '1.5', 'cifar_vectors',
+                 'feature', 'none'),
     mixing_helps('contrastive, features', '2.7', 'metrix', 'contrastive, feature', 'contrastive, none'),
     mixing_helps('ProxyNCA++, features, mixtures as queries', '1.3', 'metrix', 'proxynca_pp, feature',
                  'proxynca_pp, none'),
@@ -501,11 +518,14 @@ def run_patched(name, script, *words):
 
 
 def store_vectors():
-    """Writes data/birds: pooled features (N, 512) of data/cub50 by data/resnet18.pth, crops of 128 px"""
-    data = common.load_dataset('folder', ROOT / 'data/cub50', resize=146, image_size=128)
+    """Writes pooled features (N, 512) of the images that are there, by data/resnet18.pth, crops of 128 px"""
     model = common.Embedder('resnet18', weights=ROOT / 'data/resnet18.pth', pool='avg')
     model.head = model.pool_features
-    common.save_vectors(ROOT / 'data/birds', data, common.embed(model, data.train), common.embed(model, data.query))
+    for name, folder in PICTURES.items():
+        if (ROOT / 'data' / folder).exists():
+            data = common.load_dataset('folder', ROOT / 'data' / folder, resize=146, image_size=128)
+            common.save_vectors(ROOT / 'data' / name, data, common.embed(model, data.train),
+                                common.embed(model, data.query))
 
 
 def six_digits(rows):
@@ -993,7 +1013,8 @@ def claims():
 
 # Kinds of data, by a word of the commands; the first that fits counts. What is named '' is left out.
 DATA = {UNTRAINED: '', '--dataset cub': '', '--dataset cars': '', 'data/birds': 'features of birds',
-        'data/cub50': 'birds', 'data/flowers': 'flowers', 'data/omniglot': 'Omniglot', 'train_': 'shapes'}
+        'omniglot_vectors': 'features of Omniglot', 'cifar_vectors': 'features of CIFAR-100', 'data/cub50': 'birds',
+        'data/flowers': 'flowers', 'data/omniglot': 'Omniglot', 'train_': 'shapes'}
 
 
 def spread():
