@@ -16,8 +16,7 @@ protocol in section 9. Sections 1 to 4 are worth reading beside any script; the 
    10. devices and processes     precision; one process for each GPU, under torchrun
    11. errors
 
-All files write shapes with these letters. Formulas have those of the paper; the script's table explains them, and
-further letters.
+All files write shapes with these letters. Those of formulas, and further ones, are in the table of each script.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
@@ -122,8 +121,8 @@ class Embedder(nn.Module):
             module.requires_grad_(False)
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map (B, c, h, w), behind a ReLU, so never negative; or stored vectors as
-        maps (B, c, 1, 1) -> the same, divided by their mean length in training."""
+        """Images (B, 3, S, S) -> last feature map (B, c, h, w), behind a ReLU, so never negative. Stored vectors are
+        maps (B, c, 1, 1), which are divided by the mean length of the training vectors."""
         B, channels, *_ = x.shape
         if channels != self.config['channels']:
             raise UsageError(f'the network takes {self.config["channels"]} channels (3 of images, or the length of '
@@ -250,8 +249,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     epochs = math.ceil(total / per_epoch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
     states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
-    # A new run begins with epoch 0, in which the network is evaluated before training. A resumed run goes on behind the
-    # epoch of its last checkpoint.
+    # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
     folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(first, epochs + 1):
@@ -382,8 +380,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
 
 def check_embeddings(query, searched, itself):
-    """Raises UsageError if there is nothing to search for or in (but `itself` images, 0 or 1, which are the query), or
-    if an embedding is NaN or infinite."""
+    """Raises UsageError if there is no query, or no image to search in beside the query itself (`itself` is 1 if it is
+    among those searched, else 0), or if an embedding is NaN or infinite."""
     if len(query) == 0 or len(searched) <= itself:
         raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(searched)} images to search in')
     if not (query.isfinite().all() and searched.isfinite().all()):
@@ -835,7 +833,7 @@ def check_images(name, root, splits, needed, least):
     # A row of vectors has its vector there, and no file of its own.
     paths = [row[0] for rows in splits.values() for row in rows if name != 'vectors']
     twice = [path for path, times in Counter(paths).items() if times > 1]
-    outside = [path for path in paths if '..' in path.relative_to(root).parts]      # fails for an absolute path
+    outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
     missing = [path for path in paths if not path.is_file()]
     for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
         if wrong:

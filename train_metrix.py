@@ -23,7 +23,7 @@ Equations
 Symbols
     paper     here          flag              meaning
     f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
-    y         pair_y        -                 (A, M) labels of M mixtures for A anchors. y are classes (B,)
+    y         pair_y        -                 (A, M) labels of mixtures for anchors; y are classes, but in labelled_loss
     x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha); as a label it is pair_y
     w         strength      --strength        weight of the mixed loss

@@ -144,7 +144,8 @@ CONSTANT = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --ar
 # An epoch of these birds has 14 steps. So these are about 25, 50, 100, 200, 300, 600 and 1,000 steps.
 KEPT = (0, 2, 4, 7, 14, 21, 43, 71)
 STORED = '--dataset vectors --data data/birds'
-PICTURES = dict(birds='cub50', omniglot_vectors='omniglot', cifar_vectors='cifar')     # folders in data/
+# {folder of stored vectors: folder of the images that they are made of}, both in data/
+IMAGES_OF = dict(birds='cub50', omniglot_vectors='omniglot', cifar_vectors='cifar')
 MIXED = [(loss, mixup) for loss in ('proxy_anchor', 'ms', 'contrastive', 'proxynca_pp')
          for mixup in ('none', 'feature', 'embed')]
 ON_VECTORS = {f'{loss}, {mixup}': f'train_metrix.py {STORED} --epochs 71 --loss {loss} --mixup {mixup}'
@@ -521,7 +522,7 @@ def store_vectors():
     """Writes pooled features (N, 512) of the images that are there, by data/resnet18.pth, crops of 128 px"""
     model = common.Embedder('resnet18', weights=ROOT / 'data/resnet18.pth', pool='avg')
     model.head = model.pool_features
-    for name, folder in PICTURES.items():
+    for name, folder in IMAGES_OF.items():
         if (ROOT / 'data' / folder).exists():
             data = common.load_dataset('folder', ROOT / 'data' / folder, resize=146, image_size=128)
             common.save_vectors(ROOT / 'data' / name, data, common.embed(model, data.train),
@@ -831,10 +832,10 @@ def stopping_epochs(name):
     the rows that have runs on folds"""
     table = TABLES[name]
     chosen = runs_of(table.folds)
-    runs = runs_of(name)
     found = {}
-    for row in [row for row in runs if row in chosen]:
-        lines = runs[row]
+    for row, lines in runs_of(name).items():
+        if row not in chosen:
+            continue
         on_folds = list(chosen[row].values())
         means = {epoch: sum(one['MAP@R'] for line in on_folds for one in line['rows'] if one['epoch'] == epoch)
                  for epoch in TABLES[table.folds].epochs}
