@@ -1,5 +1,6 @@
 """The page of results: its tables, its picture, and the commands behind it."""
 import json
+import math
 import re
 import shutil
 import sys
@@ -200,6 +201,58 @@ the figure: runs/x/positivity.png
     assert results.measure(ended, 'runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
 
 
+def test_the_released_loss_of_ms_by_hand():
+    """Four unit vectors of two classes, (0, 1) and (2, 3), which all pass the miner. The rows (a, p, n) are (0, 1, 2),
+    (0, 1, 3), (1, 0, 2), (1, 0, 3), (2, 3, 0), (2, 3, 1), (3, 2, 0), (3, 2, 1). The mask has the places (0, 1), (1, 0),
+    (2, 3), (3, 2); rows 0 and 1 have anchor 0, rows 2 and 3 anchor 1."""
+    z = [(math.cos(t), math.sin(t)) for t in (0.0, 0.7, 0.3, 1.1)]
+    beta, gamma, m, lam = 3.0, 5.0, 0.6, 0.3
+
+    def cosine(a, v):
+        return (z[a][0] * v[0] + z[a][1] * v[1]) / math.hypot(*v)
+
+    def mixture(p, n):
+        return [lam * one + (1 - lam) * other for one, other in zip(z[p], z[n])]
+
+    def plus(s):
+        return math.exp(-beta * (s - m))
+
+    def minus(s):
+        return math.exp(gamma * (s - m))
+    pull = [lam * (1 + plus(cosine(a, z[p]))) for a, p in enumerate((1, 0, 3, 2))]
+    push = [(1 - lam) * (1 + sum(minus(cosine(a, z[n])) for n in others))
+            for a, others in enumerate([(2, 3), (2, 3), (0, 1), (0, 1)])]
+    # of anchor 0 and row 1, anchor 0 and row 0, anchor 1 and row 3, anchor 1 and row 2
+    mixed = [1 + plus(cosine(a, mixture(p, n))) for a, p, n in ((0, 1, 3), (0, 1, 2), (1, 0, 3), (1, 0, 2))]
+    wanted = sum(math.log(a + 0.4 * b) / beta + math.log(c) / gamma for a, b, c in zip(pull, mixed, push)) / 8
+    found = results.released_loss(torch.tensor(z, dtype=torch.float64), torch.tensor([0, 0, 1, 1]), lam, beta, gamma, m,
+                                  epsilon=2)
+    assert found.item() == pytest.approx(wanted, abs=1e-15) and wanted == pytest.approx(0.2022, abs=1e-4)
+
+
+def test_the_released_loss_of_few_rows_is_finite():
+    """One class, and classes of one image: no rows, and clean sums without a term"""
+    z = torch.eye(4, dtype=torch.float64).requires_grad_()
+    for y in ([0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 1]):
+        loss = results.released_loss(z, torch.tensor(y), 0.3, 18.0, 75.0, 0.77)
+        loss.backward()
+        assert loss.isfinite() and z.grad.isfinite().all()
+
+
+def test_a_gain_between_two_networks_below_no_training_says_so(monkeypatch):
+    def lines(before, *last):
+        return {f'--seed {n}': dict(rows=[{'R@1': before, 's+': 0}, {'R@1': value, 's+': value}])
+                for n, value in enumerate(last)}
+    runs = {'with': lines(9, 5.0, 5.1), 'without': lines(9, 2.0, 2.2)}
+    monkeypatch.setattr(results, 'runs_of', lambda name: runs)
+    claim = results.Claim('a claim', 'a paper', '> 0', 'x', 'with', 'without')
+    assert results.judged(claim)[1:] == (2, 'seen here; both below no training')
+    assert results.judged(claim._replace(quantity='s+'))[2] == 'seen here', 'it is about R@1 alone'
+    assert results.judged(claim._replace(verdict='by construction'))[2] == 'by construction; both below no training'
+    runs['with'] = lines(9, 9.5, 9.6)
+    assert results.judged(claim)[2] == 'seen here'
+
+
 def test_verdicts_on_claims():
     """The interval of 1, 2, 3 is 2 ± 2.5, that of 2, 2.1, 2.2 is 2.1 ± 0.2."""
     assert results.verdict('2', [2, 2.1, 2.2]) == 'seen here'
@@ -235,7 +288,7 @@ def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one(monkeypatch):
     assert results.claims()[2:4] == [
         '| a claim | a paper | 3 | 12.0 ± 0.0 | 2 | seen here; more than there | `x`, with - without |',
         '| not run | a paper | 3 |  | 0 | not run yet | `x`, another - without |']
-    assert 'These are 1 comparisons, and 1 of the intervals' in results.claims()[-2]
+    assert results.claims()[-2].startswith('These are 2 comparisons on 2 claims: 1 *seen here*, 1 *not run yet*.')
 
 
 def test_folds_say_where_the_runs_of_a_table_stop(monkeypatch):
@@ -264,12 +317,12 @@ def test_seeds_that_are_crossed_with_folds_count_once(monkeypatch):
     values = {' --fold 0/2': 1, ' --fold 1/2': 3, ' --fold 0/2 --seed 1': 5}
     runs = {f't.py --a 1{flag}': dict(command='', rows=[{'R@1': value}]) for flag, value in values.items()}
     runs |= {f't.py --a 2{flag}': dict(command='', rows=[{'R@1': 0}]) for flag in values}
-    crossed = [flag.strip() for flag in values]
-    monkeypatch.setattr(results, 'CROSSED', crossed)
     monkeypatch.setattr(results, 'TABLES', {
-        'x': results.Table(crossed, {'with': 't.py --a 1', 'without': 't.py --a 2'}, [])})
+        'x': results.Table([flag.strip() for flag in values], {'with': 't.py --a 1', 'without': 't.py --a 2'}, [])})
     monkeypatch.setattr(results, 'finished', lambda: runs)
     assert results.differences(results.Claim('', '', '', 'x', 'with', 'without')) == [2, 5]
+    del runs['t.py --a 1 --fold 0/2 --seed 1']
+    assert results.differences(results.Claim('', '', '', 'x', 'with', 'without')) == [1, 3], 'one seed: folds count'
 
 
 def test_claims_are_about_rows_that_there_are():
