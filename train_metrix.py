@@ -636,14 +636,17 @@ What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730
 github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
     7. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
        feature and embedding mixing have only an anchor's first positive, anc-neg pairs only anchors without a
-       positive, and hard negatives are looked up among those of the first anchor. In the code for ms, the pairs that
-       the miner keeps are what is mixed; here the miner serves the clean loss alone.
+       positive, and hard negatives are looked up among those of the first anchor. In the code for ms, an anchor mixes
+       the negatives that the miner keeps with its least similar positive alone; here the miner serves the clean loss
+       alone.
     8. Both codes have one lambda per batch, and Adam. That for contrastive averages over all active pairs of the batch,
        here an anchor's: that changes the clean loss by 5 % and its gradient by 50 to 90 %, and the sum with the mixed
        loss by 1 % and 5 %. It has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
-       The mixed loss of ms is not Eq. (15): mixtures are positives only. On CUB its command with mixing trains 100
-       epochs and halves the rate every 10, but its baseline 60 epochs, with the rate halved every 5. Here both have 100
-       epochs, as in the paper, and decays every 10.
+       The code for ms does not compute Eq. (15): mixtures are positives only; lambda and 1 - lambda also multiply the
+       clean sums; a mask of pairs of images is used on a table of mixtures, so that it keeps one mixture, of another
+       anchor, for each image; and the mean is over all mixtures (tests/results). On CUB its command with mixing trains
+       100 epochs and halves the rate every 10, but its baseline 60 epochs, with the rate halved every 5. Here both have
+       100 epochs, as in the paper, and decays every 10.
     9. Both report the best epoch on the test set, and train the affine weights of frozen BatchNorm after the warm-up.
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
