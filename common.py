@@ -26,6 +26,7 @@ All files write shapes with these letters. Those of formulas, and further ones, 
 """
 import argparse
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -247,21 +248,21 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate_factor(i, args, per_epoch, total))
-    states = dict(model=model, optimizer=optimizer, schedule=schedule, learned=nn.ParameterDict(learned or {}))
+    states = dict(model=model, optimizer=optimizer, learned=nn.ParameterDict(learned or {}))
     # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
-    folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
+    folder, first, done, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(first, epochs + 1):
         if out_of_patience(args, rows):
             break
         row = dict(epoch=epoch, loss=None, images_per_second=None)
-        done = schedule.last_epoch                          # torch's name; it counts steps
-        if done < min(epoch * per_epoch, total):            # not in epoch 0, nor if only an evaluation is missing
+        end = min(epoch * per_epoch, total)
+        if done < end:                                      # not in epoch 0, nor if only an evaluation is missing
             set_seed(args.seed, epoch)
             model.train()
             model.train_trunk(epoch > args.warmup)          # in the first --warmup epochs, all but the trunk learns
-            row |= train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total)
+            row |= train_epoch(args, data, sampler, step, optimizer, epoch, done, total)
+            done = end                                      # steps
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - began) / 60
@@ -271,23 +272,26 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         # Saved before it is printed, because printing may fail. And best.pt comes first: if the process is killed
         # between the two, --resume repeats the epoch and writes both.
         if args.fold and epoch > 0 and best_row(rows) is row:
-            save_epoch(folder / 'best.pt', args, data, states, row, rows)
-        save_epoch(folder / 'last.pt', args, data, states, row, rows)
+            save_epoch(folder / 'best.pt', args, data, states, row, rows, done)
+        save_epoch(folder / 'last.pt', args, data, states, row, rows, done)
         write_log(folder, rows)
         show_row(row, rows, titles=epoch == first)
     return summary(args, data, folder, rows)
 
 
-def train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total):
-    """Trains an epoch, or as much of it as is left of `total`, the steps of the run. Returns its part of the row: loss;
-    no_positive, the share of the anchors that have no positive in their batch; and images_per_second."""
+def train_epoch(args, data, sampler, step, optimizer, epoch, done, total):
+    """Trains an epoch, or as much of it as is left: of the `total` steps of the run, so many are done. Returns its part
+    of the row: loss; no_positive, the share of the anchors that have no positive in their batch; images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
-    steps = min(len(sampler), total - schedule.last_epoch)
+    steps = min(len(sampler), total - done)
     losses = []
     without_positive = 0
     start = time.time()
     lists = itertools.islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
+        for group in optimizer.param_groups:
+            factor = learning_rate_factor(done, args, len(sampler), total)
+            group['lr'] = group.setdefault('initial_lr', group['lr']) * factor
         loss = step(x, y)
         optimizer.zero_grad()
         loss.backward()
@@ -295,7 +299,7 @@ def train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total):
         if args.clip:
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
-        schedule.step()
+        done += 1
         losses.append(loss.detach())
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
@@ -306,7 +310,7 @@ def train_epoch(args, data, sampler, step, optimizer, schedule, epoch, total):
             if not math.isfinite(mean):
                 raise NotFinite(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
                                 f'try a lower --lr, or --precision fp32')
-            minutes = (time.time() - start) / max(1, number - 1) * (total - schedule.last_epoch) / 60
+            minutes = (time.time() - start) / max(1, number - 1) * (total - done) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
     size = len(y)                                           # all batches of an epoch have this size
     return dict(loss=mean, no_positive=float(without_positive) / (steps * size),
@@ -465,7 +469,7 @@ STD = (0.229, 0.224, 0.225)
 
 
 class Images:
-    """N decoded images of any height and width, with their labels.
+    """N decoded images of any height and width, with their labels; or N stored vectors in their place.
 
     pixels      uint8, image after image, each (height, width, 3); usually a file mapped into memory
     sizes       (N, 2) height and width
@@ -473,17 +477,23 @@ class Images:
     image_size  S, side of the square crops that the network gets
     classes     C names;  groups  (N,) super-classes, or None where the dataset has none
     paths       N names of files; 'image 0', ... where images are drawn and not read
+    vectors     (N, c) features of any network; then there are no pixels and no sizes
+    digests     (N, 4) integers, equal for exact copies of a file;  file  that keeps the decoded images; or None
     """
 
-    def __init__(self, pixels, sizes, labels, image_size, classes=(), groups=None, paths=()):
+    def __init__(self, pixels, sizes, labels, image_size, classes=(), groups=None, paths=(), vectors=None, digests=None,
+                 file=None):
         self.pixels = pixels
-        self.sizes = np.asarray(sizes)
+        self.sizes = sizes if sizes is None else np.asarray(sizes)
         self.labels = labels.long()
         self.image_size = image_size
         self.classes = list(classes)
         self.groups = groups
-        self.paths = np.array([str(path) for path in paths] or [f'image {i}' for i in range(len(labels))])
-        self.ends = 3 * self.sizes.astype(np.int64).prod(axis=1).cumsum()
+        self.paths = np.array(paths if len(paths) else [f'image {i}' for i in range(len(labels))]).astype(str)
+        self.vectors = vectors
+        self.digests = digests
+        self.file = file
+        self.ends = sizes if sizes is None else 3 * self.sizes.astype(np.int64).prod(axis=1).cumsum()
 
     def __len__(self):
         return len(self.labels)
@@ -501,13 +511,11 @@ class Images:
         """The images at these positions, a LongTensor (n,), or where a mask (N,) is true; their classes are numbered
         anew from 0."""
         part = copy(self)
-        rows = indices.numpy()
-        part.sizes = self.sizes[rows]
-        part.ends = self.ends[rows]
-        part.paths = self.paths[rows]
+        for column in ('sizes', 'ends', 'groups', 'paths', 'vectors', 'digests'):
+            values = getattr(self, column)
+            setattr(part, column, values if values is None else values[indices.numpy()])
         kept, part.labels = self.labels[indices].unique(return_inverse=True)
         part.classes = [self.classes[c] for c in kept.tolist()] if self.classes else []
-        part.groups = None if self.groups is None else self.groups[indices]
         return part
 
     def crop(self, i, box, flip, out):
@@ -518,21 +526,8 @@ class Images:
         out.copy_(x.flip(2) if flip else x)
 
 
-class Vectors(Images):
-    """N stored vectors (N, c) with their labels, in place of images: the features of any network"""
-
-    def __init__(self, vectors, labels, classes, paths):
-        super().__init__(None, np.ones((len(labels), 2)), labels, 1, classes, paths=paths)
-        self.vectors = vectors
-
-    def subset(self, indices):
-        part = super().subset(indices)
-        part.vectors = self.vectors[indices]
-        return part
-
-
 def batches(images, index_lists, device, augment=None):
-    """Yields x (B, 3, S, S), normalised, or of Vectors (B, c, 1, 1), and y (B,), for each list of indices.
+    """Yields x (B, 3, S, S), normalised, or vectors (B, c, 1, 1), and y (B,), for each list of indices.
 
     augment  None for centre crops; else an object with min_crop, flip and jitter, the flags of these names
 
@@ -540,7 +535,7 @@ def batches(images, index_lists, device, augment=None):
     come from the caller's thread in a fixed order, whatever the number of threads. Under torchrun each process draws
     those of the whole batch, and crops a share of it in training; the shares are gathered as bytes.
     """
-    if isinstance(images, Vectors):
+    if images.vectors is not None:
         for rows in index_lists:
             yield images.vectors[rows, :, None, None].to(device), images.labels[rows].to(device)
         return
@@ -619,45 +614,59 @@ def show_batch(args, data, sampler):
 
 
 def decode(paths, resize, what, cache):
-    """Pixels and sizes of images, shorter side `resize`: decoded once, into a file that later runs map into memory.
+    """Decodes images, shorter side `resize`, into a file that later runs map into memory -> what read_decoded returns
 
-    The file holds the pixels of all images and then their sizes, (N, 2) int32; if its length does not agree with these,
-    it is damaged. Its name has a hash of the images' paths, lengths and times, so that a changed image is decoded anew:
-    st_ctime changes even if a program puts the old st_mtime back.
+    The file has a hash of the images' paths, lengths and times in its name, so that a changed image is decoded anew:
+    st_ctime changes even if a program puts the old st_mtime back. It also has one of the code that makes pixels of an
+    image, so that a change of this code has an effect.
     """
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     key = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats])
-    file = Path(cache) / f'{what.replace(" ", "-")}-{resize}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin'
-    if file.exists() and file.stat().st_size > 8 * len(paths):
-        content = np.memmap(file, dtype=np.uint8, mode='c')              # torch warns of arrays that are read-only
-        sizes = np.array(content[-8 * len(paths):]).view(np.int32).reshape(-1, 2).astype(np.int64)
-        if sizes.prod(axis=1).sum() == (len(content) - 8 * len(paths)) / 3:
-            return content, sizes
+    code = ''.join(map(inspect.getsource, (read_image, pixels_of, to_rgb)))
+    key, code = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in (key, code))
+    name = f'{what.replace(" ", "-")}-{resize}-{key}'
+    file = Path(cache) / f'{name}-{code}.bin'
+    if found := read_decoded(file, len(paths)):
+        return found
     print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
-    sizes = []
+    if old := [str(path) for path in file.parent.glob(f'{name}*.bin') if path != file]:
+        print(f'The code that decodes has changed. What it left before may be deleted: {", ".join(old)}')
+    table = []                                              # of each image: 16 bytes of a hash, height, width
     errors = {}                                             # {path: why it cannot be read}
 
     def read(path):
         try:
-            return read_image(path, resize)
+            return read_image(path, resize), hashlib.sha256(Path(path).read_bytes()).digest()[:16]
         except UsageError as error:                         # the other files are tried all the same
             errors[path] = error
-            return np.empty((0, 0, 3), np.uint8)
+            return np.empty((0, 0, 3), np.uint8), bytes(16)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
         for start in range(0, len(paths), 512):             # in pieces, or memory would hold all images at once
-            for pixels in pool.map(read, paths[start:start + 512]):
+            for pixels, digest in pool.map(read, paths[start:start + 512]):
                 out.write(pixels.tobytes())
-                sizes.append(pixels.shape[:2])
-            show_progress(f'{len(sizes):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(sizes) == len(paths))
+                table.append([*np.frombuffer(digest, np.int32), *pixels.shape[:2]])
+            show_progress(f'{len(table):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(table) == len(paths))
         if len(errors) == 1:
             raise next(iter(errors.values()))
         if errors:
             print(*sorted(errors), sep='\n', file=sys.stderr)
             raise UsageError(f'{len(errors)} of {len(paths):,} images of {what} cannot be read; they are listed above: '
                              'replace or remove them')
-        out.write(np.array(sizes, dtype=np.int32).tobytes())
-    return np.memmap(file, dtype=np.uint8, mode='c'), np.array(sizes)
+        out.write(np.array(table, np.int32).tobytes())
+    return read_decoded(file, len(paths))
+
+
+def read_decoded(file, number):
+    """Pixels of `number` images, one behind the other; their sizes (N, 2); the digests of their files (N, 4); and the
+    file that holds these. None if it is not there, or if its length does not agree with the sizes."""
+    if not file.exists() or file.stat().st_size <= 24 * number:
+        return None
+    content = np.memmap(file, dtype=np.uint8, mode='c')                  # torch warns of arrays that are read-only
+    table = np.array(content[-24 * number:]).view(np.int32).reshape(-1, 6)
+    sizes = table[:, 4:].astype(np.int64)
+    fits = 3 * sizes.prod(axis=1).sum() == len(content) - 24 * number
+    return (content, sizes, table[:, :4], file) if fits else None
 
 
 def read_image(path, side):
@@ -665,9 +674,14 @@ def read_image(path, side):
     try:
         # Only the formats of is_image_file, whatever a file is called: for some others PIL starts a program.
         with Image.open(path, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']) as image:
-            return np.asarray(transforms.functional.resize(to_rgb(image), side))
+            return pixels_of(image, side)
     except Exception as error:                              # every image format has errors of its own
         raise UsageError(f'cannot read the image {path}: {error}; replace or remove it') from None
+
+
+def pixels_of(image, side):
+    """A PIL image -> (height, width, 3) uint8, RGB, shorter side `side`"""
+    return np.asarray(transforms.functional.resize(to_rgb(image), side))
 
 
 def to_rgb(image):
@@ -684,65 +698,158 @@ def to_rgb(image):
     return image.convert('RGB')
 
 
-# ---- 6. datasets -----------------------------------------------------------------------------------
+# ---- 6. reading ------------------------------------------------------------------------------------
 
-# ks: the K of Recall@K in the literature. counts: images and classes of each split, checked on loading. layout: what
-# the folder --data holds; README says where it comes from. url, md5: the archive that --download fetches, and its
-# checksum; it unpacks to a folder of its own name.
-DATASETS = dict(
-    shapes=dict(ks=(1, 2, 4, 8)),
-    folder=dict(ks=(1, 2, 4, 8),
-                layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
-    vectors=dict(ks=(1, 2, 4, 8), layout='train.npz and test.npz, or one NPZ file, as save_vectors writes them'),
-    cub=dict(ks=(1, 2, 4, 8), counts=dict(train=(5864, 100), query=(5924, 100)),
-             layout='CUB_200_2011/ with images.txt and images/ (--download fetches CUB_200_2011.tgz, 1.1 GB)',
-             url='https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz',
-             md5='97eceeb196236b17998738112f37df78'),
-    cars=dict(ks=(1, 2, 4, 8), counts=dict(train=(8054, 98), query=(8131, 98)),
-              layout='cars_annos.mat and car_ims/, or anno_train.csv, anno_test.csv and car_data/car_data/'),
-    sop=dict(ks=(1, 10, 100, 1000), counts=dict(train=(59551, 11318), query=(60502, 11316)),
-             layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt (--download fetches '
-                    'Stanford_Online_Products.zip, 2.9 GB)',
-             url='http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip',
-             md5='7f73d41a2f44250d4779881525aea32e'),
-    inshop=dict(ks=(1, 10, 20, 30, 40, 50), layout='Eval/list_eval_partition.txt and Img/img/',
-                counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))))
+# What a folder or an annotation holds, before it is decided what serves for what. Readers yield (part, path, name of
+# the class, super-class or vector or None), where a part is train, query, gallery, or whole where nothing divides it.
 
 
-def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None, least=2):
-    """A dataset as an object with .train, .query and .gallery, each an `Images`.
+def read_cub(root):
+    """Lines `<image id> <class>/<file>`, where a class starts with its number"""
+    for _, path in split_lines(f'{root}/CUB_200_2011/images.txt'):
+        if '/._' not in path:               # macOS leaves files `._<file>` beside the real ones
+            # The first 100 classes train: train_test_split.txt belongs to another task, classification.
+            part = 'train' if int(path[:3]) <= 100 else 'query'
+            yield part, f'{root}/CUB_200_2011/images/{path}', path.split('/')[0], None
 
-    name        shapes, folder, vectors, cub, cars, sop or inshop
-    root        folder that holds what the dataset's site unpacks;  cache  folder for the decoded images
-    image_size  side of the square crops, pixels; None: that of the training recipes
-    resize      shorter side of the stored images, pixels; None: as much larger than image_size as in the recipes
-    known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
-                read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
-    fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
-    least       how many classes each split needs. 1 says that nothing will be measured: then copies of images are not
-                looked for, and all classes may be known
-    `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. `seen`
-    says whether all test classes are `known`.
-    Train labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
-    """
-    if name not in DATASETS:
-        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
-    image_size = image_size or BASE[name]['image_size']
-    resize = resize or resize_for(BASE[name], image_size)
-    if resize < image_size:
-        raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
-    data = SimpleNamespace(name=name, query=None)
-    if name == 'shapes':
-        data.train, data.query = draw_shapes(resize, image_size)
+
+def read_cars(root):
+    """The authors' .mat file, or a copy with rows of file, box and class. The first 98 classes train; both also divide
+    the images of each class, for another task, classification."""
+    rows = []                               # (path, number of the class)
+    if (root / 'anno_train.csv').exists():
+        for split in ('train', 'test'):
+            paths = {path.name: path for path in (root / 'car_data/car_data' / split).glob('*/*')}
+            for line in (root / f'anno_{split}.csv').read_text().split():
+                file, *_, number = line.split(',')
+                rows.append((paths[file], int(number)))
     else:
-        splits = list_images(name, root, known, fold, least)
-        for split in splits:
-            setattr(data, split, read_split(name, split, splits, resize, image_size, cache))
-    if fold:
-        hold_out(data, fold)
-    data.gallery = getattr(data, 'gallery', data.query)
-    data.seen = bool(known) and set(data.query.classes) <= set(known)
-    return data
+        from scipy.io import loadmat
+        annotations = loadmat(f'{root}/cars_annos.mat', squeeze_me=True)['annotations']
+        rows = [(f'{root}/{row[0]}', int(row[5])) for row in annotations]
+    for path, number in rows:
+        yield 'train' if number <= 98 else 'query', str(path), f'{number:03d}', None
+
+
+def read_sop(root):
+    """A header, then lines `image_id class_id super_class_id path`"""
+    folder = f'{root}/Stanford_Online_Products'
+    for part, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt')):
+        for _, number, group, path in split_lines(f'{folder}/{file}')[1:]:
+            yield part, f'{folder}/{path}', f'{int(number):05d}', int(group) - 1
+
+
+def read_inshop(root):
+    """A count, a header, then lines `img/... id_00000001 train|query|gallery`"""
+    for path, class_, part in split_lines(f'{root}/Eval/list_eval_partition.txt')[2:]:
+        yield part, f'{root}/Img/{path}', class_, None
+
+
+def split_lines(path):
+    """The words of each line, without empty lines"""
+    return [line.split() for line in open(path, encoding='utf-8') if line.strip()]
+
+
+def read_folder(root):
+    """A class is a folder that holds images directly, at any depth; its name is its path below that of its part. Images
+    that lie in no folder are one class without a name."""
+    folders = {path.name.lower(): path for path in root.iterdir() if path.is_dir() and path.name[0] != '.'}
+    parts = parts_among(folders)
+    if not parts:                           # train/ alone is a training set
+        parts = folders if folders.keys() == {'train'} else dict(whole=root)
+    for part, path in parts.items():
+        for image, class_ in images_below(path):
+            if part == 'whole' and class_.lower().startswith('train/'):
+                raise ValueError('train/ holds classes, and of the other folders none is test/ or val/')
+            yield part, image, class_, None
+
+
+def read_vectors(root):
+    """NPZ files take the place of folders; a single one, of any name, is the whole."""
+    files = {path.stem.lower(): path for path in root.glob('[!.]*.npz')}
+    parts = parts_among(files)
+    if not parts and len(files) != 1:
+        raise ValueError(f'there are {len(files)} NPZ files, but not these')
+    for part, path in (parts or dict(whole=min(files.values()))).items():
+        for row in vectors_in(path):
+            yield part, *row
+
+
+def parts_among(paths):
+    """{part: path} of the folders or files {name in lower case: path}: train/ and test/ (or val/), or query/ and
+    gallery/, with train/ or without; {} if neither is there"""
+    train, test = paths.get('train'), paths.get('test', paths.get('val'))
+    if {'query', 'gallery'} <= paths.keys():
+        if 'test' in paths:                                 # val/ may lie beside them, and is not read
+            raise ValueError('test and query are two test sets')
+        return {part: paths[part] for part in ('train', 'query', 'gallery') if part in paths}
+    return dict(train=train, query=test) if train and test else {}
+
+
+def images_below(root):
+    """(path, class) of the images in and below a folder, class by class; hidden files and folders are left out. Images
+    in root itself, a sheet for example, are the class '' where there is no other, and else no class."""
+    classes = {}                                            # {path below root: paths of its images}
+    visited = set()
+    others = []                                             # files that are no images of a kind that is read
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
+        place = os.path.realpath(folder)
+        if place in visited:                                # a link to a folder that was read already
+            folders.clear()
+            continue
+        visited.add(place)
+        paths = [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
+        paths = [path for path in paths if os.path.isfile(path)]
+        images = [path for path in paths if torchvision.datasets.folder.is_image_file(path)]
+        name = Path(folder).relative_to(root).as_posix()
+        if images:
+            classes['' if name == '.' else name] = images
+        if name != '.' or not folders:
+            others += sorted({*paths} - {*images})
+    if others:                                              # HEIC files or videos of a phone, for example
+        endings = Counter(Path(path).suffix.lower() or 'no ending' for path in others)
+        counts = ', '.join(f'{number} {ending}' for ending, number in endings.most_common(5))
+        print(f'warning: {root}: {len(others)} files are of kinds that are not read ({counts}), the first is '
+              f'{others[0]}; convert images among them to JPEG', file=sys.stderr)
+    if classes.keys() != {''}:
+        classes.pop('', None)
+    if not classes:
+        raise ValueError(f'{root} holds no images')
+    return [(path, name) for name in sorted(classes) for path in classes[name]]
+
+
+def vectors_in(path):
+    """(name of an image, class, vector (c,)) of an NPZ file by save_vectors or eval.py --embed, class by class"""
+    with distrusting(path), np.load(path) as saved:
+        vectors = saved['embeddings'].astype(np.float32)                 # (N, c)
+        labels = saved['labels']                                         # (N,)
+        names = saved['classes'].astype(str)[labels].tolist()
+        paths = saved.get('paths', range(len(labels)))
+        if 'gallery_labels' in saved:
+            raise ValueError('it has a gallery, which should lie in gallery.npz, beside query.npz')
+        length = np.linalg.norm(vectors, axis=1).mean()     # NaN or infinite where a number is
+        fits = vectors.ndim == 2 and len(vectors) == len(names) == len(paths) and labels.min() >= 0
+        if not fits or not 0 < length < np.inf:
+            raise ValueError('it needs N finite embeddings (N, c), and N labels (N,), each the place of its class')
+    return sorted(zip(map(str, paths), names, vectors), key=lambda row: row[1])
+
+
+def save_vectors(folder, data, train, query, gallery=None):
+    """Writes vectors of a dataset for --dataset vectors: train.npz and test.npz, or with a gallery query.npz and
+    gallery.npz in place of the latter.
+
+    data                   what load_dataset returned
+    train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network: tensors or arrays. Those of the
+                           gallery are given where the dataset has one of its own, and only there
+    """
+    if (gallery is None) != (data.gallery is data.query):
+        raise UsageError('save_vectors needs the vectors of data.gallery if it is not data.query, and only then')
+    names = ['train', 'test'] if gallery is None else ['train', 'query', 'gallery']
+    for name, images, vectors in zip(names, (data.train, data.query, data.gallery), (train, query, gallery)):
+        with written_whole(Path(folder).expanduser() / f'{name}.npz') as file:
+            np.savez(file, embeddings=torch.as_tensor(vectors).float().cpu(), labels=images.labels,
+                     classes=images.classes, paths=images.paths)
 
 
 def download(name, root):
@@ -764,21 +871,173 @@ def download(name, root):
         raise UsageError(f'cannot fetch {url}: {error}; fetch it in another way, and unpack it in {root}') from None
 
 
-def read_split(name, split, splits, resize, image_size, cache):
-    """The Images, or Vectors, of one of the splits that list_images returns"""
-    rows = splits[split]
+# ---- 7. roles --------------------------------------------------------------------------------------
+
+
+def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None, only=None,
+                 measured=True):
+    """A dataset as an object with .train, .query and .gallery, each an `Images`, and .name and .ks.
+
+    name        shapes, folder, vectors, cub, cars, sop or inshop
+    root        folder that holds what the dataset's site unpacks;  cache  folder for the decoded images
+    image_size  side of the square crops, pixels; None: that of the training recipes
+    resize      shorter side of the stored images, pixels; None: as much larger than image_size as in the recipes
+    known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
+                read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
+    fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
+    only        'train': nothing else is read
+    measured    False: what is loaded is only embedded. Then one class is enough, all may be known, and nobody is warned
+                of copies
+    `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. `seen`
+    says whether all test classes are `known`.
+    Train labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
+    """
+    if name not in DATASETS:
+        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
+    image_size = image_size or BASE[name]['image_size']
+    resize = resize or resize_for(BASE[name], image_size)
+    if resize < image_size:
+        raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
+    data = SimpleNamespace(name=name, ks=DATASETS[name]['ks'], query=None)
+    if name == 'shapes':
+        data.train, data.query = draw_shapes(resize, image_size)
+    else:
+        parts = list_images(name, root, known, fold, only, measured)
+        loaded = {role: load_images(name, role, parts, resize, image_size, cache) for role in parts}
+        vars(data).update(loaded)
+        if measured:
+            warn_of_copies(loaded)
+    if fold:
+        hold_out(data, fold)
+    data.gallery = getattr(data, 'gallery', data.query)
+    data.seen = bool(known) and set(data.query.classes) <= set(known)
+    return data
+
+
+def list_images(name, root, known=None, fold=None, only=None, measured=True):
+    """{role: rows} of what is read; a role is train, query or gallery, and the arguments are those of load_dataset."""
+    root = Path(root).expanduser()
+    try:
+        parts = {}
+        for part, *row in DATASETS[name]['read'](root):
+            parts.setdefault(part, []).append(row)
+        own = 'counts' not in DATASETS[name]
+        if not own:
+            check_list(root, parts, DATASETS[name]['counts'])
+        if known is None:
+            if 'whole' in parts:
+                parts = halves(parts['whole'])
+            check_overlap(root, parts, own)
+            wanted = ['train'] if fold or only else ['train', 'query', 'gallery']
+        else:
+            if own:
+                parts = to_evaluate(root, parts, set(known), measured)
+            wanted = ['query', 'gallery']
+        parts = {role: parts.get(role, []) for role in wanted if role in parts or role == 'train'}
+        check_classes(parts, least=2 if measured else 1)
+    except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
+        raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
+                         f'{DATASETS[name]["layout"]}, see README') from None
+    return parts
+
+
+def classes_of(rows):
+    return {class_ for _, class_, _ in rows}
+
+
+def halves(rows):
+    """The first half of the sorted classes trains, the rest tests: of five classes, the one in the middle tests."""
+    classes = sorted(classes_of(rows))
+    first = set(classes[:len(classes) // 2])
+    return dict(train=[row for row in rows if row[1] in first], query=[row for row in rows if row[1] not in first])
+
+
+def to_evaluate(root, parts, known, measured):
+    """Query and gallery without the classes that a network knows. A folder without a test set is one as a whole, or
+    train/ alone is; but not if the network knows all its classes, unless nothing is measured. A test set that has known
+    classes only stays, with a warning."""
+    divided = 'query' in parts
+    if divided:
+        parts.pop('train', None)
+    else:
+        parts = dict(query=sum(parts.values(), []))         # of its one part
+    found = classes_of(sum(parts.values(), []))
+    if found <= known:
+        if measured and not divided:
+            raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can '
+                             'be evaluated if they lie in test/ or val/, beside train/')
+        print(f'warning: {root}: all {len(found)} classes to evaluate were in the training set, which flatters the '
+              'result', file=sys.stderr)
+        return parts
+    if found & known:
+        print(f'{root}: {len(found & known)} classes were in the training set, or chose the epoch, and are left out')
+    return {part: [row for row in rows if row[1] not in known] for part, rows in parts.items()}
+
+
+def check_list(root, parts, counts):
+    """Raises ValueError where an annotation does not have the published counts, or names images that are not there."""
+    for part, expected in counts.items():
+        found = len(parts[part]), len(classes_of(parts[part]))
+        if found != expected:
+            raise ValueError(f'{part} has (images, classes) {found}, expected are {expected}')
+    paths = [path for path, *_ in sum(parts.values(), [])]
+    twice = [path for path, times in Counter(map(os.path.normpath, paths)).items() if times > 1]
+    outside = [path for path in paths if '..' in path.removeprefix(str(root)).split('/')]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
+        if wrong:
+            raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
+
+
+def check_overlap(root, parts, own):
+    """Raises ValueError if a class trains and tests; in a folder of one's own, that is a warning."""
+    if both := classes_of(parts.get('train', [])) & classes_of(parts.get('query', [])):
+        text = f'{len(both)} classes are in the training set and in the test set, the first is {min(both)}'
+        if not own:
+            raise ValueError(text)
+        print(f'warning: {root}: {text}', file=sys.stderr)
+
+
+def check_classes(parts, least):
+    """Raises ValueError if a training set or a test set has fewer than `least` classes, or a gallery no images."""
+    for part, what in (('train', 'the training set'), ('query', 'the test set')):
+        classes = len(classes_of(parts.get(part, [])))
+        if part in parts and classes < least:
+            raise ValueError(f'{what} needs {least} classes or more, and has {classes}')
+    if not parts.get('gallery', True):
+        raise ValueError('there is nothing to search in: gallery/ has no images of new classes')
+
+
+def load_images(name, role, parts, resize, image_size, cache):
+    """The Images of one of the roles that list_images returns"""
+    paths, names, extra = zip(*parts[role])
     # Query and gallery are numbered together.
-    together = rows if split == 'train' else splits['query'] + splits.get('gallery', [])
-    classes = sorted({row[1] for row in together})
+    classes = sorted(classes_of(parts[role] if role == 'train' else parts['query'] + parts.get('gallery', [])))
     numbers = {class_: i for i, class_ in enumerate(classes)}
-    labels = torch.tensor([numbers[row[1]] for row in rows])
-    paths, _, groups = zip(*rows)
+    labels = torch.tensor([numbers[class_] for class_ in names])
     if name == 'vectors':
-        paths, vectors = zip(*paths)
-        return Vectors(torch.tensor(np.stack(vectors)), labels, classes, paths)
-    pixels, sizes = decode(paths, resize, f'{name} {split}', cache)
-    groups = torch.tensor(groups) if groups[0] is not None else None
-    return Images(pixels, sizes, labels, image_size, classes, groups, paths)
+        return Images(None, None, labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
+    pixels, sizes, digests, file = decode(paths, resize, f'{name} {role}', cache)
+    groups = None if extra[0] is None else torch.tensor(extra)
+    return Images(pixels, sizes, labels, image_size, classes, groups, paths, digests=digests, file=file)
+
+
+def warn_of_copies(parts):
+    """Warns of test images that have an exact copy in any part {role: Images}: they are too easy."""
+    originals = {}                                          # {digest: path}
+    copies = []
+    # In this order train is the last, so a copy in it is found as the copy of a test image.
+    for role, images in sorted(parts.items()):
+        if images.digests is None:
+            return
+        for digest, path in zip(map(tuple, images.digests.tolist()), images.paths.tolist()):
+            if digest in originals:
+                copies.append(f'{path}, a copy of {originals[digest]}')
+            elif role != 'train':
+                originals[digest] = path
+    if copies:
+        print(f'warning: {len(copies)} files are copies of test images, which flatters the result:', *copies[:20],
+              *['...'] * (len(copies) > 20), sep='\n', file=sys.stderr)
 
 
 def hold_out(data, fold):
@@ -794,247 +1053,31 @@ def hold_out(data, fold):
     data.train = data.train.subset(~held)
 
 
-def list_images(name, root, known=None, fold=None, least=2):
-    """{split: rows [path, class name, super-class]} of the splits that are read: of all; for an evaluation, where
-    `known` is not None, of all but train; with a fold, of train alone"""
-    wanted = ['query', 'gallery']
-    if known is None:
-        wanted = ['train'] if fold else ['train', *wanted]
-    root = Path(root).expanduser()
-    splits = {}
-    try:
-        if known is None and trains_on_all(name, root):
-            wanted = ['train']
-        listed = read_folder(name, root, known, least) if name in ('folder', 'vectors') else read_benchmark(name, root)
-        for split, *row in listed:
-            splits.setdefault(split, []).append(row)
-        check_images(name, root, splits, [split for split in wanted if split != 'gallery'], least)
-    except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
-        raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
-                         f'{DATASETS[name]["layout"]}, see README') from None
-    splits = {split: rows for split, rows in splits.items() if split in wanted}
-    if name == 'folder' and least > 1:
-        warn_of_copies(splits)
-    return splits
+# read: what finds the images. ks: the K of Recall@K in the literature. counts: the published numbers of images and
+# classes of each part; without them it is data of one's own. layout: what the folder --data holds; README says where it
+# comes from. url, md5: the archive that --download fetches, and its checksum; it unpacks to a folder of its own name.
+DATASETS = dict(
+    shapes=dict(ks=(1, 2, 4, 8)),
+    folder=dict(ks=(1, 2, 4, 8), read=read_folder,
+                layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
+    vectors=dict(ks=(1, 2, 4, 8), read=read_vectors,
+                 layout='train.npz and test.npz, or one NPZ file, as save_vectors writes them'),
+    cub=dict(ks=(1, 2, 4, 8), read=read_cub, counts=dict(train=(5864, 100), query=(5924, 100)),
+             layout='CUB_200_2011/ with images.txt and images/ (--download fetches CUB_200_2011.tgz, 1.1 GB)',
+             url='https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz',
+             md5='97eceeb196236b17998738112f37df78'),
+    cars=dict(ks=(1, 2, 4, 8), read=read_cars, counts=dict(train=(8054, 98), query=(8131, 98)),
+              layout='cars_annos.mat and car_ims/, or anno_train.csv, anno_test.csv and car_data/car_data/'),
+    sop=dict(ks=(1, 10, 100, 1000), read=read_sop, counts=dict(train=(59551, 11318), query=(60502, 11316)),
+             layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt (--download fetches '
+                    'Stanford_Online_Products.zip, 2.9 GB)',
+             url='http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip',
+             md5='7f73d41a2f44250d4779881525aea32e'),
+    inshop=dict(ks=(1, 10, 20, 30, 40, 50), read=read_inshop, layout='Eval/list_eval_partition.txt and Img/img/',
+                counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))))
 
 
-def check_images(name, root, splits, needed, least):
-    """Raises ValueError where counts are not as published, images are not there, a test class trains, or one of the
-    splits that are `needed` has fewer than `least` classes."""
-    found = {split: (len(rows), len({row[1] for row in rows})) for split, rows in splits.items()}
-    for split, expected in DATASETS[name].get('counts', {}).items():
-        if found.get(split) != expected:
-            raise ValueError(f'{split} has (images, classes) {found.get(split)}, expected are {expected}')
-    for split in needed:
-        _, classes = found.get(split, (0, 0))
-        if classes < least:
-            what = 'the training set' if split == 'train' else 'the test set'
-            raise ValueError(f'{what} needs {least} classes or more, and has {classes}')
-    # A row of vectors has its vector there, and no file of its own.
-    paths = [row[0] for rows in splits.values() for row in rows if name != 'vectors']
-    twice = [path for path, times in Counter(paths).items() if times > 1]
-    outside = [path for path in paths if root not in path.parents or '..' in path.relative_to(root).parts]
-    missing = [path for path in paths if not path.is_file()]
-    for wrong, text in ((twice, 'are listed twice'), (outside, 'lie elsewhere'), (missing, 'are missing')):
-        if wrong:
-            raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
-    if both := {row[1] for row in splits.get('train', ())} & {row[1] for row in splits.get('query', ())}:
-        text = f'{len(both)} classes are in the training set and in the test set, the first is {min(both)}'
-        if name != 'folder':
-            raise ValueError(text)
-        print(f'warning: {root}: {text}', file=sys.stderr)
-
-
-def warn_of_copies(splits):
-    """Warns of test images that have an exact copy in any split: they are too easy."""
-    originals = {}                                          # {content: path}
-    copies = []
-    # In this order train is the last, so a copy in it is found as the copy of a test image.
-    files = [(split, path, path.stat().st_size) for split in sorted(splits) for path, *_ in splits[split]]
-    lengths = Counter(length for _, _, length in files)
-    for split, path, length in files:
-        if lengths[length] > 1:                             # others need not be opened
-            content = hashlib.sha256(path.read_bytes()).digest()
-            if content in originals:
-                copies.append(f'{path}, a copy of {originals[content]}')
-            elif split != 'train':
-                originals[content] = path
-    if copies:
-        print(f'warning: {len(copies)} files are copies of test images, which flatters the result:', *copies[:20],
-              *['...'] * (len(copies) > 20), sep='\n', file=sys.stderr)
-
-
-def split_lines(path):
-    """The words of each line, without empty lines"""
-    return [line.split() for line in open(path) if line.strip()]
-
-
-def read_benchmark(name, root):
-    """Yields (split, path, class name, super-class or None) of each image that the annotation lists."""
-    if name == 'cub':                       # lines `<image id> <class>/<file>`, where a class starts with its number
-        # The first 100 classes train: train_test_split.txt belongs to another task, classification.
-        for _, path in split_lines(root / 'CUB_200_2011' / 'images.txt'):
-            if '/._' not in path:           # macOS leaves files `._<file>` beside the real ones
-                split = 'train' if int(path[:3]) <= 100 else 'query'
-                yield split, root / 'CUB_200_2011' / 'images' / path, path.split('/')[0], None
-    elif name == 'cars' and (root / 'anno_train.csv').exists():         # a copy: rows of file, box, class
-        for split in ('train', 'test'):     # of another task, classification
-            paths = {path.name: path for path in (root / 'car_data' / 'car_data' / split).glob('*/*')}
-            for row in (root / f'anno_{split}.csv').read_text().split():
-                file, *_, number = row.split(',')
-                yield 'train' if int(number) <= 98 else 'query', paths[file], f'{int(number):03d}', None
-    elif name == 'cars':                    # field 0 is the path, field 5 the class, 1 to 196
-        from scipy.io import loadmat
-        # The first 98 classes train: field 6, `test`, belongs to another task, classification.
-        for row in loadmat(str(root / 'cars_annos.mat'), squeeze_me=True)['annotations']:       # it takes no Path
-            yield 'train' if int(row[5]) <= 98 else 'query', root / str(row[0]), f'{int(row[5]):03d}', None
-    elif name == 'sop':                     # a header, then lines `image_id class_id super_class_id path`
-        for split, file in (('train', 'Ebay_train.txt'), ('query', 'Ebay_test.txt')):
-            for _, number, group, path in split_lines(root / 'Stanford_Online_Products' / file)[1:]:
-                yield split, root / 'Stanford_Online_Products' / path, f'{int(number):05d}', int(group) - 1
-    else:                                   # a count, a header, then lines `img/... id_00000001 train|query|gallery`
-        for path, class_, split in split_lines(root / 'Eval' / 'list_eval_partition.txt')[2:]:
-            yield split, root / 'Img' / path, class_, None
-
-
-def folders_in(root):
-    """{name in lower case: path} of the folders in `root`, without hidden ones"""
-    return {path.name.lower(): path for path in root.iterdir() if path.is_dir() and path.name[0] != '.'}
-
-
-def trains_on_all(name, root):
-    """Whether a folder of images holds train/ and no other folder: all its classes train, and none tests."""
-    return name == 'folder' and folders_in(root).keys() == {'train'}
-
-
-def read_folder(name, root, known=None, least=2):
-    """A class is a folder that holds images directly, at any depth; its name is its path. Images that lie in no folder
-    are one class without a name.
-
-    train/ and test/ (or val/), or train/, query/ and gallery/, split the classes. train/ alone holds training classes
-    only. Without such folders the first half of the sorted classes trains and the rest tests. With `known`, classes
-    that a network knows, all others test; but a test/, val/ or query/ without any other class is a test set of known
-    classes, and so is any folder if `least` is 1. Of vectors, NPZ files take the place of these folders, and a single
-    one, of any name, that of a folder without them.
-    """
-    folders = folders_in(root)
-    only_train = trains_on_all(name, root)
-    whole = folders['train'] if only_train else root
-    read = classes_below
-    if name == 'vectors':
-        folders = {path.stem.lower(): path for path in root.glob('[!.]*.npz')}
-        whole = min(folders.values(), default=root)
-        read = classes_in_file
-    parts = dict(train=folders.get('train'), query=folders.get('test', folders.get('val')))
-    if {'query', 'gallery'} <= folders.keys():
-        if 'test' in folders:                               # val/ may lie beside them, and is not read
-            raise ValueError('test and query are two test sets')
-        parts |= dict(query=folders['query'], gallery=folders['gallery'])
-    divided = 'gallery' in parts or all(parts.values())
-    if divided:
-        splits = {split: read(part) if part else {} for split, part in parts.items()}
-    else:
-        if name == 'vectors' and len(folders) != 1:
-            raise ValueError(f'there are {len(folders)} NPZ files, but not these')
-        classes = sorted(read(whole).items())
-        if known is None and any(name.lower().startswith('train/') for name, _ in classes):
-            raise ValueError('train/ holds classes, and of the other folders none is test/ or val/')
-        half = 0
-        if known is None:
-            half = len(classes) if only_train else len(classes) // 2
-        splits = dict(train=dict(classes[:half]), query=dict(classes[half:]))
-    if known is not None:
-        splits.pop('train')
-        out = classes_to_leave_out(root, splits, set(known), divided or least == 1)
-        splits = {split: {name: names[name] for name in names.keys() - out} for split, names in splits.items()}
-    if not splits.get('gallery', True):
-        raise ValueError('there is nothing to search in: gallery/ has no images of new classes')
-    return [(split, path, name, None)
-            for split, names in splits.items() for name in sorted(names) for path in names[name]]
-
-
-def classes_to_leave_out(root, splits, known, none_new):
-    """The test classes that a network knows. If it knows all of them, that is an error; but where `none_new` is true,
-    none of them is left out, with a warning."""
-    found = {name for names in splits.values() for name in names}
-    out = found & known
-    if out and out == found:
-        if not none_new:
-            raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can '
-                             'be evaluated if they lie in test/ or val/, beside train/')
-        print(f'warning: {root}: all {len(out)} classes to evaluate were in the training set, which flatters the '
-              'result', file=sys.stderr)
-        return set()
-    if out:
-        print(f'{root}: {len(out)} classes were in the training set, or chose the epoch, and are left out')
-    return out
-
-
-def classes_below(root):
-    """{path of the class below root: sorted paths of its images}; hidden files and folders are left out. Images in root
-    itself, a sheet for example, are the class '' where there is no other, and else no class."""
-    classes = {}
-    visited = set()
-    others = []                                             # files that are no images of a kind that is read
-    for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
-        if os.path.realpath(folder) in visited:             # a link to a folder that was read already
-            folders.clear()
-            continue
-        visited.add(os.path.realpath(folder))
-        paths = [Path(folder) / name for name in sorted(files) if name[0] != '.']
-        paths = [path for path in paths if path.is_file()]
-        is_image = [torchvision.datasets.folder.is_image_file(path.name) for path in paths]
-        images = [path for path, yes in zip(paths, is_image) if yes]
-        if images:
-            name = '' if Path(folder) == root else Path(folder).relative_to(root).as_posix()
-            classes[name] = images
-        if Path(folder) != root or not folders:
-            others += [path for path, yes in zip(paths, is_image) if not yes]
-    if others:                                              # HEIC files or videos of a phone, for example
-        endings = Counter(path.suffix.lower() or 'no ending' for path in others)
-        counts = ', '.join(f'{number} {ending}' for ending, number in endings.most_common(5))
-        print(f'warning: {root}: {len(others)} files are of kinds that are not read ({counts}), the first is '
-              f'{others[0]}; convert images among them to JPEG', file=sys.stderr)
-    if classes.keys() != {''}:
-        classes.pop('', None)
-    return classes
-
-
-def classes_in_file(path):
-    """{class: [(name of an image, its vector (c,)), ...]} of an NPZ file by save_vectors or eval.py --embed"""
-    with distrusting(path), np.load(path) as saved:
-        vectors = saved['embeddings'].astype(np.float32)                 # (N, c)
-        labels = saved['labels']                                         # (N,)
-        names = saved['classes'].astype(str)[labels].tolist()
-        paths = saved.get('paths', range(len(labels)))
-        if 'gallery_labels' in saved:
-            raise ValueError('it has a gallery, which should lie in gallery.npz, beside query.npz')
-        length = np.linalg.norm(vectors, axis=1).mean()     # NaN or infinite where a number is
-        fits = vectors.ndim == 2 and len(vectors) == len(names) == len(paths) and labels.min() >= 0
-        if not fits or not 0 < length < np.inf:
-            raise ValueError('it needs N finite embeddings (N, c), and N labels (N,), each the place of its class')
-    classes = {}
-    for name, *row in zip(names, paths, vectors):
-        classes.setdefault(name, []).append(row)
-    return classes
-
-
-def save_vectors(folder, data, train, query, gallery=None):
-    """Writes vectors of a dataset for --dataset vectors: train.npz and test.npz, or with a gallery query.npz and
-    gallery.npz in place of the latter.
-
-    data                   what load_dataset returned
-    train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network: tensors or arrays. Those of the
-                           gallery are given where the dataset has one of its own, and only there
-    """
-    if (gallery is None) != (data.gallery is data.query):
-        raise UsageError('save_vectors needs the vectors of data.gallery if it is not data.query, and only then')
-    names = ['train', 'test'] if gallery is None else ['train', 'query', 'gallery']
-    for name, images, vectors in zip(names, (data.train, data.query, data.gallery), (train, query, gallery)):
-        with written_whole(Path(folder).expanduser() / f'{name}.npz') as file:
-            np.savez(file, embeddings=torch.as_tensor(vectors).float().cpu(), labels=images.labels,
-                     classes=images.classes, paths=images.paths)
+# ---- 8. the built-in shapes ------------------------------------------------------------------------
 
 
 def superformula(m, n1, n2, n3):
@@ -1093,7 +1136,7 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
     return draw_set('training'), draw_set('test')
 
 
-# ---- 7. runs ---------------------------------------------------------------------------------------
+# ---- 9. runs ---------------------------------------------------------------------------------------
 
 # A run is the folder runs/<name>/ with log.jsonl, a JSON object for each evaluated epoch, and last.pt; with --fold,
 # best.pt is the epoch that has the highest MAP@R on the validation classes.
@@ -1128,7 +1171,7 @@ def embed_test(model, data):
 
 def score(data, z, gallery=None):
     """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
-    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, DATASETS[data.name]['ks'])
+    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks)
     for key, value in zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device))):
         if value is not None:
             metrics[key] = value
@@ -1159,13 +1202,13 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     size = getattr(sampler, 'batch_size', args.batch_size)               # smaller where there are few classes
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, {test}\n'
           f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
-    print(', '.join(f'{name} {value}' for name, value in flags_of(args).items()))
+    print(', '.join(f'{name} {value}' for name, value in kept(args, vars(args)).items()))
     print(f'After a stop, this goes on: python {args.script}.py --resume {folder}')
 
 
 def show_row(row, rows, titles):
     """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
-    measured = [key for key in rows[0] if key.startswith(('R@', 'MAP', 's'))]
+    measured = [key for key in rows[-1] if key.startswith(('R@', 'MAP', 's'))]
     columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
     columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
     columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
@@ -1221,7 +1264,7 @@ def set_seed(seed, epoch=None):
     torch.manual_seed(seed % 2 ** 63)                       # of every device
 
 
-# ---- 8. files --------------------------------------------------------------------------------------
+# ---- 10. files --------------------------------------------------------------------------------------
 
 
 def trained_on(args, data):
@@ -1230,21 +1273,21 @@ def trained_on(args, data):
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []), images=len(data.train))
 
 
-def save_epoch(path, args, data, states, row, rows):
+def save_epoch(path, args, data, states, row, rows, done):
     """Writes the checkpoint of an epoch, with whatever a run needs to go on behind it."""
     others = {name: part.state_dict() for name, part in states.items() if name != 'model'}
-    save_checkpoint(path, args, states['model'], epoch=row['epoch'], rows=rows, minutes=row['minutes'],
+    save_checkpoint(path, args, states['model'], epoch=row['epoch'], step=done, rows=rows, minutes=row['minutes'],
                     **trained_on(args, data), **others)
 
 
 def begin(args):
     """What `resume` returns, of a run that begins now"""
-    return from_main_process(None if rank() else new_folder(args)), 0, [], time.time()
+    return from_main_process(None if rank() else new_folder(args)), 0, 0, [], time.time()
 
 
 def resume(args, data, states, per_epoch, total):
-    """Loads the last checkpoint of a run into `states` -> its folder, the epoch to go on with, its rows, and the time
-    of its start, moved so that the minutes of a row leave out the pause."""
+    """Loads the last checkpoint of a run into `states` -> its folder, the epoch to go on with, the steps that are done,
+    its rows, and the time of its start, moved so that the minutes of a row leave out the pause."""
     saved = read_checkpoint(args.resume / 'last.pt')
     if any(saved.get(name, value) != value for name, value in trained_on(args, data).items()):
         raise UsageError(f'{args.resume} was trained on other images than {args.data} holds; start a new run')
@@ -1252,24 +1295,20 @@ def resume(args, data, states, per_epoch, total):
         for name, part in states.items():
             part.load_state_dict(saved[name])
         epoch = saved['epoch']
+        done = saved['step'] if 'step' in saved else saved['schedule']['last_epoch']    # as older checkpoints have it
         rows = saved['rows']
         evaluated = rows[-1]['epoch']
         began = time.time() - 60 * saved['minutes']
-    schedule = states['schedule']
-    done = schedule.last_epoch                              # steps
     if done > total:
         raise UsageError(f'{args.resume} has {done} steps done, and --epochs and --steps ask for {total}')
     if done < total and done % per_epoch:
         raise UsageError(f'{args.resume} ended inside an epoch, after {done % per_epoch} of its {per_epoch} steps, and '
                          'cannot go on with other --steps or --epochs; start a new run')
-    # The saved rate belongs to the old --epochs. The next step takes that of the schedule with the new `total`.
-    for group, rate in zip(states['optimizer'].param_groups, schedule.base_lrs):
-        group['lr'] = rate * learning_rate_factor(done, args, per_epoch, total)
     write_log(args.resume, rows)                            # exactly the rows of the checkpoint
     # With --eval-every 2, say, a run may have stopped after an epoch that was not evaluated. If --epochs makes this one
     # the last, it is evaluated now.
     first = epoch if done == total and evaluated < epoch else epoch + 1
-    return args.resume, first, rows, began
+    return args.resume, first, done, rows, began
 
 
 def write_log(folder, rows):
@@ -1278,22 +1317,23 @@ def write_log(folder, rows):
             file.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
 
 
-def flags_of(args):
-    """The flags that a checkpoint keeps. None of them names a file that is written: no Path, and not --name."""
-    return {name: value for name, value in vars(args).items()
-            if isinstance(value, (bool, int, float, str, list)) and name not in ('script', 'name', 'download')}
+def kept(args, values):
+    """What a checkpoint keeps of `values`, {flag: value}: no paths, see FLAGS"""
+    return {name: value for name, value in values.items()
+            if name in args.defaults.keys() - marked(args, 'here') and value is not None}
 
 
 def save_checkpoint(path, args, model, **more):
-    """Writes the model, what built it (script, arguments, seed, versions), and whatever else is given."""
+    """Writes the model, what built it (script, arguments, defaults, seed, versions), and whatever else is given."""
     if rank():
         return
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
         raise NotFinite(f'{broken[0]} is not finite; {path} stays as it was; try a lower --lr, or --precision fp32')
     versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
-        torch.save(dict(script=args.script, args=flags_of(args), seed=args.seed, versions=versions,
-                        embedder=model.config, model=model.state_dict(), **more), file)
+        torch.save(dict(script=args.script, args=kept(args, vars(args)), defaults=kept(args, args.defaults),
+                        seed=args.seed, versions=versions, embedder=model.config, model=model.state_dict(), **more),
+                   file)
 
 
 def best_of(path):
@@ -1425,7 +1465,7 @@ def written_whole(path):
             temporary.unlink()
 
 
-# ---- 9. command line -------------------------------------------------------------------------------
+# ---- 11. command line -------------------------------------------------------------------------------
 
 # A recipe is a row of defaults for flags. Those of the benchmarks are in the scripts, beside their papers, and name all
 # settings of training. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
@@ -1436,8 +1476,9 @@ DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn
 VECTORS = DEMO | dict(arch='none', image_size=1, resize=1, freeze_bn=True, pool='avg', dim=None, precision='fp32',
                       epochs=5, batch_size=100, per_class=5, lr=1e-3, schedule='constant')
 BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
-BASE = dict(shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=DEMO, vectors=VECTORS,
-            cub=BENCHMARK, cars=BENCHMARK, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
+BASE = dict.fromkeys(DATASETS, BENCHMARK) | dict(
+    shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=DEMO, vectors=VECTORS,
+    sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's row 'reality-check' is
 # added. What the text does not name is taken from the released configuration: momentum, weight decay, and crops of at
@@ -1448,25 +1489,37 @@ PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
 
 
-# Flags that change none of a run's numbers, but for rounding: where and how it computes, and how often it looks (which
-# with --fold may change when it stops, and what is best)
-NO_NUMBERS = {'data', 'precision', 'eval_every', 'chunk', 'compile'}
-
-
 def resize_for(row, image_size):
     """The shorter side of the stored images, in the recipe's ratio to the crop. A typed --resize leaves the crop."""
     return round(image_size * row['resize'] / row['image_size'])
 
 
 class Parser(argparse.ArgumentParser):
+    def add_flags(self, title, rows):
+        """Adds a group of flags. A row is (name, marks, options of add_argument), see FLAGS."""
+        group = self.add_argument_group(title)
+        for name, marks, options in rows:
+            group.add_argument(name, **options).marks = marks.split()
+
     def parse_args(self, argv=None):
-        """The flags, with one more name: changed, the set of those that differ from their defaults"""
+        """The flags, with three more names: defaults, {flag: its default}; changed, the set of flags that differ from
+        them; and marks, {flag: its marks}, of which a path always has `here`"""
         args = super().parse_args(argv)
-        args.changed = {name for name, value in vars(args).items() if value != self.get_default(name)}
+        args.defaults = {name: self.get_default(name) for name in vars(args)}
+        args.changed = {name for name, default in args.defaults.items() if getattr(args, name) != default}
+        args.marks = {action.dest: getattr(action, 'marks', []) for action in self._actions}
+        for action in self._actions:
+            if action.type is Path or hasattr(action.type, 'suffix'):
+                args.marks[action.dest] += ['here']
         return args
 
     def error(self, message):
         raise UsageError(f'{self.prog}: {message}; --help lists the flags')
+
+
+def marked(args, *marks):
+    """The flags that have one of these marks"""
+    return {flag for flag, own in args.marks.items() if {*own} & {*marks}}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -1505,6 +1558,7 @@ def file_ending(suffix):
             raise ValueError
         return Path(text)
     check.__name__ = f'{suffix} file'
+    check.suffix = suffix
     return check
 
 
@@ -1516,8 +1570,95 @@ def block_of_blocks(text):
     return f'{i}/{n}'
 
 
+SWITCH = argparse.BooleanOptionalAction
+
+
+def flag(name, marks='', **options):
+    """A row of FLAGS"""
+    return name, marks, options
+
+
+# The flags that all scripts share, a row each: name; marks, which say what else must be known of it; and the options of
+# argparse's add_argument.
+#   images  means nothing for vectors, which have no images and no trunk
+#   same    changes no number of a run, but for rounding: where and how it computes, and how often it looks (which with
+#           --fold may change when it stops, and what is best)
+#   seeds   may differ between the runs that eval.py takes for one recipe
+#   longer  may differ when a run goes on
+#   here    is about this start of the program, and not kept in a checkpoint; nor is any path
+#   recipe  has no default here: each recipe has one
+FLAGS = {
+    'data': [
+        flag('--dataset', choices=list(DATASETS), default='shapes',
+             help='shapes: built in; folder: own images; vectors: features of any network'),
+        flag('--data', 'same', default='data',
+             help="folder of classes or of NPZ files, or what the dataset's site unpacks"),
+        # Up to 16 px, the last stage of a ResNet gets one pixel, and its gradients in bfloat16 are wrong on a CPU.
+        flag('--image-size', 'images recipe', type=at_least(17),
+             help='side of the crops that the network gets, pixels'),
+        flag('--resize', 'images recipe', type=at_least(17),
+             help='shorter side of the stored images, pixels; follows --image-size'),
+        flag('--min-crop', 'images recipe', type=between(0.001, 1),
+             help='smallest area of a training crop, share of the image'),
+        flag('--jitter', 'images', type=between(0, 1), default=0.0,
+             help='brightness, contrast, saturation: up to +- this'),
+        flag('--flip', 'images', action=SWITCH, default=True, help='mirror half of the crops'),
+    ],
+    'network': [
+        flag('--arch', 'images recipe', choices=['resnet18', 'resnet34', 'resnet50', 'resnet101'], help='trunk'),
+        flag('--weights', 'images recipe', help='imagenet, none, or a file'),
+        flag('--pool', 'images', choices=['avg', 'max', 'avg+max'], default='avg+max',
+             help='pooling of the feature map'),
+        flag('--dim', 'recipe', type=at_least(1), help='size of the embedding; None: that of the vectors'),
+        flag('--freeze-bn', 'images recipe', action=SWITCH, help='BatchNorm keeps statistics and weights'),
+    ],
+    'training': [
+        flag('--epochs', 'longer recipe', type=at_least(0), help='passes over the training set'),
+        flag('--steps', 'longer', type=at_least(0), default=0, help='limit on the number of steps; 0: none'),
+        flag('--batch-size', 'recipe', type=at_least(2), help='images in a batch, B'),
+        flag('--per-class', 'recipe', type=at_least(0),
+             help='images per class in a batch, K; 0: images in random order'),
+        flag('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer'),
+        flag('--lr', 'recipe', type=at_least(0, float), help='learning rate'),
+        flag('--weight-decay', type=at_least(0, float), default=1e-4, help='weight decay'),
+        flag('--momentum', type=between(0, 1), default=0.0, help='of sgd and rmsprop'),
+        flag('--schedule', 'recipe', choices=['step', 'cosine', 'constant'], help='of the learning rate'),
+        flag('--decay-epochs', type=at_least(1), default=10, help='schedule step: epochs between decays'),
+        flag('--decay-rate', type=between(0, 1), default=0.5, help='schedule step: factor of a decay'),
+        flag('--warmup', 'images recipe', type=at_least(0), help='first epochs, in which all but the trunk learns'),
+        flag('--clip', 'recipe', type=at_least(0, float), help='clip gradients to +- this; 0: no clipping'),
+    ],
+    'run': [
+        flag('--seed', 'seeds', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random'),
+        flag('--compile', 'images same', action=SWITCH, default=False,
+             help='torch.compile of the trunk: slow at first, then faster'),
+        flag('--chunk', 'images same', type=at_least(0), default=0,
+             help='images that the trunk takes at a time, to save memory; 0: all'),
+        flag('--eval-every', 'same recipe', type=at_least(1), help='epochs between evaluations'),
+        flag('--protocol', 'images', choices=['reality-check'],
+             help='settings of the Reality Check, Section 3.1'),
+        flag('--fold', 'seeds', type=block_of_blocks, metavar='I/N',
+             help='block I (from 0) of N blocks of training classes validates, the others train; '
+                  'the test set is not read'),
+        flag('--patience', 'longer', type=at_least(1), default=10,
+             help='fold: stop after so many evaluations without gain'),
+        flag('--name', 'here', help='folder below runs/; default: script, dataset, next free number'),
+        flag('--resume', type=Path, metavar='RUN', help='go on with the run in this folder'),
+        flag('--show-batch', 'images', type=file_ending('.png'), metavar='PNG',
+             help='save a picture of the first batch, and stop'),
+    ],
+    'machine': [
+        flag('--cache', 'images same', type=Path, default=Path('cache'), help='folder for decoded images'),
+        flag('--download', 'same here', action='store_true', help='fetch cub or sop, if it is not in --data'),
+        flag('--device', 'same here', default='auto', help='auto, cpu, cuda, cuda:1, mps'),
+        flag('--precision', 'images same', choices=['auto', 'bf16', 'fp32'], default='auto',
+             help='of the trunk; fp32 is TF32 on CUDA'),
+    ],
+}
+
+
 def parser(doc, notes='', file=None):
-    """The flags that all scripts share.
+    """A parser with the flags that all scripts share
 
     doc, notes  printed by --help before and behind the flags: a script's docstring, which may be missing, and more
     file        a script's __file__, whose name is the script's: checkpoints and run folders have it. So a copied script
@@ -1525,63 +1666,9 @@ def parser(doc, notes='', file=None):
     """
     name = Path(file).name if file else (doc or 'script').split()[0]
     p = Parser(prog=name, description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
-    switch = argparse.BooleanOptionalAction
-    add = p.add_argument_group('data').add_argument
-    add('--dataset', choices=list(DATASETS), default='shapes',
-        help='shapes: built in; folder: own images; vectors: features of any network')
-    add('--data', default='data', help="folder of classes or of NPZ files, or what the dataset's site unpacks")
-    # Up to 16 px, the last stage of a ResNet gets one pixel, and its gradients in bfloat16 are wrong on a CPU.
-    add('--image-size', type=at_least(17), help='side of the crops that the network gets, pixels')
-    add('--resize', type=at_least(17), help='shorter side of the stored images, pixels; follows --image-size')
-    add('--min-crop', type=between(0.001, 1), help='smallest area of a training crop, share of the image')
-    add('--jitter', type=between(0, 1), default=0.0, help='brightness, contrast, saturation: up to +- this')
-    add('--flip', action=switch, default=True, help='mirror half of the crops')
-    add = p.add_argument_group('network').add_argument
-    add('--arch', choices=['resnet18', 'resnet34', 'resnet50', 'resnet101'], help='trunk')
-    add('--weights', help='imagenet, none, or a file')
-    add('--pool', choices=['avg', 'max', 'avg+max'], default='avg+max', help='pooling of the feature map')
-    add('--dim', type=at_least(1), help='size of the embedding; None: that of the vectors')
-    add('--freeze-bn', action=switch, help='BatchNorm keeps statistics and weights')
-    add = p.add_argument_group('training').add_argument
-    add('--epochs', type=at_least(0), help='passes over the training set')
-    add('--steps', type=at_least(0), default=0, help='limit on the number of steps; 0: none')
-    add('--batch-size', type=at_least(2), help='images in a batch, B')
-    add('--per-class', type=at_least(0), help='images per class in a batch, K; 0: images in random order')
-    add('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer')
-    add('--lr', type=at_least(0, float), help='learning rate')
-    add('--weight-decay', type=at_least(0, float), default=1e-4, help='weight decay')
-    add('--momentum', type=between(0, 1), default=0.0, help='of sgd and rmsprop')
-    add('--schedule', choices=['step', 'cosine', 'constant'], help='of the learning rate')
-    add('--decay-epochs', type=at_least(1), default=10, help='schedule step: epochs between decays')
-    add('--decay-rate', type=between(0, 1), default=0.5, help='schedule step: factor of a decay')
-    add('--warmup', type=at_least(0), help='first epochs, in which all but the trunk learns')
-    add('--clip', type=at_least(0, float), help='clip gradients to +- this; 0: no clipping')
-    add_run_flags(p.add_argument_group('run').add_argument, switch)
-    add_machine_flags(p.add_argument_group('machine').add_argument)
+    for title, rows in FLAGS.items():
+        p.add_flags(title, rows)
     return p
-
-
-def add_run_flags(add, switch):
-    """The flags of one run: how it computes, what validates, where it is kept"""
-    add('--seed', type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random')
-    add('--compile', action=switch, default=False, help='torch.compile of the trunk: slow at first, then faster')
-    add('--chunk', type=at_least(0), default=0, help='images that the trunk takes at a time, to save memory; 0: all')
-    add('--eval-every', type=at_least(1), help='epochs between evaluations')
-    add('--protocol', choices=['reality-check'], help='settings of the Reality Check, Section 3.1')
-    add('--fold', type=block_of_blocks, metavar='I/N',
-        help='block I (from 0) of N blocks of training classes validates, the others train; the test set is not read')
-    add('--patience', type=at_least(1), default=10, help='fold: stop after so many evaluations without gain')
-    add('--name', help='folder below runs/; default: script, dataset, next free number')
-    add('--resume', type=Path, metavar='RUN', help='go on with the run in this folder')
-    add('--show-batch', type=file_ending('.png'), metavar='PNG', help='save a picture of the first batch, and stop')
-
-
-def add_machine_flags(add):
-    """The flags that eval.py has, too: where images are kept, and what computes"""
-    add('--cache', type=Path, default=Path('cache'), help='folder for decoded images')
-    add('--download', action='store_true', help='fetch cub or sop, if it is not in --data')
-    add('--device', default='auto', help='auto, cpu, cuda, cuda:1, mps')
-    add('--precision', choices=['auto', 'bf16', 'fp32'], default='auto', help='of the trunk; fp32 is TF32 on CUDA')
 
 
 def parse(parser, DEFAULTS, argv=None):
@@ -1589,13 +1676,13 @@ def parse(parser, DEFAULTS, argv=None):
 
     DEFAULTS  a script's recipes: rows of defaults for flags, one per dataset; further rows under (dataset,
               choice) where a recipe also depends on the script's --loss or --variant
-    Returns the flags as a namespace, with three more names: script; changed, the set of flags that differ from
-    their defaults; and device as a torch.device. Under torchrun, processes join here.
+    Returns the flags as a namespace, with the further names of Parser.parse_args, and script; device is a
+    torch.device. Under torchrun, processes join here.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     script = Path(parser.prog).stem
     asked = parser.parse_args([word for word in argv if word not in ('-h', '--help')])
-    row = recipe_row(asked, DEFAULTS)
+    recipe, row = recipe_row(asked, DEFAULTS)
     if asked.resume and asked.resume.is_file():
         raise UsageError(f'--resume goes on with the run in a folder: {asked.resume.parent}, not {asked.resume}')
     run = asked.resume / 'last.pt' if asked.resume else getattr(asked, 'analyse', None)
@@ -1603,15 +1690,17 @@ def parse(parser, DEFAULTS, argv=None):
         saved = read_checkpoint(run)
         if saved['script'] != script:
             raise UsageError(f'{run} was made by {saved["script"]}.py, not by {script}.py')
-        # Only flags that save_checkpoint writes: a made-up checkpoint must not choose which files are overwritten.
-        # And those that may be None, which it leaves out.
-        kept = flags_of(argparse.Namespace(**vars(asked) | row)).keys() | {'fold', 'protocol', 'dim'}
-        row |= {name: value for name, value in saved['args'].items() if name in kept}
-    if unknown := sorted(row.keys() - vars(asked).keys()):
+        # Only what save_checkpoint writes: a made-up checkpoint must not choose which files are overwritten.
+        row |= kept(asked, saved['args'])
+    if unknown := sorted(row.keys() - asked.defaults.keys()):
         raise UsageError(f'{script}.py has no flag for {", ".join(unknown)}')
     parser.set_defaults(**row)
     args = parser.parse_args(argv)
     args.script = script
+    missing = [typed(name) for name in sorted(marked(args, 'recipe') - row.keys()) if getattr(args, name) is None]
+    if missing:
+        raise UsageError(f'{script}.py has no recipe for {recipe}: add a row to its DEFAULTS, or pass '
+                         + ', '.join(missing))
     check(args)
     if args.protocol and not (asked.fold or args.resume):
         print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
@@ -1621,13 +1710,13 @@ def parse(parser, DEFAULTS, argv=None):
 
 
 def recipe_row(asked, DEFAULTS):
-    """The defaults that follow from the first reading of the command line"""
+    """Whose recipe it is, and the defaults that follow from it, after the first reading of the command line"""
     choice = getattr(asked, 'loss', None) or getattr(asked, 'variant', None)
     dataset = asked.dataset
     if dataset == 'folder' and asked.weights not in (None, 'none'):      # photographs for pretrained weights
         dataset = 'cub'
-    recipe = dataset                                        # the script's row for it
     row = BASE[dataset]
+    recipe = dataset                                        # the script's row for it
     if asked.protocol:                                      # it replaces the recipe that the script has for the dataset
         row = row | PROTOCOL
         recipe = asked.protocol
@@ -1638,19 +1727,15 @@ def recipe_row(asked, DEFAULTS):
         row['freeze_bn'] = False
     if asked.fold:
         row['eval_every'] = 1
-    return row
+    return recipe, row
 
 
 def check(args):
     """Refuses flags that have no effect, or that exclude each other."""
     if args.dataset == 'vectors':
-        absent = ('cache image_size resize min_crop jitter flip show_batch arch weights pool freeze_bn warmup '
-                  'precision compile chunk protocol')
-        refuse(args, absent.split(), '--dataset vectors, which has no images and no trunk')
-    if args.optimizer not in ('sgd', 'rmsprop'):
-        refuse(args, ['momentum'], f'--optimizer {args.optimizer}')
-    if args.schedule != 'step':
-        refuse(args, ['decay_epochs', 'decay_rate'], f'--schedule {args.schedule}')
+        refuse(args, marked(args, 'images'), '--dataset vectors, which has no images and no trunk')
+    refuse_unread(args, 'optimizer', sgd='momentum', rmsprop='momentum')
+    refuse_unread(args, 'schedule', step='decay_epochs decay_rate')
     if args.dataset == 'shapes':
         refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
     if not args.fold:
@@ -1661,9 +1746,8 @@ def check(args):
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
         refuse(args, ['name', 'show_batch'], '--resume')
-        free = NO_NUMBERS | {'resume', 'cache', 'download', 'epochs', 'steps', 'patience', 'device'}
-        if fixed := sorted(args.changed - free):
-            raise UsageError(f'{args.resume} was made with another --{fixed[0].replace("_", "-")}; start a new run')
+        if fixed := sorted(args.changed - marked(args, 'same', 'longer') - {'resume'}):
+            raise UsageError(f'{args.resume} was made with another {typed(fixed[0])}; start a new run')
         if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
             print('note: with another number of steps the learning rate takes another course than without a stop')
     elif args.name:
@@ -1674,11 +1758,28 @@ def check(args):
             raise UsageError(f'{folder} exists already; choose another --name, or go on with it: --resume {folder}')
 
 
+def typed(flag):
+    """A flag's name as it is typed"""
+    return f'--{flag.replace("_", "-")}'
+
+
 def refuse(args, flags, because):
     """Refuses flags that were changed although they have no effect."""
-    for flag in flags:
-        if flag in args.changed:
-            raise UsageError(f'--{flag.replace("_", "-")} has no effect with {because}')
+    for flag in sorted(args.changed & {*flags}):
+        raise UsageError(f'{typed(flag)} has no effect with {because}')
+
+
+def refuse_unread(args, flag, **reads):
+    """Refuses flags that are read with other values of `flag` only.
+
+    reads  {a value of `flag`: the flags that are read with it, in one text}; what no value reads is not looked at
+    """
+    value = getattr(args, flag)
+    unread = {*' '.join(reads.values()).split()} - {*reads.get(value, '').split()}
+    refuse(args, unread, f'{typed(flag)} {value}')
+
+
+# ---- 12. putting together --------------------------------------------------------------------------
 
 
 def dataset_from(args):
@@ -1736,7 +1837,7 @@ def make_optimizer(args, groups, **options):
     return kinds[args.optimizer](groups, lr=args.lr, weight_decay=args.weight_decay, **options)
 
 
-# ---- 10. devices and processes ---------------------------------------------------------------------
+# ---- 13. devices and processes ---------------------------------------------------------------------
 
 
 def at_least_float32(t):
@@ -1845,7 +1946,7 @@ def average_gradients(weights):
                 weight.grad /= world()
 
 
-# ---- 11. errors ------------------------------------------------------------------------------------
+# ---- 14. errors ------------------------------------------------------------------------------------
 
 
 class UsageError(ValueError):

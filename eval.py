@@ -52,6 +52,7 @@ import torch
 import torch.nn.functional as F
 
 import common
+from common import flag
 
 # ---- measures
 
@@ -210,15 +211,14 @@ def read_photos(paths, side, image_size):
 
 
 def embed_once(model, images):
-    """The embeddings of `images` (N, D). They are kept beside the file that has the decoded images, whose name changes
-    with them; a hash of the network is added to that name."""
-    if not isinstance(images.pixels, np.memmap):            # drawn images have no file
+    """The embeddings of `images` (N, D). They are kept beside the file of the decoded images, whose name changes with
+    them; that of the embeddings has a hash of the network and of what it is given as well."""
+    if images.file is None:                                 # drawn images have none
         return common.embed(model, images)
     key = hashlib.sha256(f'{images.image_size} {model.precision}'.encode())
     for weight in model.state_dict().values():
         key.update(weight.cpu().numpy().tobytes())
-    decoded = Path(images.pixels.filename)
-    file = decoded.with_name(f'{decoded.stem}-embedded-{key.hexdigest()[:16]}.npy')
+    file = images.file.with_name(f'{images.file.stem}-embedded-{key.hexdigest()[:16]}.npy')
     if not file.exists():
         with common.written_whole(file) as out:
             np.save(out, common.embed(model, images).numpy())
@@ -248,19 +248,20 @@ def search(args, model, photos, images, path):
 
 # ---- tables
 
-# Flags in which the runs of a recipe may differ
-NO_RECIPE = common.NO_NUMBERS | {'seed', 'fold'}
 
-
-def interval(values):
-    """Mean of n numbers, and the half width of its 95 % confidence interval by Student's t; None for n = 1"""
-    if len(values) < 2:
-        return mean(values), None
+def students_t():
+    """Student's t distribution, of SciPy"""
     try:
         from scipy.stats import t
     except ImportError:
         raise common.UsageError('confidence intervals need scipy: pip install scipy') from None
-    return mean(values), t.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return t
+
+
+def interval(values):
+    """Mean of n numbers, and the half width of its 95 % confidence interval by Student's t; None for n = 1"""
+    n = len(values)
+    return mean(values), students_t().ppf(0.975, n - 1) * stdev(values) / n ** 0.5 if n > 1 else None
 
 
 def concatenate(parts):
@@ -269,46 +270,56 @@ def concatenate(parts):
 
 
 def read_runs(paths):
-    """What the checkpoints say of their runs: a list of objects with path, script, flags, fold, classes and recipe.
+    """What the checkpoints say of their runs: a list of objects with path, script, args, fold, classes, epoch, recipe.
 
-    A recipe is a script with all flags but those of NO_RECIPE, and with the n of --fold i/n. Its name is that of the
-    script, with the flags in which it differs from the other recipes of this script.
+    A recipe is {flag: value}, with the script and the n of --fold i/n, and without the flags in which the runs of a
+    recipe may differ. A flag that a run lacks, because it was added later, has its default: that of another checkpoint
+    of this script, or of common.FLAGS.
     """
+    shared = common.parser('eval').parse_args([])
+    left_out = common.marked(shared, 'same', 'seeds', 'here')
     runs = []
+    defaults = {}                                           # {script: {flag: its default}}
     for path in paths:
         saved = common.read_checkpoint(path)
-        fold = saved['args'].get('fold') or 'none'
-        runs.append(SimpleNamespace(path=path, script=saved['script'], fold=fold, classes=saved.get('classes', []),
-                                    epoch=saved.get('epoch'), flags=saved['args'] | dict(folds=fold.split('/')[-1])))
+        runs.append(SimpleNamespace(path=path, script=saved['script'], args=saved['args'], epoch=saved.get('epoch'),
+                                    fold=saved['args'].get('fold') or 'none', classes=saved.get('classes', [])))
+        defaults.setdefault(saved['script'], dict(shared.defaults)).update(saved.get('defaults', {}))
     for run in runs:
-        others = [other.flags for other in runs if other.script == run.script]
-        differs = [f' {flag}={value}' for flag, value in sorted(run.flags.items())
-                   if flag not in NO_RECIPE and any(other.get(flag) != value for other in others)]
-        run.recipe = run.script.removeprefix('train_') + ''.join(differs)
+        flags = defaults[run.script] | run.args
+        run.recipe = dict(script=run.script, folds=run.fold.split('/')[-1])
+        run.recipe |= {flag: flags[flag] for flag in sorted(flags.keys() - left_out)}
     return runs
 
 
 def group(runs):
-    """{recipe: {seed: {fold: run}}}, where fold is 'i/n' or 'none'; refuses runs whose mean would say nothing."""
-    recipes = {}
-    for run in runs:
-        folds = recipes.setdefault(run.recipe, {}).setdefault(run.flags.get('seed'), {})
-        if run.fold in folds:
-            raise common.UsageError(f'{run.path} and {folds[run.fold].path} have the same recipe, seed and fold')
-        folds[run.fold] = run
-    for recipe, seeds in recipes.items():
-        if len({frozenset(run.classes) for run in runs if run.recipe == recipe}) > 1:
-            raise common.UsageError(f'the networks of {recipe} were trained on different classes, so they are no seeds '
+    """{name of a recipe: {seed: {fold: run}}}, where fold is 'i/n' or 'none'; refuses runs whose mean says nothing. The
+    name is that of the script, with the flags in which the recipe differs from the others of this script."""
+    groups = {}
+    for recipe in [run.recipe for n, run in enumerate(runs) if run.recipe not in [other.recipe for other in runs[:n]]]:
+        own = [run for run in runs if run.recipe == recipe]
+        rivals = [run.recipe for run in runs if run.script == own[0].script]
+        differs = [f' {flag}={value}' for flag, value in sorted(recipe.items())
+                   if any(rival.get(flag) != value for rival in rivals)]
+        name = ''.join([own[0].script.removeprefix('train_'), *differs])
+        if len({frozenset(run.classes) for run in own}) > 1:
+            raise common.UsageError(f'the networks of {name} were trained on different classes, so they are no seeds '
                                     'of one recipe')
-        if len({run.epoch for run in runs if run.recipe == recipe and run.fold == 'none'}) > 1:
-            raise common.UsageError(f'the runs of {recipe} stopped at different epochs: go on with them by --resume')
+        if len({run.epoch for run in own if run.fold == 'none'}) > 1:
+            raise common.UsageError(f'the runs of {name} stopped at different epochs: go on with them by --resume')
+        seeds = groups[name] = {}
+        for run in own:
+            folds = seeds.setdefault(run.args.get('seed'), {})
+            if run.fold in folds:
+                raise common.UsageError(f'{run.path} and {folds[run.fold].path} have the same recipe, seed and fold')
+            folds[run.fold] = run
         if len({frozenset(folds) for folds in seeds.values()}) > 1:
-            raise common.UsageError(f'{recipe}: its seeds have different folds: {folds_of(seeds)}')
-    return recipes
+            raise common.UsageError(f'{name}: its seeds have different folds: {folds_of(seeds)}')
+    return groups
 
 
 def folds_of(seeds):
-    """{seed: {fold: run}} as text, to compare and to print"""
+    """{seed: {fold: run}} as text"""
     return '; '.join(f'seed {seed} has fold {", ".join(sorted(folds))}' for seed, folds in sorted(seeds.items()))
 
 
@@ -355,21 +366,26 @@ def show_table(rows):
 
 # ---- command line
 
+FLAGS = [
+    flag('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt'),
+    flag('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed'),
+    flag('--dataset', choices=list(common.DATASETS), help='if not given, that of the training'),
+    flag('--data', help='its folder; if not given, that of the training'),
+    flag('--analyse', action='store_true', help='the further measures above'),
+    flag('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths'),
+    flag('--sheet', 'images', type=common.file_ending('.png'), metavar='PNG',
+         help='draw some queries and their nearest images'),
+    flag('--hardest', 'images', action='store_true', help='sheet: the queries with the worst results first'),
+    flag('--query', 'images', type=Path, nargs='+', metavar='PHOTO',
+         help='print and draw the images nearest to each of these'),
+    flag('--top', 'images', type=common.at_least(1), default=5, help='sheet and query: how many nearest images'),
+]
+
 
 def get_args(argv=None):
     parser = common.Parser(prog='eval.py', description=__doc__, formatter_class=common.Help, allow_abbrev=False)
-    add = parser.add_argument
-    add('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt')
-    add('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed')
-    add('--dataset', choices=list(common.DATASETS), help='if not given, that of the training')
-    add('--data', help='its folder; if not given, that of the training')
-    add('--analyse', action='store_true', help='the further measures above')
-    add('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths')
-    add('--sheet', type=common.file_ending('.png'), metavar='PNG', help='draw some queries and their nearest images')
-    add('--hardest', action='store_true', help='sheet: the queries with the worst results first')
-    add('--query', type=Path, nargs='+', metavar='PHOTO', help='print and draw the images nearest to each of these')
-    add('--top', type=common.at_least(1), default=5, help='sheet and query: how many nearest images')
-    common.add_machine_flags(add)
+    parser.add_flags('evaluation', FLAGS)
+    parser.add_flags('machine', common.FLAGS['machine'])
     args = parser.parse_args(argv)
     if len(args.checkpoint) > 1 or args.against:
         common.refuse(args, ['analyse', 'embed', 'sheet', 'hardest', 'query', 'top'], 'several checkpoints')
@@ -406,7 +422,7 @@ def load_training_set(args, model):
     trained = model.args
     folder = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
     training = common.load_dataset(trained['dataset'], folder, trained['resize'], trained['image_size'], args.cache,
-                                   fold=trained.get('fold'), least=1).train
+                                   fold=trained.get('fold'), only='train', measured=False).train
     if new := set(training.classes) - set(model.classes):
         raise common.UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
                                 f'of its training set are new to the network, among them {min(new)}')
@@ -426,55 +442,60 @@ def save_embeddings(path, data, z, gallery):
 
 
 def evaluate_one(args):
-    """One checkpoint: its metrics, and whatever the flags ask for"""
+    """One checkpoint: what the flags ask for"""
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
     if dataset == 'vectors':
-        common.refuse(args, 'sheet hardest query top cache precision'.split(),
-                      '--dataset vectors, which has no images and no trunk')
+        common.refuse(args, common.marked(args, 'images'), '--dataset vectors, which has no images and no trunk')
     sizes = model.args['resize'], model.args['image_size']
     load = partial(common.load_dataset, dataset, folder, *sizes, args.cache)
     if args.query:
         photos = read_photos(args.query, *sizes)            # before the folder, which may take long
         # What a photo is searched in need not be new to the network, nor sorted into classes.
-        images = load(known=(), least=1).gallery
+        images = load(known=(), measured=False).gallery
         return search(args, model, photos, images, args.sheet or common.best_of(path).parent / 'query.png')
-    data = load(known=model.classes, least=1 if args.embed else 2)
-    if len(data.query.classes) < 2:
-        # Only --embed comes here: else, `load` refuses fewer than two classes.
+    data = load(known=model.classes, measured=not args.embed)
+    measured = len(data.query.classes) > 1                  # else, only --embed comes here
+    if not measured:
         common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')
-        save_embeddings(args.embed, data, *common.embed_test(model, data))
-        return dict(checkpoint=str(path), dataset=dataset)
     training = load_training_set(args, model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
-    result = common.score(data, z, gallery)
-    if args.analyse:
-        result |= analyse(z, common.embed(model, training).to(z.device), data, result, gallery)
-    print(f'{dataset}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, searched in '
-          f'{"themselves" if gallery is None else f"a gallery of {len(gallery):,} images"}')
-    for name, value in result.items():
-        print(f'{name:>17} {value:8}' if isinstance(value, int) else f'{name:>17} {value:8.3f}')
-    if 'unmatched' in result:
-        print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
+    result = dict(checkpoint=str(path), dataset=dataset) | (dict(seen=True) if data.seen else {})
+    if measured:
+        result |= measure(model, data, z, gallery, training)
     if args.embed:
         save_embeddings(args.embed, data, z, gallery)
     if args.sheet:
         draw_queries(args.sheet, data, z, gallery, args.top, args.hardest)
-    return dict(checkpoint=str(path), dataset=dataset) | (dict(seen=True) if data.seen else {}) | result
+    return result
+
+
+def measure(model, data, z, gallery, training):
+    """The metrics of a test set; with Images of the training, the further measures as well. Prints them."""
+    metrics = common.score(data, z, gallery)
+    if training:
+        metrics |= analyse(z, common.embed(model, training).to(z.device), data, metrics, gallery)
+    print(f'{data.name}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, searched in '
+          f'{"themselves" if gallery is None else f"a gallery of {len(gallery):,} images"}')
+    for name, value in metrics.items():
+        print(f'{name:>17} {value:8}' if isinstance(value, int) else f'{name:>17} {value:8.3f}')
+    if 'unmatched' in metrics:
+        print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
+    return metrics
 
 
 def evaluate_several(args):
     """The table of several checkpoints; with --against, the differences of two recipes as well"""
-    interval([0, 1])                                        # if scipy is missing, that shows here and not at the end
+    students_t()                                            # if it is missing, that shows here and not at the end
     runs = read_runs([*args.checkpoint, *args.against])
     recipes = group(runs)
     if args.against:
-        folds = {recipe: folds_of(seeds) for recipe, seeds in recipes.items()}
-        if len(folds) != 2 or len(set(folds.values())) != 1:
+        pairs = [{(seed, fold) for seed, folds in seeds.items() for fold in folds} for seeds in recipes.values()]
+        if len(pairs) != 2 or pairs[0] != pairs[1]:
             raise common.UsageError('--against compares two recipes in the same seeds and folds, and these are '
-                                    + '; '.join(f'{recipe} ({text})' for recipe, text in folds.items()))
-    dataset, folder = place_of_test_set(args, [run.flags for run in runs])
+                                    + '; '.join(f'{name} ({folds_of(seeds)})' for name, seeds in recipes.items()))
+    dataset, folder = place_of_test_set(args, [run.args for run in runs])
     known = set().union(*(run.classes for run in runs))     # left out for all, so that they see the same classes
     load = cache(partial(common.load_dataset, dataset, folder, cache=args.cache, known=known))
     tables = {recipe: score_recipe(args, seeds, load) for recipe, seeds in recipes.items()}

@@ -194,13 +194,12 @@ DEFAULTS = {
 }
 # Embeddings that are not normalised lie far from their centres: with lam = 2, the gradient of the centre term
 # by the network's weights is about 60 times that of the cross-entropy (shapes, before training).
-for dataset in list(DEFAULTS):
-    DEFAULTS[dataset, 'center_loss'] = dict(lam=0.03)
+DEFAULTS |= {(dataset, 'center_loss'): dict(lam=0.03) for dataset in DEFAULTS}
 
 # The flags that the loss of each variant reads
-CCL = {'s', 'margin', 'lam', 'smoothing'}
-READS = {'ccl': CCL | {'center_lr_mult'}, 'stop_grad': CCL | {'center_lr_mult'}, 'cluster': CCL | {'mu'},
-         'proxynca': {'s', 'center_lr_mult'}, 'center_loss': {'lam', 'smoothing', 'center_lr_mult'}}
+READS = dict(ccl='s margin lam smoothing center_lr_mult', stop_grad='s margin lam smoothing center_lr_mult',
+             cluster='s margin lam smoothing mu', proxynca='s center_lr_mult',
+             center_loss='lam smoothing center_lr_mult')
 
 
 def label_noise(text):
@@ -228,8 +227,7 @@ def get_args(argv=None):
     add('--label-noise', type=common.number_or(label_noise, 'none'), default='none',
         help='wrong training labels: symmetric:RATE or longtail:RATE')
     args = common.parse(parser, DEFAULTS, argv)
-    unread = set().union(*READS.values()) - READS[args.variant]
-    common.refuse(args, sorted(unread), f'--variant {args.variant}')
+    common.refuse_unread(args, 'variant', **READS)
     if args.variant == 'stop_grad' and args.lam == 0:
         raise common.UsageError('--variant stop_grad --lam 0: the centres would never move, since only L_center '
                                 'moves them; take --lam above 0, or --variant ccl')

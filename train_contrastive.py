@@ -152,9 +152,7 @@ def get_args(argv=None):
     add('--reduction', choices=['mean', 'sum'], default='mean',
         help='form similarity: mean or sum over the pairs of an anchor')
     args = common.parse(parser, DEFAULTS, argv)
-    # A flag of the other form would have no effect, so it is refused.
-    unread = {'distance': ['margin', 'reduction'], 'similarity': ['pos_margin', 'neg_margin', 'power']}
-    common.refuse(args, unread[args.form], f'--form {args.form}')
+    common.refuse_unread(args, 'form', distance='pos_margin neg_margin power', similarity='margin reduction')
     return args
 
 

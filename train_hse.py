@@ -253,9 +253,10 @@ def npair_loss(z, y):
     """
     z = common.at_least_float32(z)
     same = y[:, None] == y[None, :]                                      # (B, B)
-    positive = (same.tril(-1).sum(dim=1) == 1).nonzero()[:, 0]           # (P,) just one image of the class came before
-    # (P,) the first image of that class: of the equal values in a row of 0s and 1s, argmax returns the first
-    anchor = same[positive].int().argmax(dim=1)
+    earlier = same.tril(-1).sum(dim=1)                                   # (B,) images of its class that come before
+    positive = (earlier == 1).nonzero()[:, 0]                            # (P,) the second image of each class
+    # (P,) the first image of that class, which is the only 1 in a row
+    anchor = (same[positive] & (earlier == 0)).int().argmax(dim=1)
     s = z[anchor] @ z[positive].T                                        # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
 
@@ -280,11 +281,13 @@ class SuperClassSampler:
         return self.batches
 
     def __iter__(self):
-        streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]      # without an end
+        # A sampler of one super-class may end before the epoch does. So it is started again and again.
+        streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
-            parts = [[m[i] for i in next(stream)] for m, stream in zip(self.members, streams)]
             # In random order: else --hybrids replace, which drops the last images, always drops the same super-classes.
-            yield [i for p in torch.randperm(len(parts)).tolist() for i in parts[p]]
+            order = torch.randperm(len(streams)).tolist()
+            parts = [[members[i] for i in next(stream)] for members, stream in zip(self.members, streams)]
+            yield [image for number in order for image in parts[number]]
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
@@ -303,22 +306,20 @@ DEFAULTS = {
     'inshop': SOP,                                  # the paper has no In-Shop
     'reality-check': dict(proxy_lr_mult=6000),      # 4 images per class stay, also with proxies: hybrids need them
 }
-# What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and Proxy-Anchor (2; the released
-# command for Cars has 0.5, and batches of 30 classes x 4); all other rows take these values, too. On SOP alpha is that
-# of the released commands: 0.3 for ms, 1 for EPSHN, and 2 for Proxy-Anchor as well. Where neither says anything it is
-# 0.1, the default of the released flag. EPSHN has 16 images per class on Cars and 8 on CUB, each the better of Table 2.
-# N-pair has 64 dimensions in Table 2.
-for dataset in list(DEFAULTS):
-    DEFAULTS[dataset, 'ms'] = dict(alpha=0.05)
-    DEFAULTS[dataset, 'proxy_anchor'] = dict(alpha=2.0)
-for dataset in ('cub', 'cars'):
-    DEFAULTS[dataset, 'ms'] |= dict(batch_size=80, per_class=5)
-for dataset in ('sop', 'inshop'):
-    DEFAULTS[dataset, 'ms'] = dict(alpha=0.3)
-    DEFAULTS[dataset, 'epshn'] = dict(alpha=1.0)
-DEFAULTS['cars', 'epshn'] = dict(per_class=16)
-for dataset in ('cub', 'cars', 'sop', 'inshop'):
-    DEFAULTS[dataset, 'npair'] = dict(dim=64)
+# What depends on the base loss, {loss: {datasets: defaults}}. On CUB and Cars the paper states alpha for ms (0.05) and
+# Proxy-Anchor (2; the released command for Cars has 0.5, and batches of 30 classes x 4); all other rows take these
+# values, too. On SOP alpha is that of the released commands: 0.3 for ms, 1 for EPSHN, and 2 for Proxy-Anchor as well.
+# Where neither says anything it is 0.1, the default of the released flag. EPSHN has 16 images per class on Cars and 8
+# on CUB, each the better of Table 2, where N-pair has 64 dimensions.
+OF_LOSS = {
+    'ms': {'shapes folder reality-check': dict(alpha=0.05), 'cub cars': dict(alpha=0.05, batch_size=80, per_class=5),
+           'sop inshop': dict(alpha=0.3)},
+    'proxy_anchor': {'shapes folder reality-check cub cars sop inshop': dict(alpha=2.0)},
+    'epshn': {'sop inshop': dict(alpha=1.0), 'cars': dict(per_class=16)},
+    'npair': {'cub cars sop inshop': dict(dim=64)},
+}
+DEFAULTS |= {(dataset, loss): row for loss, rows in OF_LOSS.items() for names, row in rows.items()
+             for dataset in names.split()}
 
 
 def get_args(argv=None):
@@ -338,17 +339,16 @@ def get_args(argv=None):
     args = common.parse(parser, DEFAULTS, argv)
     if args.dataset == 'vectors':
         raise common.UsageError('hybrids are joined images, and --dataset vectors has none: take another script')
-    if args.loss != 'proxy_anchor':
-        common.refuse(args, ['proxy_lr_mult'], f'--loss {args.loss}')
-    # To join no images costs nothing, and refuses blocks so large that one of the images would not show.
-    for kind in KINDS if args.show_hybrids else [args.kind]:
-        blend(torch.empty(0, args.num, 3, args.image_size, args.image_size), kind, mask_size=args.mask_size)
+    common.refuse_unread(args, 'loss', proxy_anchor='proxy_lr_mult')
+    kinds = KINDS if args.show_hybrids else [args.kind]
+    # Blocks may be so large that one of the images would not show: to join none refuses that before anything is read.
+    no_images = torch.empty(0, args.num, 3, args.image_size, args.image_size)
+    for kind in kinds:
+        blend(no_images, kind, mask_size=args.mask_size)
     if args.show_hybrids:
         common.refuse(args, ['show_batch'], '--show-hybrids')
         return args
-    for kind, flag in (('cutmix', 'axis'), ('gridmask', 'mask_size')):
-        if args.kind != kind:
-            common.refuse(args, [flag], f'--kind {args.kind}')
+    common.refuse_unread(args, 'kind', cutmix='axis', gridmask='mask_size')
     if args.alpha == 0:
         common.refuse(args, ['temperature', 'kind', 'num', 'combinations', 'axis', 'mask_size', 'hybrids'],
                       '--alpha 0, which makes no hybrids')

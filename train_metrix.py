@@ -16,8 +16,7 @@ Equations
               with sums over the examples (x, y) of anchor a, and functions from Table 1
     Eq. (8)   V(a), the mixed examples of anchor a with their labels. By default (Section 4.1) a positive and a
               negative of a are mixed (pos-neg pairs), or a itself and a negative (anc-neg pairs).
-    Eq. (9)   l~(a): Eq. (7) over V(a); for contrastive (--reduction sum) it is Eq. (14), for Multi-Similarity (ms)
-              Eq. (15)
+    Eq. (9)   l~(a): Eq. (7) over V(a); for contrastive (--reduction sum) Eq. (14), for Multi-Similarity (ms) Eq. (15)
     Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
@@ -41,14 +40,15 @@ Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
     before training    7.4          52.8
     without mixing     63.4 ± 9.4   57.2 ± 0.6   67.8   87.8   76.9   90.1
     feature mixing     61.3 ± 1.5   55.8 ± 1.4   71.4   89.6   81.0   92.2
-    Shapes and 25 species of birds are measured: ResNet-18, three seeds, 95 % intervals (tests/results). On birds mixing
-    changes R@1 by -1.4 ± 0.8: the paper's gain does not show. The others are its Table 2 (ResNet-50, 512 dimensions).
+    Shapes and 25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals): on birds
+    mixing changes R@1 by -1.4 ± 0.8. The others are the paper's Table 2 (ResNet-50, 512 dimensions).
 """
 import argparse
 import random
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -150,8 +150,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
     """
     z = common.at_least_float32(z)
-    if kind == 'proxynca_pp':
-        return proxynca_pp_of_queries(z, y, y, 1, proxies, **hyper)
+    if kind in OF_QUERIES:
+        return OF_QUERIES[kind](z, y, y, 1, proxies, **hyper)
     if kind == 'proxy_anchor':
         z, proxies = common.same_precision(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
@@ -184,6 +184,9 @@ def proxynca_pp_of_queries(v, y_i, y_j, lam, proxies, temperature=1 / 9):
     logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
     return (lam * F.cross_entropy(logits, y_i, reduction='none')
             + (1 - lam) * F.cross_entropy(logits, y_j, reduction='none')).mean()
+
+
+OF_QUERIES = {'proxynca_pp': proxynca_pp_of_queries}        # losses in which an image, or a mixture, is a query
 
 
 # ---- mixtures
@@ -304,56 +307,60 @@ def anchors_and_ends(kind, pairs, z, y, proxies):
     return anchor, anchor_z, anchor_y, torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
 
 
-def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, proxies=None):
+class Mixing(NamedTuple):
+    """What a step mixes, and how"""
+    mixup: str                                      # input, feature or embed
+    pairs: str                                      # as in label_mixtures
+    k: int                                          # hardest negatives of each anchor that are mixed; None: all
+    alpha: float                                    # of Beta(alpha, alpha)
+
+
+def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
     """The second term of Eq. (10), without w: the mean over the anchors of Eq. (9). For proxy_anchor these are the
     proxies of the classes in the batch; for proxynca_pp the mean is over the mixtures.
 
-    kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict, because proxy_anchor has an alpha of its own
-    mixup   input, feature or embed;  pairs  as in label_mixtures
-    k       number of hardest negatives of each anchor that are mixed, None: all;  alpha  of Beta(alpha, alpha)
+    kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict;  mixing  a Mixing
     images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
     """
     z = common.at_least_float32(z)
-    anchor, anchor_z, anchor_y, end_z, end_y = anchors_and_ends(kind, pairs, z, y, proxies)
+    anchor, anchor_z, anchor_y, end_z, end_y = anchors_and_ends(kind, mixing.pairs, z, y, proxies)
     negatives = anchor_y[:, None] != y                                                          # (A, B)
-    if k is not None:
+    if mixing.k is not None:
         s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
         # An anchor with fewer than k negatives also gets images of its class. That changes nothing: all its negatives
         # are chosen, so all its mixtures are allowed.
-        hardest = s.topk(min(k, len(y)), dim=1).indices                                         # (A, k)
+        hardest = s.topk(min(mixing.k, len(y)), dim=1).indices                                  # (A, k)
         negatives = torch.zeros_like(negatives).scatter(1, hardest, True)
     negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
-    if pairs == 'pos-pos':                          # all pairs: those of two classes are not valid, and left out below
+    if mixing.pairs == 'pos-pos':                   # all pairs: those of two classes are not valid, and left out below
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
     else:
         i, j = cross_class_pairs(end_y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
-    lam = Beta(alpha, alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)               # Eq. (8)
-    pair_y, valid = label_mixtures(pairs, end_y, i, j, lam, anchor, anchor_y, negatives)        # (A, M)
+    lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
+    pair_y, valid = label_mixtures(mixing.pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
         return z.new_zeros(())
     i, j, lam = (t[used] for t in (i, j, lam))
-    if mixup == 'input':
+    if mixing.mixup == 'input':
         # Eq. (4), input mixup: f(lam x + (1 - lam) x'). Trained BatchNorm sees these images as well.
         v = model(mix(images, i, j, lam))
-    elif mixup == 'feature':
+    elif mixing.mixup == 'feature':
         v = model.project(mix_features(f, i, j, lam, model.pool))
     else:
         v = mix_embeddings(end_z, i, j, lam)
-    if kind == 'proxynca_pp':                       # the anchors only served to choose the pairs
-        return proxynca_pp_of_queries(v, y[i], y[j], lam, proxies, **hyper)
+    if kind in OF_QUERIES:                          # the anchors only served to choose the pairs
+        return OF_QUERIES[kind](v, y[i], y[j], lam, proxies, **hyper)
     return labelled_loss(anchor_z @ v.T, pair_y[:, used], valid[:, used], kind, **hyper).mean()         # Eq. (9)
 
 
 @contextmanager
-def keeping_statistics(trunk, on):
-    """Inside `with`, trained BatchNorm normalises by the batch as always; if `on`, its running statistics stay."""
-    layers = [layer for layer in trunk.modules() if hasattr(layer, 'running_mean')]
+def keeping_statistics(layers):
+    """Inside `with`, these layers of BatchNorm normalise by the batch as always, but their running statistics stay."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
-        if on:
-            layer.momentum = 0.0                    # the share that a batch has in the running statistics
+        layer.momentum = 0.0                        # the share that a batch has in the running statistics
     yield
     for layer, momentum in zip(layers, momenta):
         layer.momentum = momentum
@@ -485,19 +492,20 @@ DEFAULTS = {
     'inshop': SOP | dict(lr=1e-4),
     # The rate of the proxies is that of train_proxy_anchor.py. But 4 images per class stay: mixing needs positives.
     'reality-check': dict(proxy_lr_mult=6000),
+    # What depends on the loss. The paper does not state the margin of contrastive.
+    ('shapes', 'contrastive'): dict(m=0.5),
+    ('folder', 'contrastive'): dict(m=0.5),
+    ('vectors', 'contrastive'): dict(m=0.5, epochs=3),
+    ('vectors', 'proxynca_pp'): dict(epochs=8),
+    ('cub', 'contrastive'): dict(m=0.5, decay_rate=0.1),
+    ('cars', 'contrastive'): dict(m=0.5, decay_rate=0.1),
+    ('sop', 'contrastive'): dict(m=0.5, warmup=5),
+    ('inshop', 'contrastive'): dict(m=0.5),
+    ('reality-check', 'contrastive'): dict(m=0.5),
 }
-for dataset in list(DEFAULTS):
-    DEFAULTS[dataset, 'contrastive'] = dict(m=0.5)                                  # the paper does not state this m
-DEFAULTS['vectors', 'contrastive'] |= dict(epochs=3)
-DEFAULTS['vectors', 'proxynca_pp'] = dict(epochs=8)
-for dataset in ('cub', 'cars'):
-    DEFAULTS[dataset, 'contrastive'] |= dict(decay_rate=0.1)
-DEFAULTS['sop', 'contrastive'] |= dict(warmup=5)
-
 # {loss: {hyper-parameter: its flag}}, for the losses that can be trained
 HYPER = {'contrastive': dict(m='m', reduction='reduction'), 'ms': dict(beta='beta', gamma='gamma', m='m'),
          'proxy_anchor': dict(alpha='proxy_alpha', delta='delta'), 'proxynca_pp': dict(temperature='temperature')}
-OTHER_FLAGS = {'ms': ['epsilon'], 'proxy_anchor': ['proxy_lr_mult'], 'proxynca_pp': ['proxy_lr_mult']}
 
 
 def plan(args):
@@ -509,7 +517,7 @@ def plan(args):
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
-        if args.loss == 'proxynca_pp':              # every image is an anchor, so these are all cross-class pairs
+        if args.loss in OF_QUERIES:                 # every image is an anchor, so these are all cross-class pairs
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3     # Section B.2; 1 beside features, in Table 6
@@ -556,9 +564,9 @@ def check(args):
     if args.analyse:
         read = ('analyse alpha beta gamma m dataset data cache download batch_size per_class seed device '
                 'precision').split()
-        return common.refuse(args, sorted(args.changed - {*read}), '--analyse')
-    flags = {loss: {*names.values(), *OTHER_FLAGS.get(loss, [])} for loss, names in HYPER.items()}
-    common.refuse(args, sorted(set().union(*flags.values()) - flags[args.loss]), f'--loss {args.loss}')
+        return common.refuse(args, args.changed - {*read}, '--analyse')
+    common.refuse_unread(args, 'loss', contrastive='m reduction', ms='beta gamma m epsilon',
+                         proxy_anchor='proxy_alpha delta proxy_lr_mult', proxynca_pp='temperature proxy_lr_mult')
     if 'input' not in args.mixup or args.freeze_bn:
         common.refuse(args, ['clean_bn'], 'frozen BatchNorm, or where the network sees no mixtures')
     if args.mixup == ['none']:
@@ -571,8 +579,8 @@ def check(args):
         common.refuse(args, ['hard_negatives'], '--pairs pos-pos')
     if len(args.hard_negatives) not in (1, len(args.mixup)):
         raise common.UsageError('--hard-negatives: give one K, or one for each of the types of --mixup')
-    if args.loss == 'proxynca_pp':
-        common.refuse(args, ['pairs'], '--loss proxynca_pp, where a mixture is a query')
+    if args.loss in OF_QUERIES:
+        common.refuse(args, ['pairs'], f'--loss {args.loss}, where a mixture is a query')
     if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and args.mixup != ['embed']:
         raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
                                 'feature map: take --mixup embed, or --pairs pos-neg')
@@ -585,7 +593,7 @@ def main(argv=None):
         return analyse(args)
     choices = plan(args)
     for mixup, sets, k in choices:
-        what = 'queries' if args.loss == 'proxynca_pp' else ' or '.join(sets)
+        what = 'queries' if args.loss in OF_QUERIES else ' or '.join(sets)
         negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
         print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
     data = common.dataset_from(args)
@@ -594,13 +602,14 @@ def main(argv=None):
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
     learned = {}
-    if args.loss in ('proxy_anchor', 'proxynca_pp'):                    # with proxies as in train_proxy_anchor.py
+    if args.loss == 'proxy_anchor' or args.loss in OF_QUERIES:          # with proxies as in train_proxy_anchor.py
         proxies = torch.randn(data.train.num_classes, args.dim) * (2 / data.train.num_classes) ** 0.5
         learned = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
         groups.append(dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
     hyper = {name: getattr(args, flag) for name, flag in HYPER[args.loss].items()}
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
+    norms = [layer for layer in model.trunk.modules() if hasattr(layer, 'running_mean')] if args.clean_bn else []
 
     def step(images, labels):
         f = model.features(images)                                      # (B, c, h, w), once per clean image
@@ -609,8 +618,8 @@ def main(argv=None):
         if choices:
             mixup, sets, k = random.choice(choices)                     # Section B.4: the type is drawn per iteration,
             pairs = random.choice(sets)                                 # Section B.2: and so is the set of pairs
-            with keeping_statistics(model.trunk, args.clean_bn):
-                mixed = mixed_loss(args.loss, hyper, mixup, pairs, k, args.alpha, model, images, f, z, labels,
+            with keeping_statistics(norms):
+                mixed = mixed_loss(args.loss, hyper, Mixing(mixup, pairs, k, args.alpha), model, images, f, z, labels,
                                    **learned)
             loss = loss + args.strength * mixed                         # Eq. (10)
         return loss

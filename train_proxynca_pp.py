@@ -135,8 +135,7 @@ def get_args(argv=None):
         help='learning rate of the proxies, as a multiple of --lr')
     add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop')
     args = common.parse(parser, DEFAULTS, argv)
-    if args.optimizer == 'sgd':
-        common.refuse(args, ['eps'], '--optimizer sgd')
+    common.refuse_unread(args, 'optimizer', adam='eps', adamw='eps', rmsprop='eps')
     return args
 
 

@@ -185,8 +185,27 @@ def test_where_and_how_a_network_computes_is_no_recipe(run, small):
                dict(eval_every=3), dict(dim=8), dict(freeze_bn=False)]
     for i, change in enumerate(changes):
         torch.save(saved | dict(args=saved['args'] | change), f'{i}.pt')
-    names = [run.recipe for run in evaluation.read_runs([common.Path(f'{i}.pt') for i in range(9)])]
-    assert names == 7 * ['ms dim=16 freeze_bn=True'] + ['ms dim=8 freeze_bn=True', 'ms dim=16 freeze_bn=False']
+    runs = evaluation.read_runs([common.Path(f'{i}.pt') for i in range(9)])
+    assert [run.recipe == runs[0].recipe for run in runs] == 7 * [True] + 2 * [False]
+    assert list(evaluation.group([runs[0], *runs[7:]])) == [
+        'ms dim=16 freeze_bn=True', 'ms dim=8 freeze_bn=True', 'ms dim=16 freeze_bn=False']
+
+
+def test_a_flag_that_was_added_later_makes_no_other_recipe_at_its_default(run, small):
+    """The default is that of a checkpoint that has the flag; or where none stores defaults, that of common.FLAGS."""
+    run(train_ms, '--name', 'x')
+    saved = common.read_checkpoint('runs/x')
+    assert saved['defaults']['lr'] == 2e-3 and saved['defaults']['dim'] == 128 and saved['args']['dim'] == 16
+    old = {key: value for key, value in saved.items() if key != 'defaults'}
+    old['args'] = {key: value for key, value in saved['args'].items() if key != 'jitter'}
+    flag = dict(args=saved['args'] | dict(seed=1, focal=2), defaults=saved['defaults'] | dict(focal=2))
+    for name, content in (('old', old), ('new', saved | flag), ('focal', saved | flag | dict(
+            args=flag['args'] | dict(focal=3)))):
+        torch.save(content, f'{name}.pt')
+    runs = [common.Path(f'{name}.pt') for name in ('old', 'new', 'focal')]
+    for order in (runs, runs[::-1]):
+        assert sorted(evaluation.group(evaluation.read_runs(order))) == ['ms focal=2', 'ms focal=3']
+    assert list(evaluation.group(evaluation.read_runs(runs[:2]))) == ['ms']
 
 
 def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):

@@ -5,7 +5,6 @@ import platform
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from common import Embedder, UsageError
 
 def checkpoint(path, **options):
     model = small_embedder(**options).eval()
-    args = SimpleNamespace(script='train_ms', seed=7, image_size=32, resize=40)
+    args = train_ms.get_args(['--seed', '7', '--image-size', '32', '--resize', '40'])
     common.save_checkpoint(path, args, model, classes=['a', 'b'])
     return model
 

@@ -18,8 +18,8 @@ from common import UsageError
 
 def train_epoch(held, step, steps):
     """An epoch of so many steps at a constant learning rate, with what main hands to the loop -> its row"""
-    schedule = torch.optim.lr_scheduler.LambdaLR(held.optimizer, lambda _: 1.0)
-    return common.train_epoch(held.args, held.data, [[0, 5]] * steps, step, held.optimizer, schedule, 1, steps)
+    held.args.schedule = 'constant'
+    return common.train_epoch(held.args, held.data, [[0, 5]] * steps, step, held.optimizer, 1, 0, steps)
 
 
 @pytest.fixture
@@ -75,9 +75,10 @@ def test_the_loss_of_a_row_is_the_mean_over_its_steps(before_training):
 def test_an_epoch_that_the_steps_cut_short(before_training):
     """Two steps of five, each with two images of two classes, so that no image has a positive"""
     held = before_training(train_ms)
-    schedule = torch.optim.lr_scheduler.LambdaLR(held.optimizer, lambda _: 1.0)
-    row = common.train_epoch(held.args, held.data, [[0, 5]] * 5, held.step, held.optimizer, schedule, 1, 2)
-    assert schedule.last_epoch == 2 and row['no_positive'] == 1
+    updates = []
+    held.optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    row = common.train_epoch(held.args, held.data, [[0, 5]] * 5, held.step, held.optimizer, 1, 0, 2)
+    assert len(updates) == 2 and row['no_positive'] == 1
 
 
 @pytest.mark.parametrize('warmup', [0, 2])
@@ -219,8 +220,7 @@ def test_minutes_before_a_stop_are_kept(run, small, slow_steps):
 def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
     held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
     monkeypatch.setattr(common, 'show_progress', shown.append)
-    schedule = SimpleNamespace(last_epoch=100, step=lambda: setattr(schedule, 'last_epoch', schedule.last_epoch + 1))
-    row = common.train_epoch(held.args, held.data, [[0, 5]] * 31, held.step, held.optimizer, schedule, 5, 150)
+    row = common.train_epoch(held.args, held.data, [[0, 5]] * 31, held.step, held.optimizer, 5, 100, 150)
     # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
     expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
     assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
@@ -248,8 +248,8 @@ def test_weights_that_are_no_numbers_do_not_overwrite_a_checkpoint(run, small, m
     """An evaluation would notice them, too, so here these epochs have none."""
     real = common.train_epoch
 
-    def poisoned(args, data, sampler, step, optimizer, schedule, epoch, total):
-        row = real(args, data, sampler, step, optimizer, schedule, epoch, total)
+    def poisoned(args, data, sampler, step, optimizer, epoch, *rest):
+        row = real(args, data, sampler, step, optimizer, epoch, *rest)
         if epoch == 2:
             optimizer.param_groups[0]['params'][-1].data[0] = float('nan')
         return row

@@ -446,8 +446,8 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
 
 def test_types_and_kinds_of_pairs_are_drawn_per_iteration(before_training, monkeypatch):
     drawn = []
-    monkeypatch.setattr(train_metrix, 'mixed_loss', lambda kind, hyper, mixup, pairs, k, *rest, **more:
-                        drawn.append((mixup, pairs, k)) or torch.zeros(()))
+    monkeypatch.setattr(train_metrix, 'mixed_loss', lambda kind, hyper, mixing, *rest, **more:
+                        drawn.append(mixing[:3]) or torch.zeros(()))
     held = before_training(train_metrix, '--mixup', 'input', 'embed')
     for _ in range(60):
         held.step(torch.randn(4, 3, 32, 32), torch.tensor([0, 0, 1, 1]))

@@ -489,7 +489,7 @@ def mined():
     """`valid & mined`: what is mixed for an anchor are a positive and a negative that the miner keeps (epsilon 0.39)"""
     real, real_mixtures = train_metrix.mixed_loss, train_metrix.label_mixtures
 
-    def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, **kwargs):
+    def mixed_loss(kind, hyper, mixing, model, images, f, z, y, **kwargs):
         kept, negatives_kept = train_ms.mine(z @ z.T, y, 0.39)                                  # (B, B)
 
         def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
@@ -497,15 +497,15 @@ def mined():
             positive_end = torch.where(y[i] == anchor_y[:, None], i, j)                         # (A, M)
             return pair_y, valid & (kept.gather(1, positive_end) | (positive_end == anchor[:, None]))
         with mock.patch.object(train_metrix, 'label_mixtures', label_mixtures):
-            return real(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y, **kwargs)
+            return real(kind, hyper, mixing, model, images, f, z, y, **kwargs)
     return dict(mixed_loss=mixed_loss)
 
 
 def released():
     """The loss of the code released for ms with embedding mixing (github.com/billpsomas/metrix, b679703), in place of
     both terms: mixtures only pull, and a mask meets wrong pairs, see `released_loss`"""
-    def mixed_loss(kind, hyper, mixup, pairs, k, alpha, model, images, f, z, y):
-        lam = torch.distributions.Beta(alpha, alpha).sample().item()                            # one for the batch
+    def mixed_loss(kind, hyper, mixing, model, images, f, z, y):
+        lam = torch.distributions.Beta(mixing.alpha, mixing.alpha).sample().item()              # one for the batch
         return released_loss(z.float(), y, lam, **hyper)
     return dict(mixed_loss=mixed_loss, clean_loss=lambda *args, **kwargs: 0)
 

@@ -113,7 +113,7 @@ def train_on(batches, step, optimizer):
 def bench_vectors(options):
     """The shared loop on stored vectors, where a step is short: what the loop adds shows"""
     labels = torch.arange(60 * options.batch) // 5
-    vectors = common.Vectors(torch.randn(len(labels), 512), labels, (), ())
+    vectors = common.Images(None, None, labels, 1, vectors=torch.randn(len(labels), 512))
     data = argparse.Namespace(train=vectors, query=vectors, gallery=vectors, name='vectors')
     time_loop(options, data, '--dataset vectors', f'vectors of 512 numbers, batch {options.batch}')
 

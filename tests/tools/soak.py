@@ -197,7 +197,7 @@ def checkpoints():
         file.write_bytes(file.read_bytes()[:int(share * file.stat().st_size)])
     uses = dict(                            # the call, keys that it needs, keys whose type matters, other values
         resume=(partial(train_ms.main, ['--resume', 'runs/r', '--device', 'cpu']),
-                'rows epoch minutes optimizer schedule learned', 'args model optimizer schedule learned',
+                'rows epoch minutes optimizer step learned', 'args model optimizer learned',
                 [(9, 'args', 'dim')]),
         load=(partial(common.load_checkpoint, 'runs/r'), '', 'model args embedder', [({}, 'args', 'resize')]))
     for use, (call, needed, typed, others) in uses.items():
