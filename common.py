@@ -1507,10 +1507,10 @@ class Parser(argparse.ArgumentParser):
         args = super().parse_args(argv)
         args.defaults = {name: self.get_default(name) for name in vars(args)}
         args.changed = {name for name, default in args.defaults.items() if getattr(args, name) != default}
-        args.marks = {action.dest: getattr(action, 'marks', []) for action in self._actions}
+        args.marks = {}
         for action in self._actions:
-            if action.type is Path or hasattr(action.type, 'suffix'):
-                args.marks[action.dest] += ['here']
+            is_path = action.type is Path or hasattr(action.type, 'suffix')
+            args.marks[action.dest] = getattr(action, 'marks', []) + ['here'] * is_path
         return args
 
     def error(self, message):

@@ -272,9 +272,9 @@ def concatenate(parts):
 def read_runs(paths):
     """What the checkpoints say of their runs: a list of objects with path, script, args, fold, classes, epoch, recipe.
 
-    A recipe is {flag: value}, with the script and the n of --fold i/n, and without the flags in which the runs of a
-    recipe may differ. A flag that a run lacks, because it was added later, has its default: that of another checkpoint
-    of this script, or of common.FLAGS.
+    A recipe is a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs
+    of a recipe may differ. A flag that a run lacks, because it was added later, has its default: that of another
+    checkpoint of this script, or of common.FLAGS.
     """
     shared = common.parser('eval').parse_args([])
     left_out = common.marked(shared, 'same', 'seeds', 'here')
@@ -286,9 +286,8 @@ def read_runs(paths):
                                     fold=saved['args'].get('fold') or 'none', classes=saved.get('classes', [])))
         defaults.setdefault(saved['script'], dict(shared.defaults)).update(saved.get('defaults', {}))
     for run in runs:
-        flags = defaults[run.script] | run.args
-        run.recipe = dict(script=run.script, folds=run.fold.split('/')[-1])
-        run.recipe |= {flag: flags[flag] for flag in sorted(flags.keys() - left_out)}
+        flags = defaults[run.script] | run.args | dict(script=run.script, folds=run.fold.split('/')[-1])
+        run.recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in left_out)
     return runs
 
 
@@ -296,12 +295,11 @@ def group(runs):
     """{name of a recipe: {seed: {fold: run}}}, where fold is 'i/n' or 'none'; refuses runs whose mean says nothing. The
     name is that of the script, with the flags in which the recipe differs from the others of this script."""
     groups = {}
-    for recipe in [run.recipe for n, run in enumerate(runs) if run.recipe not in [other.recipe for other in runs[:n]]]:
+    for recipe in dict.fromkeys(run.recipe for run in runs):
         own = [run for run in runs if run.recipe == recipe]
-        rivals = [run.recipe for run in runs if run.script == own[0].script]
-        differs = [f' {flag}={value}' for flag, value in sorted(recipe.items())
-                   if any(rival.get(flag) != value for rival in rivals)]
-        name = ''.join([own[0].script.removeprefix('train_'), *differs])
+        shared = frozenset.intersection(*(run.recipe for run in runs if run.script == own[0].script))
+        differs = [f'{flag}={value}' for flag, value in sorted(recipe - shared)]
+        name = ' '.join([own[0].script.removeprefix('train_'), *differs])
         if len({frozenset(run.classes) for run in own}) > 1:
             raise common.UsageError(f'the networks of {name} were trained on different classes, so they are no seeds '
                                     'of one recipe')

@@ -48,8 +48,21 @@ def triplet_loss(z, y, margin=0.1, hardest=False):
     return cost.sum() / (cost > 0).sum().clamp_min(1)
 
 
-# The recipe of each dataset: defaults of the flags, explained at common.BASE. A benchmark has none here.
-DEFAULTS = {'shapes': dict(), 'folder': dict(), 'vectors': dict()}
+# The recipe of each dataset: defaults of the flags, explained at common.BASE. Benchmarks, and photographs with
+# pretrained weights, have the rows of train_contrastive.py, but always 5 images per class, because triplets need
+# positives.
+CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=5,
+           optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1, warmup=5,
+           clip=10.0)
+DEFAULTS = {
+    'shapes': dict(),
+    'folder': dict(),
+    'vectors': dict(),
+    'cub': CUB,
+    'cars': CUB,
+    'sop': CUB | dict(freeze_bn=False, lr=3e-5, decay_rate=0.25),
+    'inshop': CUB | dict(freeze_bn=False, decay_epochs=5, decay_rate=0.25, warmup=1),
+}
 
 
 def get_args(argv=None):
