@@ -2,19 +2,17 @@
 
 What a paper's method section describes stands in the train_*.py of that paper. The Reality Check (Musgrave et al., A
 Metric Learning Reality Check, ECCV 2020) is about how to compare methods: its metrics are in section 4 here, its
-protocol in section 9. Sections 1 to 4 are worth reading beside any script; the others can be skipped.
+protocol in section 11. Four sections are worth reading beside any script:
 
-    1. network        Embedder: ResNet trunk, pooling, linear head
+    1. network        Embedder: trunk, pooling, linear head
     2. batches        which images meet in a batch
     3. training       optimizer, learning rate, the loop
     4. evaluation     Recall@K, R-precision, MAP@R
-    5. images         decoding, cropping, flipping
-    6. datasets       from files to images and labels
-    7. runs           folders, rows of the log, what is printed
-    8. files          checkpoints, going on with a run, weights, writing
-    9. command line   the flags that all scripts share, and their defaults
-   10. devices and processes     precision; one process for each GPU, under torchrun
-   11. errors
+
+The others can be skipped: 5 images; 6 reading, what a folder or an annotation holds; 7 roles, which part of it trains,
+tests or is left out; 8 shapes, the built-in dataset; 9 runs, their rows, and what is printed; 10 files: checkpoints,
+weights, writing; 11 command line: the flags that all scripts share, and their recipes; 12 putting together what the
+flags name; 13 devices and processes; 14 errors.
 
 All files write shapes with these letters. Those of formulas, and further ones, are in the table of each script.
 
@@ -250,19 +248,18 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     epochs = math.ceil(total / per_epoch)
     states = dict(model=model, optimizer=optimizer, learned=nn.ParameterDict(learned or {}))
     # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
-    folder, first, done, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
+    # Both set args.step, the steps of the run that are done.
+    folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(first, epochs + 1):
         if out_of_patience(args, rows):
             break
         row = dict(epoch=epoch, loss=None, images_per_second=None)
-        end = min(epoch * per_epoch, total)
-        if done < end:                                      # not in epoch 0, nor if only an evaluation is missing
+        if args.step < min(epoch * per_epoch, total):       # not in epoch 0, nor if only an evaluation is missing
             set_seed(args.seed, epoch)
             model.train()
             model.train_trunk(epoch > args.warmup)          # in the first --warmup epochs, all but the trunk learns
-            row |= train_epoch(args, data, sampler, step, optimizer, epoch, done, total)
-            done = end                                      # steps
+            row |= train_epoch(args, data, sampler, step, optimizer, epoch, total)
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - began) / 60
@@ -272,25 +269,25 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
         # Saved before it is printed, because printing may fail. And best.pt comes first: if the process is killed
         # between the two, --resume repeats the epoch and writes both.
         if args.fold and epoch > 0 and best_row(rows) is row:
-            save_epoch(folder / 'best.pt', args, data, states, row, rows, done)
-        save_epoch(folder / 'last.pt', args, data, states, row, rows, done)
+            save_epoch(folder / 'best.pt', args, data, states, row, rows)
+        save_epoch(folder / 'last.pt', args, data, states, row, rows)
         write_log(folder, rows)
         show_row(row, rows, titles=epoch == first)
     return summary(args, data, folder, rows)
 
 
-def train_epoch(args, data, sampler, step, optimizer, epoch, done, total):
-    """Trains an epoch, or as much of it as is left: of the `total` steps of the run, so many are done. Returns its part
-    of the row: loss; no_positive, the share of the anchors that have no positive in their batch; images_per_second."""
+def train_epoch(args, data, sampler, step, optimizer, epoch, total):
+    """Trains an epoch, or as much of it as is left of `total`, the steps of the run. Returns its part of the row: loss;
+    no_positive, the share of the anchors that have no positive in their batch; and images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
-    steps = min(len(sampler), total - done)
+    steps = min(len(sampler), total - args.step)
     losses = []
     without_positive = 0
     start = time.time()
     lists = itertools.islice(sampler, steps)
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
         for group in optimizer.param_groups:
-            factor = learning_rate_factor(done, args, len(sampler), total)
+            factor = learning_rate_factor(args.step, args, len(sampler), total)
             group['lr'] = group.setdefault('initial_lr', group['lr']) * factor
         loss = step(x, y)
         optimizer.zero_grad()
@@ -299,7 +296,7 @@ def train_epoch(args, data, sampler, step, optimizer, epoch, done, total):
         if args.clip:
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
-        done += 1
+        args.step += 1
         losses.append(loss.detach())
         same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
         without_positive += (same == 1).sum()
@@ -310,7 +307,7 @@ def train_epoch(args, data, sampler, step, optimizer, epoch, done, total):
             if not math.isfinite(mean):
                 raise NotFinite(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
                                 f'try a lower --lr, or --precision fp32')
-            minutes = (time.time() - start) / max(1, number - 1) * (total - done) / 60
+            minutes = (time.time() - start) / max(1, number - 1) * (total - args.step) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
     size = len(y)                                           # all batches of an epoch have this size
     return dict(loss=mean, no_positive=float(without_positive) / (steps * size),
@@ -665,7 +662,7 @@ def read_decoded(file, number):
     content = np.memmap(file, dtype=np.uint8, mode='c')                  # torch warns of arrays that are read-only
     table = np.array(content[-24 * number:]).view(np.int32).reshape(-1, 6)
     sizes = table[:, 4:].astype(np.int64)
-    fits = 3 * sizes.prod(axis=1).sum() == len(content) - 24 * number
+    fits = 3 * sizes.prod(axis=1, dtype=float).sum() == len(content) - 24 * number
     return (content, sizes, table[:, :4], file) if fits else None
 
 
@@ -1077,7 +1074,7 @@ DATASETS = dict(
                 counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))))
 
 
-# ---- 8. the built-in shapes ------------------------------------------------------------------------
+# ---- 8. shapes -------------------------------------------------------------------------------------
 
 
 def superformula(m, n1, n2, n3):
@@ -1264,7 +1261,7 @@ def set_seed(seed, epoch=None):
     torch.manual_seed(seed % 2 ** 63)                       # of every device
 
 
-# ---- 10. files --------------------------------------------------------------------------------------
+# ---- 10. files -------------------------------------------------------------------------------------
 
 
 def trained_on(args, data):
@@ -1273,21 +1270,22 @@ def trained_on(args, data):
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []), images=len(data.train))
 
 
-def save_epoch(path, args, data, states, row, rows, done):
+def save_epoch(path, args, data, states, row, rows):
     """Writes the checkpoint of an epoch, with whatever a run needs to go on behind it."""
     others = {name: part.state_dict() for name, part in states.items() if name != 'model'}
-    save_checkpoint(path, args, states['model'], epoch=row['epoch'], step=done, rows=rows, minutes=row['minutes'],
+    save_checkpoint(path, args, states['model'], epoch=row['epoch'], step=args.step, rows=rows, minutes=row['minutes'],
                     **trained_on(args, data), **others)
 
 
 def begin(args):
     """What `resume` returns, of a run that begins now"""
-    return from_main_process(None if rank() else new_folder(args)), 0, 0, [], time.time()
+    args.step = 0
+    return from_main_process(None if rank() else new_folder(args)), 0, [], time.time()
 
 
 def resume(args, data, states, per_epoch, total):
-    """Loads the last checkpoint of a run into `states` -> its folder, the epoch to go on with, the steps that are done,
-    its rows, and the time of its start, moved so that the minutes of a row leave out the pause."""
+    """Loads the last checkpoint of a run into `states` and args.step -> its folder, the epoch to go on with, its rows,
+    and the time of its start, moved so that the minutes of a row leave out the pause."""
     saved = read_checkpoint(args.resume / 'last.pt')
     if any(saved.get(name, value) != value for name, value in trained_on(args, data).items()):
         raise UsageError(f'{args.resume} was trained on other images than {args.data} holds; start a new run')
@@ -1295,7 +1293,8 @@ def resume(args, data, states, per_epoch, total):
         for name, part in states.items():
             part.load_state_dict(saved[name])
         epoch = saved['epoch']
-        done = saved['step'] if 'step' in saved else saved['schedule']['last_epoch']    # as older checkpoints have it
+        # Older checkpoints have the number of steps as torch's schedules call it.
+        args.step = done = saved['step'] if 'step' in saved else saved['schedule']['last_epoch']
         rows = saved['rows']
         evaluated = rows[-1]['epoch']
         began = time.time() - 60 * saved['minutes']
@@ -1308,7 +1307,7 @@ def resume(args, data, states, per_epoch, total):
     # With --eval-every 2, say, a run may have stopped after an epoch that was not evaluated. If --epochs makes this one
     # the last, it is evaluated now.
     first = epoch if done == total and evaluated < epoch else epoch + 1
-    return args.resume, first, done, rows, began
+    return args.resume, first, rows, began
 
 
 def write_log(folder, rows):
@@ -1465,7 +1464,7 @@ def written_whole(path):
             temporary.unlink()
 
 
-# ---- 11. command line -------------------------------------------------------------------------------
+# ---- 11. command line ------------------------------------------------------------------------------
 
 # A recipe is a row of defaults for flags. Those of the benchmarks are in the scripts, beside their papers, and name all
 # settings of training. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the

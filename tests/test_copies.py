@@ -21,7 +21,10 @@ def mine(folder, small, tmp_path, monkeypatch):
     text = (ROOT / 'train_proxy_anchor.py').read_text()
     call = 'proxy_anchor_loss(z, labels, proxies, args.alpha, args.delta)'
     assert text.count(call) == 1
-    text = text.replace(call, 'F.cross_entropy(z @ proxies.T, labels)')
+    text = text.replace(call, 'F.cross_entropy(args.scale * z @ proxies.T, labels)')
+    parser = 'parser = common.parser(__doc__, NOTES, __file__)'
+    assert text.count(parser) == 1
+    text = text.replace(parser, parser + "\n    parser.add_argument('--scale', type=float, default=3.0)")
     (tmp_path / 'copies').mkdir()
     (tmp_path / 'copies' / 'train_mine.py').write_text(text.split('"""', 2)[2])         # and it has no docstring
     monkeypatch.chdir(tmp_path)
@@ -37,7 +40,7 @@ def test_a_copied_script_trains_resumes_and_is_evaluated_under_its_own_name(mine
     assert 'python train_mine.py --resume runs/mine-folder-1' in capsys.readouterr().out
     assert sys.modules['train_mine'].main(['--resume', 'runs/mine-folder-1', '--epochs', '2'])['epoch'] == 2
     saved = common.read_checkpoint('runs/mine-folder-1')
-    assert saved['script'] == 'train_mine'
+    assert saved['script'] == 'train_mine' and saved['args']['scale'] == saved['defaults']['scale'] == 3
     # With another seed and the original's name, it would be averaged with that script's runs.
     torch.save(saved | dict(script='train_proxy_anchor', args=saved['args'] | dict(seed=1)), 'other.pt')
     rows = evaluation.main(['--checkpoint', 'runs/mine-folder-1', 'other.pt', '--device', 'cpu'])['rows']

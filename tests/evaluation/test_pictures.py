@@ -152,6 +152,20 @@ def test_a_second_search_embeds_the_photos_alone(run, small, folder, tmp_path, m
         evaluation.main([*flags, '--query', *photos])
 
 
+@pytest.mark.parametrize('change', [
+    lambda model, images: setattr(images, 'image_size', 20), lambda model, images: setattr(model, 'precision', 'bf16'),
+    lambda model, images: model.linear.bias.data.add_(0.1)])
+def test_kept_embeddings_are_those_of_this_crop_precision_and_network(small, folder, tmp_path, monkeypatch, change):
+    model = common.Embedder('resnet18', 8, weights='none')
+    images = common.load_dataset('folder', folder, 32, 32, tmp_path / 'cache').query
+    first = evaluation.embed_once(model, images)
+    monkeypatch.setattr(common, 'embed', None)                           # it is not asked again
+    assert torch.equal(evaluation.embed_once(model, images), first)
+    monkeypatch.setattr(common, 'embed', lambda *_: first + 1)
+    change(model, images)
+    assert torch.equal(evaluation.embed_once(model, images), first + 1)
+
+
 def test_a_photo_that_cannot_be_read_costs_no_decoding(run, small, folder, tmp_path):
     run(train_ms, '--name', 'mine')
     with pytest.raises(common.UsageError, match='cannot read the image typo.jpg'):

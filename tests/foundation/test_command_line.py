@@ -104,7 +104,35 @@ def test_data_and_cache_are_where_the_flags_say(run, small, tmp_path, monkeypatc
     assert [len(list((tmp_path / name).glob('*.bin'))) for name in ('first', 'second', 'third')] == [2, 1, 2]
 
 
+def test_a_flag_without_effect_in_a_script_of_ones_own():
+    """--x is read with --kind a and c, --y with c; what no kind reads is not looked at."""
+    args = common.SimpleNamespace(kind='a', changed={'y', 'z'})
+    with pytest.raises(UsageError, match='^--y has no effect with --kind a$'):
+        common.refuse_unread(args, 'kind', a='x', c='x y')
+    common.refuse_unread(args, 'kind', a='x y', b='y')
+    args.kind = 'c'
+    common.refuse_unread(args, 'kind', a='x', c='x y')
+
+
 # ---- which recipe is meant
+
+def test_a_missing_recipe_is_named_with_the_flags_that_it_would_have():
+    """Those that have no default of their own; a row, or the flags themselves, will do."""
+    def args(DEFAULTS, *flags):
+        return common.parse(common.parser('', file='train_mine.py'), DEFAULTS, ['--device', 'cpu', *flags])
+    flags = '--batch-size --clip --dim --epochs --freeze-bn --lr --min-crop --per-class --schedule --warmup'.split()
+    message = 'train_mine.py has no recipe for {}: add a row to its DEFAULTS, or pass ' + ', '.join(flags) + '$'
+    with pytest.raises(UsageError, match=message.format('cub')):
+        args({}, '--dataset', 'cub')
+    with pytest.raises(UsageError, match=message.format('cub')):
+        args({'folder': {}}, '--dataset', 'folder', '--weights', 'absent.pth')
+    row = dict(batch_size=8, clip=0, dim=8, epochs=1, freeze_bn=True, min_crop=1, per_class=2, warmup=0)
+    with pytest.raises(UsageError, match='no recipe for sop: .* or pass --lr, --schedule$'):
+        args({'sop': row}, '--dataset', 'sop')
+    assert args({'sop': row}, '--dataset', 'sop', '--lr', '0.1', '--schedule', 'constant').lr == 0.1
+    assert args({}).lr == 2e-3, 'the built-in recipes are complete'
+
+
 
 def test_help_shows_the_defaults_of_the_dataset(capsys):
     with pytest.raises(SystemExit) as stop:

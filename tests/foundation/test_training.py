@@ -19,7 +19,8 @@ from common import UsageError
 def train_epoch(held, step, steps):
     """An epoch of so many steps at a constant learning rate, with what main hands to the loop -> its row"""
     held.args.schedule = 'constant'
-    return common.train_epoch(held.args, held.data, [[0, 5]] * steps, step, held.optimizer, 1, 0, steps)
+    held.args.step = 0
+    return common.train_epoch(held.args, held.data, [[0, 5]] * steps, step, held.optimizer, 1, steps)
 
 
 @pytest.fixture
@@ -77,7 +78,8 @@ def test_an_epoch_that_the_steps_cut_short(before_training):
     held = before_training(train_ms)
     updates = []
     held.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    row = common.train_epoch(held.args, held.data, [[0, 5]] * 5, held.step, held.optimizer, 1, 0, 2)
+    held.args.step = 0
+    row = common.train_epoch(held.args, held.data, [[0, 5]] * 5, held.step, held.optimizer, 1, 2)
     assert len(updates) == 2 and row['no_positive'] == 1
 
 
@@ -109,7 +111,8 @@ def test_no_epoch_of_a_seed_is_an_epoch_of_another():
     assert len({seed_of(seed, epoch) for seed in range(3) for epoch in range(1, 41)}) == 120
 
 
-# Points of R@1 that 60 steps add. The least of 10 seeds added 30.5, 29.2, 12.5, 18.0, 4.7, 23.5 and 24.5.
+# Points of R@1 that 60 steps add; a script that is not named should add 4. The least of 10 seeds added 30.5, 29.2,
+# 12.5, 18.0, 4.7, 23.5 and 24.5.
 GAIN = dict(train_contrastive=25, train_ms=25, train_proxy_anchor=10, train_proxynca_pp=15, train_ccl=4,
             train_metrix=18, train_hse=20)
 
@@ -121,7 +124,7 @@ def test_sixty_steps_teach_a_small_network_unseen_classes(tmp_path, monkeypatch,
     monkeypatch.setattr(common, 'draw_shapes', partial(common.draw_shapes, classes=20))
     row = __import__(script).main(['--image-size', '32', '--steps', '60', '--device', 'cpu', '--name', 'x'])
     before = common.read_checkpoint('runs/x')['rows'][0]['R@1']
-    assert before < 30 and row['R@1'] > before + GAIN[script], f'{before} before, {row["R@1"]} after'
+    assert before < 30 and row['R@1'] > before + GAIN.get(script, 4), f'{before} before, {row["R@1"]} after'
 
 
 @pytest.mark.parametrize('script, flags, columns', [
@@ -220,7 +223,8 @@ def test_minutes_before_a_stop_are_kept(run, small, slow_steps):
 def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
     held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
     monkeypatch.setattr(common, 'show_progress', shown.append)
-    row = common.train_epoch(held.args, held.data, [[0, 5]] * 31, held.step, held.optimizer, 5, 100, 150)
+    held.args.step = 100
+    row = common.train_epoch(held.args, held.data, [[0, 5]] * 31, held.step, held.optimizer, 5, 150)
     # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
     expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
     assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown

@@ -3,6 +3,9 @@
 A row that changes in a script must be changed here too, on purpose.
 """
 import pytest
+from conftest import SCRIPTS
+from test_losses import LOSSES
+from test_wiring import CASES
 
 import common
 import train_ms
@@ -105,6 +108,16 @@ def value(text):
     if text in ('True', 'False'):
         return text == 'True'
     return float(text) if text[0].isdigit() else text
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_every_script_has_its_recipes_losses_and_flags_tested(script):
+    """What a further script of a paper needs beside SCRIPTS"""
+    assert script in RECIPES and script in OTHERS, f'{script} is not tested: state its recipes here'
+    tested = any(loss.startswith(script.removeprefix('train_')) for loss in LOSSES)
+    assert tested, f'{script} is not tested: add its loss to LOSSES, test_losses.py'
+    wired = {case[0].__name__ for case in CASES}
+    assert script in wired, f'{script} is not tested: add its flags to CASES, test_wiring.py'
 
 
 @pytest.mark.parametrize('script', RECIPES)

@@ -128,13 +128,14 @@ def bench_loop(options):
 def time_loop(options, data, flags, what):
     args, *trained = prepared(options, 'train_ms', flags, data)
     _, *trained_bare = prepared(options, 'train_ms', flags, data)
-    schedule = torch.optim.lr_scheduler.LambdaLR(trained[1], lambda _: 1.0)
+    args.schedule = 'constant'
+    args.step = 0
     sampler = common.make_sampler(args, data.train.labels)
     ready = list(common.batches(data.train, sampler, args.device, augment=args))
 
     def shared():
         with mock.patch.object(common, 'show_progress'):
-            common.train_epoch(args, data, sampler, *trained, schedule, epoch=0, total=10 ** 9)
+            common.train_epoch(args, data, sampler, *trained, epoch=0, total=10 ** 9)
 
     def loading():
         for _ in common.batches(data.train, sampler, args.device, augment=args):

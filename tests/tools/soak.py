@@ -112,8 +112,10 @@ def folders():
         rows = common.list_images('folder', 'x')
         return *(sorted({row[1] for row in rows[split]}) for split in ('train', 'query')), warnings.getvalue()
     ignored = [(draw, name) for name in ('.ipynb_checkpoints', '.Trash', '.git/objects', 'a/.thumbnails')]
-    ignored += [(os.symlink, target, 'x/a/up') for target in ('.', '..', '../x', '../../')]
-    ignored += [(os.mkfifo, 'x/a/p.jpg'), (os.mkdir, 'x/a/f.jpg'), (os.symlink, 'gone', 'x/a/l.jpg')]
+    strange = [(os.symlink, target, 'x/a/up') for target in ('.', '..', '../x', '../../')]
+    strange += [(os.mkfifo, 'x/a/p.jpg'), (os.mkdir, 'x/a/f.jpg'), (os.symlink, 'gone', 'x/a/l.jpg')]
+    for make in strange:
+        yield f'{make[0].__name__} {make[1:]}', partial(prepare, *make), found, None
     for make in ignored:
         yield f'{make[0].__name__} {make[1:]}', partial(prepare, *make), found, (['a', 'b'], ['c', 'd'], '')
     for name in ('Vögel', 'a b', 'a[1]*', "it's", '鳥', 'a\nb', '-x', 'train2', '{x}', '%s', '~', '$HOME'):
