@@ -1205,7 +1205,7 @@ def print_recipe(args, model, data, sampler, epochs, folder):
 
 def show_row(row, rows, titles):
     """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
-    measured = [key for key in rows[-1] if key.startswith(('R@', 'MAP', 's'))]
+    measured = [key for key in rows[-1] if key.startswith(('R@', 'MAP@R', 's+', 's-'))]
     columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
     columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
     columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
