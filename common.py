@@ -38,12 +38,11 @@ import zipfile
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from copy import copy
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -60,9 +59,9 @@ from torchvision.transforms import v2
 
 
 class Embedder(nn.Module):
-    """The network of every script: ResNet trunk -> pooling -> linear head -> unit length.
+    """The network of every script: trunk -> pooling -> linear head -> unit length.
 
-    arch        resnet18, resnet34, resnet50 or resnet101, as torchvision builds them; none: see make_trunk
+    arch        a classifier of torchvision, without what make_trunk cuts off: resnet50, vit_b_16, convnext_tiny, ...
     dim         D, size of the embedding
     pool        avg, max, or avg+max (their sum), over the T positions of the feature map
     weights     imagenet (torchvision's IMAGENET1K_V1), none (random), or the path of a file
@@ -120,8 +119,8 @@ class Embedder(nn.Module):
             module.requires_grad_(False)
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map (B, c, h, w), behind a ReLU, so never negative. Stored vectors are
-        maps (B, c, 1, 1), which are divided by the mean length of the training vectors."""
+        """Images (B, 3, S, S) -> last feature map (B, c, h, w); a ResNet's is behind a ReLU, so never negative. Stored
+        vectors are maps (B, c, 1, 1), which are divided by the mean length of the training vectors."""
         B, channels, *_ = x.shape
         if channels != self.config['channels']:
             raise UsageError(f'the network takes {self.config["channels"]} channels (3 of images, or the length of '
@@ -249,7 +248,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     states = dict(model=model, optimizer=optimizer, learned=nn.ParameterDict(learned or {}))
     # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
     # Both set args.step, the steps of the run that are done.
-    folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args)
+    folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args, data)
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(first, epochs + 1):
         if out_of_patience(args, rows):
@@ -465,6 +464,7 @@ MEAN = (0.485, 0.456, 0.406)                                             # Image
 STD = (0.229, 0.224, 0.225)
 
 
+@dataclass(eq=False, repr=False)
 class Images:
     """N decoded images of any height and width, with their labels; or N stored vectors in their place.
 
@@ -476,21 +476,29 @@ class Images:
     paths       N names of files; 'image 0', ... where images are drawn and not read
     vectors     (N, c) features of any network; then there are no pixels and no sizes
     digests     (N, 4) integers, equal for exact copies of a file;  file  that keeps the decoded images; or None
+    ends        (N,) where each image ends among the pixels; None: they lie one behind the other
     """
+    pixels: np.ndarray
+    sizes: np.ndarray
+    labels: torch.Tensor
+    image_size: int
+    classes: list = ()
+    groups: torch.Tensor = None
+    paths: np.ndarray = ()
+    vectors: torch.Tensor = None
+    digests: np.ndarray = None
+    file: Path = None
+    ends: np.ndarray = None
 
-    def __init__(self, pixels, sizes, labels, image_size, classes=(), groups=None, paths=(), vectors=None, digests=None,
-                 file=None):
-        self.pixels = pixels
-        self.sizes = sizes if sizes is None else np.asarray(sizes)
-        self.labels = labels.long()
-        self.image_size = image_size
-        self.classes = list(classes)
-        self.groups = groups
-        self.paths = np.array(paths if len(paths) else [f'image {i}' for i in range(len(labels))]).astype(str)
-        self.vectors = vectors
-        self.digests = digests
-        self.file = file
-        self.ends = sizes if sizes is None else 3 * self.sizes.astype(np.int64).prod(axis=1).cumsum()
+    def __post_init__(self):
+        self.labels = self.labels.long()
+        self.classes = list(self.classes)
+        if not len(self.paths):
+            self.paths = [f'image {i}' for i in range(len(self))]
+        self.paths = np.array(self.paths).astype(str)
+        if self.sizes is not None and self.ends is None:
+            self.sizes = np.asarray(self.sizes)
+            self.ends = 3 * self.sizes.prod(axis=1, dtype=np.int64).cumsum()
 
     def __len__(self):
         return len(self.labels)
@@ -507,13 +515,10 @@ class Images:
     def subset(self, indices):
         """The images at these positions, a LongTensor (n,), or where a mask (N,) is true; their classes are numbered
         anew from 0."""
-        part = copy(self)
-        for column in ('sizes', 'ends', 'groups', 'paths', 'vectors', 'digests'):
-            values = getattr(self, column)
-            setattr(part, column, values if values is None else values[indices.numpy()])
-        kept, part.labels = self.labels[indices].unique(return_inverse=True)
-        part.classes = [self.classes[c] for c in kept.tolist()] if self.classes else []
-        return part
+        kept, labels = self.labels[indices].unique(return_inverse=True)
+        columns = {name: getattr(self, name) for name in ('sizes', 'groups', 'paths', 'vectors', 'digests', 'ends')}
+        rows = {name: values[indices.numpy()] for name, values in columns.items() if values is not None}
+        return replace(self, labels=labels, classes=[self.classes[c] for c in kept.tolist() if self.classes], **rows)
 
     def crop(self, i, box, flip, out):
         """Writes a crop of image i to `out` (3, S, S): a box (top, left, height, width), or if None the centre."""
@@ -521,6 +526,56 @@ class Images:
         side = list(out.shape[1:])
         x = v2.functional.resized_crop(x, *box, side) if box else v2.functional.center_crop(x, side)
         out.copy_(x.flip(2) if flip else x)
+
+
+@dataclass
+class Dataset:
+    """What load_dataset returns, or what is made by hand of Images. `train` and `evaluate` take either.
+
+    name  of its runs, and in its checkpoints;  ks  the K of Recall@K
+    train, query, gallery  Images, or None where there are none; queries without a gallery are searched in themselves
+    seen  whether a network that is evaluated was trained on all these classes
+
+    For example, with pictures in memory, and the recipe that train_ms.py has for a folder of images:
+
+    >>> args = train_ms.get_args(['--dataset', 'folder', '--epochs', '5'])
+    >>> data = common.Dataset('mine', common.images_from(pictures, labels, args.image_size),
+    ...                       common.images_from(others, other_labels, args.image_size))
+    >>> model = common.build(args)
+    >>> optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
+    >>> def step(images, labels):
+    ...     return train_ms.multi_similarity_loss(model(images), labels)
+    >>> common.train(args, model, data, step, optimizer)
+    >>> common.evaluate(common.load_checkpoint('runs/ms-mine-1'), data)
+    """
+    name: str
+    train: Images = None
+    query: Images = None
+    gallery: Images = None
+    ks: tuple = (1, 2, 4, 8)
+    seen: bool = False
+
+    def __post_init__(self):
+        self.gallery = self.gallery or self.query
+
+
+def images_from(pictures, labels, image_size, resize=None, classes=None):
+    """Images of PIL images and their labels, which are names or numbers.
+
+    image_size  S;  resize  shorter side of the stored images, None: image_size
+    classes     all labels, where query and gallery have them in common; None: those that stand in `labels`
+    """
+    pixels = [pixels_of(picture, resize or image_size) for picture in pictures]
+    labels = np.asarray(labels).tolist()
+    classes = sorted({*labels} if classes is None else classes)
+    return Images(np.concatenate([picture.ravel() for picture in pixels]), [picture.shape[:2] for picture in pixels],
+                  places(labels, classes), image_size, map(str, classes))
+
+
+def places(names, classes):
+    """The place of each name among the classes, a LongTensor (N,)"""
+    numbers = {class_: i for i, class_ in enumerate(classes)}
+    return torch.tensor([numbers[name] for name in names])
 
 
 def batches(images, index_lists, device, augment=None):
@@ -749,7 +804,10 @@ def split_lines(path):
 
 def read_folder(root):
     """A class is a folder that holds images directly, at any depth; its name is its path below that of its part. Images
-    that lie in no folder are one class without a name."""
+    that lie in no folder are one class without a name. But if there is a file files.txt, it names the images."""
+    if (root / 'files.txt').exists():
+        yield from read_list(root)
+        return
     folders = {path.name.lower(): path for path in root.iterdir() if path.is_dir() and path.name[0] != '.'}
     parts = parts_among(folders)
     if not parts:                           # train/ alone is a training set
@@ -759,6 +817,20 @@ def read_folder(root):
             if part == 'whole' and class_.lower().startswith('train/'):
                 raise ValueError('train/ holds classes, and of the other folders none is test/ or val/')
             yield part, image, class_, None
+
+
+def read_list(root):
+    """files.txt in UTF-8, with lines `path class part`: a path below `root`, which may have spaces; a class, which may
+    not; and train, query or gallery, or test for query"""
+    rows = []
+    for number, line in enumerate((root / 'files.txt').read_text(encoding='utf-8-sig').splitlines(), start=1):
+        if line.strip():
+            path, *row = line.strip().rsplit(maxsplit=2)
+            if len(row) < 2 or row[1] not in ('train', 'query', 'gallery', 'test'):
+                raise ValueError(f'line {number} of files.txt is not: path class train|query|gallery')
+            rows.append((row[1].replace('test', 'query'), f'{root}/{path}', row[0], None))
+    check_files(root, [path for _, path, _, _ in rows])
+    return rows
 
 
 def read_vectors(root):
@@ -873,7 +945,7 @@ def download(name, root):
 
 def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None, only=None,
                  measured=True):
-    """A dataset as an object with .train, .query and .gallery, each an `Images`, and .name and .ks.
+    """A Dataset of files, or the built-in one.
 
     name        shapes, folder, vectors, cub, cars, sop or inshop
     root        folder that holds what the dataset's site unpacks;  cache  folder for the decoded images
@@ -885,29 +957,27 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     only        'train': nothing else is read
     measured    False: what is loaded is only embedded. Then one class is enough, all may be known, and nobody is warned
                 of copies
-    `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. `seen`
-    says whether all test classes are `known`.
-    Train labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
+    `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. Train
+    labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
     """
     if name not in DATASETS:
-        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
+        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}; one that was made by hand is given '
+                         'to common.train, with --resume as well, and to common.evaluate')
     image_size = image_size or BASE[name]['image_size']
     resize = resize or resize_for(BASE[name], image_size)
     if resize < image_size:
         raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
-    data = SimpleNamespace(name=name, ks=DATASETS[name]['ks'], query=None)
     if name == 'shapes':
-        data.train, data.query = draw_shapes(resize, image_size)
+        loaded = dict(zip(('train', 'query'), draw_shapes(resize, image_size)))
     else:
         parts = list_images(name, root, known, fold, only, measured)
         loaded = {role: load_images(name, role, parts, resize, image_size, cache) for role in parts}
-        vars(data).update(loaded)
         if measured:
             warn_of_copies(loaded)
+    data = Dataset(name, **loaded, ks=DATASETS[name]['ks'])
+    data.seen = bool(known) and set(data.query.classes) <= set(known)
     if fold:
         hold_out(data, fold)
-    data.gallery = getattr(data, 'gallery', data.query)
-    data.seen = bool(known) and set(data.query.classes) <= set(known)
     return data
 
 
@@ -918,6 +988,8 @@ def list_images(name, root, known=None, fold=None, only=None, measured=True):
         parts = {}
         for part, *row in DATASETS[name]['read'](root):
             parts.setdefault(part, []).append(row)
+        if 'gallery' in parts:
+            parts.setdefault('query', [])                   # which has too few classes then
         own = 'counts' not in DATASETS[name]
         if not own:
             check_list(root, parts, DATASETS[name]['counts'])
@@ -972,12 +1044,16 @@ def to_evaluate(root, parts, known, measured):
 
 
 def check_list(root, parts, counts):
-    """Raises ValueError where an annotation does not have the published counts, or names images that are not there."""
+    """Raises ValueError where an annotation does not have the published counts, or where check_files does."""
     for part, expected in counts.items():
         found = len(parts[part]), len(classes_of(parts[part]))
         if found != expected:
             raise ValueError(f'{part} has (images, classes) {found}, expected are {expected}')
-    paths = [path for path, *_ in sum(parts.values(), [])]
+    check_files(root, [path for path, *_ in sum(parts.values(), [])])
+
+
+def check_files(root, paths):
+    """Raises ValueError where a list names an image twice, or images that are not below `root`, or not there."""
     twice = [path for path, times in Counter(map(os.path.normpath, paths)).items() if times > 1]
     outside = [path for path in paths if '..' in path.removeprefix(str(root)).split('/')]
     missing = [path for path in paths if not os.path.isfile(path)]
@@ -1010,8 +1086,7 @@ def load_images(name, role, parts, resize, image_size, cache):
     paths, names, extra = zip(*parts[role])
     # Query and gallery are numbered together.
     classes = sorted(classes_of(parts[role] if role == 'train' else parts['query'] + parts.get('gallery', [])))
-    numbers = {class_: i for i, class_ in enumerate(classes)}
-    labels = torch.tensor([numbers[class_] for class_ in names])
+    labels = places(names, classes)
     if name == 'vectors':
         return Images(None, None, labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
     pixels, sizes, digests, file = decode(paths, resize, f'{name} {role}', cache)
@@ -1046,7 +1121,7 @@ def hold_out(data, fold):
     if torch.bincount(block, minlength=n).min() < 2:
         raise UsageError(f'--fold {fold} needs at least two classes in each block, of {classes} training classes')
     held = block[data.train.labels] == i                                 # (N,)
-    data.query = data.train.subset(held)
+    data.query = data.gallery = data.train.subset(held)
     data.train = data.train.subset(~held)
 
 
@@ -1200,7 +1275,10 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, {test}\n'
           f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in kept(args, vars(args)).items()))
-    print(f'After a stop, this goes on: python {args.script}.py --resume {folder}')
+    if data.name in DATASETS:
+        print(f'After a stop, this goes on: python {args.script}.py --resume {folder}')
+    else:
+        print(f'After a stop, this goes on: the flag --resume {folder}, and common.train with the same dataset')
 
 
 def show_row(row, rows, titles):
@@ -1229,7 +1307,7 @@ def summary(args, data, folder, rows):
         new = f'{len(seen)} of its classes are in the training set as well, which flatters this number'
     else:
         new = 'none of these classes is in the training set'
-        if args.weights != 'none' or args.dataset == 'vectors':
+        if args.weights != 'none' or data.train.vectors is not None:
             new += ', but the pretrained weights may have seen some'
     print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {"validation" if args.fold else "test"} images, the '
           f'most similar other image shows the same class; {new}.\n'
@@ -1240,7 +1318,10 @@ def summary(args, data, folder, rows):
         print(f'(Epoch {best["epoch"]} had the highest MAP@R. To report it would be to choose on the test set.)')
     if row.get('unmatched'):
         print(f'{row["unmatched"]} queries have no match in the gallery: misses in R@K, left out of RP and MAP@R.')
-    print(f'Next: python eval.py --checkpoint {best_of(folder)}')
+    if data.name in DATASETS:
+        print(f'Next: python eval.py --checkpoint {best_of(folder)}')
+    else:
+        print(f"Next: common.evaluate(common.load_checkpoint('{best_of(folder)}'), data)")
     return row
 
 
@@ -1277,8 +1358,9 @@ def save_epoch(path, args, data, states, row, rows):
                     **trained_on(args, data), **others)
 
 
-def begin(args):
+def begin(args, data):
     """What `resume` returns, of a run that begins now"""
+    args.dataset = data.name
     args.step = 0
     return from_main_process(None if rank() else new_folder(args)), 0, [], time.time()
 
@@ -1397,13 +1479,49 @@ def distrusting(path):
 
 
 def make_trunk(arch, weights, channels, length):
-    """The trunk of an Embedder, and the channels c of its feature maps. With arch 'none' it only divides stored
-    vectors, maps (B, channels, 1, 1), by `length`."""
+    """The trunk of an Embedder, and the channels c of its feature maps. A ResNet loses its own pooling and classifier;
+    of another network only the last linear layer is cut off, and its features are maps (B, c, 1, 1). With arch 'none'
+    the trunk only divides stored vectors, maps (B, channels, 1, 1), by `length`."""
     if arch == 'none':
         return transforms.Normalize([0.0], [length]), channels          # (x - 0) / length
-    resnet = load_resnet(arch, weights)
-    # All but the last two children, which are its own pooling and classifier
-    return nn.Sequential(OrderedDict(list(resnet.named_children())[:-2])), resnet.fc.in_features
+    network = load_network(arch, weights)
+    name, linear = classifier(network)
+    c = linear.in_features
+    children = list(network.named_children())
+    if [child for child, _ in children[-2:]] == ['avgpool', 'fc']:
+        return nn.Sequential(OrderedDict(children[:-2])), c
+    network.set_submodule(name, nn.Unflatten(1, (c, 1, 1)))
+    return network, c
+
+
+def classifier(network):
+    """The last linear layer of a network, (name, layer)"""
+    layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    if not layers:
+        raise UsageError(f'{type(network).__name__} has no linear classifier to be cut off: take another --arch')
+    return layers[-1]
+
+
+@cache
+def describe_trunk(arch, image_size):
+    """Whether a trunk has BatchNorm, and whether it has maps to pool, as a ResNet has. Raises UsageError if it takes no
+    images of this size."""
+    names = torchvision.models.list_models(module=torchvision.models)
+    if arch not in names:
+        raise UsageError(f'--arch {arch} is none of the {len(names)} classifiers of torchvision, such as resnet50, '
+                         'convnext_tiny, efficientnet_b0, swin_t, vit_b_16')
+    try:
+        with torch.device('meta'):                          # shapes alone, without weights and numbers
+            trunk, _ = make_trunk(arch, 'none', 3, 1.0)
+    except NotImplementedError:                             # a RegNet needs numbers to find its shapes
+        trunk, _ = make_trunk(arch, 'none', 3, 1.0)
+    try:
+        f = trunk.to('meta')(torch.empty(2, 3, image_size, image_size, device='meta'))
+    except Exception as error:                              # every network has errors of its own
+        raise UsageError(f'--arch {arch} does not take images of --image-size {image_size}: {error}') from None
+    if not torch.is_tensor(f):
+        raise UsageError(f'--arch {arch} returns {type(f).__name__} and not one tensor of features: take another')
+    return any(isinstance(layer, nn.BatchNorm2d) for layer in trunk.modules()), isinstance(trunk, nn.Sequential)
 
 
 def initialise(linear, head_init):
@@ -1417,23 +1535,28 @@ def initialise(linear, head_init):
         nn.init.kaiming_normal_(linear.weight, mode='fan_out')
 
 
-def load_resnet(arch, weights):
-    """A torchvision ResNet. A file of weights may be torchvision's or a checkpoint of these scripts."""
+def load_network(arch, weights):
+    """A classifier of torchvision. A file of weights may be torchvision's or a checkpoint of these scripts."""
     if weights == 'imagenet':
+        known = torchvision.models.get_model_weights(arch).__members__
+        if 'IMAGENET1K_V1' not in known:
+            raise UsageError(f'{arch} has no weights IMAGENET1K_V1, but {", ".join(known)}: take --weights FILE')
         try:
             return torchvision.models.get_model(arch, weights='IMAGENET1K_V1')
         except Exception as error:                          # no connection, a full disk, a wrong hash
-            url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            raise UsageError(f'cannot fetch {url} ({error}); get it elsewhere, for --weights FILE') from None
-    resnet = torchvision.models.get_model(arch, weights=None)
+            raise UsageError(f'cannot fetch {known["IMAGENET1K_V1"].url} ({error}); get it elsewhere, for --weights '
+                             'FILE') from None
+    network = torchvision.models.get_model(arch, weights=None)
     if weights != 'none':
         saved = read_file(weights)
         with distrusting(weights):
-            trunk = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
-                     if not key.startswith(('fc.', 'linear.'))}
+            name, linear = classifier(network)
             # The classifier will not be used, so it keeps its own. All other keys have to fit.
-            resnet.load_state_dict(trunk | {f'fc.{key}': value for key, value in resnet.fc.state_dict().items()})
-    return resnet
+            own = {f'{name}.{key}': value for key, value in linear.state_dict().items()}
+            trunk = {key.removeprefix('trunk.'): value for key, value in saved.get('model', saved).items()
+                     if not key.startswith((f'{name}.', 'linear.'))}
+            network.load_state_dict(trunk | own)
+    return network
 
 
 @contextmanager
@@ -1604,7 +1727,7 @@ FLAGS = {
         flag('--flip', 'images', action=SWITCH, default=True, help='mirror half of the crops'),
     ],
     'network': [
-        flag('--arch', 'images recipe', choices=['resnet18', 'resnet34', 'resnet50', 'resnet101'], help='trunk'),
+        flag('--arch', 'images recipe', help='trunk: a classifier of torchvision, such as resnet18 or vit_b_16'),
         flag('--weights', 'images recipe', help='imagenet, none, or a file'),
         flag('--pool', 'images', choices=['avg', 'max', 'avg+max'], default='avg+max',
              help='pooling of the feature map'),
@@ -1624,7 +1747,8 @@ FLAGS = {
         flag('--schedule', 'recipe', choices=['step', 'cosine', 'constant'], help='of the learning rate'),
         flag('--decay-epochs', type=at_least(1), default=10, help='schedule step: epochs between decays'),
         flag('--decay-rate', type=between(0, 1), default=0.5, help='schedule step: factor of a decay'),
-        flag('--warmup', 'images recipe', type=at_least(0), help='first epochs, in which all but the trunk learns'),
+        flag('--warmup', 'images recipe', type=at_least(0),
+             help='first epochs, in which all but the trunk learns; it is no slow rise of the rate'),
         flag('--clip', 'recipe', type=at_least(0, float), help='clip gradients to +- this; 0: no clipping'),
     ],
     'run': [
@@ -1724,6 +1848,12 @@ def recipe_row(asked, DEFAULTS):
         row['resize'] = resize_for(row, asked.image_size)
     if asked.weights == 'none':                             # random weights cannot learn through frozen BatchNorm
         row['freeze_bn'] = False
+    if dataset != 'vectors':
+        batchnorm, maps = describe_trunk(asked.arch or row['arch'], asked.image_size or row['image_size'])
+        if not batchnorm:
+            row['freeze_bn'] = False
+        if not maps:                                        # one position, so both kinds of pooling are the same
+            row['pool'] = 'avg'
     if asked.fold:
         row['eval_every'] = 1
     return recipe, row
@@ -1733,14 +1863,21 @@ def check(args):
     """Refuses flags that have no effect, or that exclude each other."""
     if args.dataset == 'vectors':
         refuse(args, marked(args, 'images'), '--dataset vectors, which has no images and no trunk')
+    else:
+        batchnorm, maps = describe_trunk(args.arch, args.image_size)
+        if not maps:
+            refuse(args, ['pool'], f'--arch {args.arch}, whose features have one position')
+        if not batchnorm:
+            refuse(args, ['freeze_bn'], f'--arch {args.arch}, which has no BatchNorm')
+        elif args.chunk and not args.freeze_bn:
+            raise UsageError('--chunk needs --freeze-bn: the statistics of trained BatchNorm would be those of the '
+                             'chunks')
     refuse_unread(args, 'optimizer', sgd='momentum', rmsprop='momentum')
     refuse_unread(args, 'schedule', step='decay_epochs decay_rate')
     if args.dataset == 'shapes':
         refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
     if not args.fold:
         refuse(args, ['patience'], 'the test set, which chooses nothing: take --fold')
-    if args.chunk and not args.freeze_bn:
-        raise UsageError('--chunk needs --freeze-bn: the statistics of trained BatchNorm would be those of the chunks')
     if args.protocol and args.weights == 'none':
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
@@ -1817,7 +1954,8 @@ def build(args, data=None, **options):
     weights = 'none' if args.resume or args.show_batch else args.weights
     model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
                      precision=pick_precision(args.precision, args.device), chunk=args.chunk, **options)
-    if world() > 1 and not args.freeze_bn:                  # statistics over the batches of all processes
+    trains_bn = any(isinstance(layer, nn.BatchNorm2d) for layer in model.trunk.modules()) and not args.freeze_bn
+    if world() > 1 and trains_bn:                           # statistics over the batches of all processes
         if args.device.type != 'cuda':
             raise UsageError('several processes on a CPU cannot share the statistics of BatchNorm: take --freeze-bn')
         model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)

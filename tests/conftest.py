@@ -96,7 +96,7 @@ class SmallNet(nn.Module):
 @pytest.fixture
 def small(monkeypatch):
     """A small network for every ResNet, where what is tested does not depend on the trunk."""
-    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: SmallNet())
+    monkeypatch.setattr(common, 'load_network', lambda arch, weights: SmallNet())
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import re
 import shutil
 import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -138,7 +140,7 @@ def test_only_what_is_used_is_decoded(tmp_path, monkeypatch, options, decoded, q
     unpack('inshop', tmp_path / 'shop', monkeypatch)
     data = common.load_dataset('inshop', tmp_path / 'shop', 16, 16, tmp_path / 'cache', **options)
     assert len(data.query) == queries and (data.gallery is data.query) == ('fold' in options)
-    assert hasattr(data, 'train') == ('known' not in options)
+    assert (data.train is None) == ('known' in options)
     assert sorted(path.name.split('-')[1] for path in (tmp_path / 'cache').glob('*.bin')) == decoded.split()
 
 
@@ -170,6 +172,58 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
     else:
         with pytest.raises(UsageError, match=f'folder cannot be loaded: {test}'):
             common.list_images('folder', root)
+
+
+LIST = '''b 1.jpg Greek/b train
+a.jpg Greek/b train
+c/0.jpg c train
+c/1.jpg c train
+
+d.jpg d query
+e.jpg e query
+f.jpg d gallery
+g.jpg e gallery
+'''
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """listed(text): list_images of a folder whose files.txt holds this text; the images of LIST are there."""
+    for line in LIST.split('\n'):
+        if line:
+            path = tmp_path / line.rsplit(maxsplit=2)[0]
+            path.parent.mkdir(exist_ok=True)
+            Image.new('RGB', (20, 20), (len(line) * 9, ord(path.name[0]), 0)).save(path)
+
+    def listed(text, **options):
+        (tmp_path / 'files.txt').write_text(text, encoding='utf-8')
+        return common.list_images('folder', tmp_path, **options)
+    return listed
+
+
+def test_a_list_of_files_says_which_class_and_which_part_each_image_has(listed, tmp_path):
+    parts = listed(LIST)
+    assert [(Path(path).relative_to(tmp_path).as_posix(), name) for path, name, _ in parts['train']] == [
+        ('b 1.jpg', 'Greek/b'), ('a.jpg', 'Greek/b'), ('c/0.jpg', 'c'), ('c/1.jpg', 'c')]
+    assert names(parts['query']) == names(parts['gallery']) == ['d', 'e']
+    assert listed('\ufeff' + LIST.replace('query', 'test').replace('\n', '\r\n')) == parts
+    assert listed(LIST, known=['c']) == {part: parts[part] for part in ('query', 'gallery')}
+    without = listed(LIST.replace('gallery', 'test'))
+    assert without.keys() == {'train', 'query'} and names(without['query']) == list('dede')
+    data = common.load_dataset('folder', tmp_path, 20, 20, tmp_path / 'cache')
+    assert len(data.query) == 4 and data.gallery is data.query and data.train.classes == ['Greek/b', 'c']
+    assert listed('\n'.join(line for line in LIST.split('\n') if 'train' in line)).keys() == {'train'}
+
+
+@pytest.mark.parametrize('old, new, message', [
+    ('c/1.jpg c train', 'c/1.jpg c valid', 'line 4 of files.txt is not: path class train|query|gallery'),
+    ('c/1.jpg c train', 'c/1.jpg', 'line 4 of files.txt is not'), ('c/1.jpg', 'c/2.jpg', '1 of 8 images are missing'),
+    ('g.jpg', 'd.jpg', '1 of 8 images are listed twice'), ('g.jpg', './f.jpg', 'listed twice'),
+    ('g.jpg', '../g.jpg', 'lie elsewhere'), ('query', 'gallery', 'the test set needs 2 classes or more, and has 0'),
+    ('Greek/b', 'c', 'the training set needs 2 classes')])
+def test_a_list_that_is_wrong_is_refused_in_one_line(listed, old, new, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        listed(LIST.replace(old, new))
 
 
 def test_a_folder_with_train_alone_has_no_test_set(tmp_path):
@@ -315,7 +369,7 @@ def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():
 # ---- folds
 
 def held_out(classes, fold):
-    data = common.SimpleNamespace(train=numbered(classes))
+    data = SimpleNamespace(train=numbered(classes))
     common.hold_out(data, fold)
     return data
 

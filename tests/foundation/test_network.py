@@ -1,4 +1,4 @@
-"""common.Embedder: pooling, head, precision, frozen BatchNorm, chunks."""
+"""common.Embedder: pooling, head, precision, frozen BatchNorm, chunks, trunks."""
 import math
 from unittest.mock import Mock
 
@@ -10,6 +10,8 @@ import torchvision
 from conftest import small_embedder
 
 import common
+import eval as evaluation
+import train_metrix
 from common import Embedder, UsageError
 
 
@@ -130,3 +132,58 @@ def test_channels_come_last_only_where_that_is_right_and_fast(small, device, lay
     """meta stands for any device but a CPU and CUDA, a Mac's GPU for example."""
     model = Embedder(weights='none', dim=4).place(device)
     assert model.layout == layout and model.trunk.conv2.weight.is_contiguous(memory_format=layout)
+
+
+# ---- other trunks
+
+@pytest.mark.parametrize('arch, c, batchnorm', [('swin_t', 768, False), ('shufflenet_v2_x0_5', 1024, True)])
+def test_another_network_loses_its_classifier_and_gives_maps_of_one_position(arch, c, batchnorm, tmp_path):
+    """Its weights come from torchvision's file, or from a checkpoint of these scripts, which has other keys."""
+    torch.manual_seed(0)
+    network = torchvision.models.get_model(arch).eval()
+    torch.save(network.state_dict(), tmp_path / 'own.pth')
+    model = Embedder(arch, 8, 'avg', weights=tmp_path / 'own.pth').eval()
+    x = torch.randn(2, 3, 32, 32)
+    f = model.features(x)
+    name, linear = common.classifier(network)
+    assert f.shape == (2, c, 1, 1) and name.startswith(('head', 'fc'))
+    assert torch.allclose(linear(f.flatten(1)), network(x), atol=1e-5)
+    assert torch.allclose(model(x), model.project(f.flatten(1)))
+    torch.save(dict(model=model.state_dict()), tmp_path / 'checkpoint.pt')
+    again = Embedder(arch, 4, 'avg', weights=tmp_path / 'checkpoint.pt').eval()
+    assert torch.equal(again.features(x), f) and not any(key.startswith(name) for key in again.trunk.state_dict())
+    assert common.describe_trunk(arch, 32) == (batchnorm, False)
+    assert common.describe_trunk('resnet18', 32) == common.describe_trunk('regnet_x_400mf', 32) == (True, True)
+    with pytest.raises(UsageError, match='own.pth cannot be used'):
+        Embedder('resnet18', 8, weights=tmp_path / 'own.pth')
+
+
+@pytest.mark.parametrize('flags, message', [
+    ('--arch resnet19', 'none of the .* classifiers of torchvision, such as resnet50'),
+    ('--arch squeezenet1_0', 'SqueezeNet has no linear classifier'),
+    ('--arch vit_b_16', 'vit_b_16 does not take images of --image-size 64: Wrong image height'),
+    ('--arch swin_t --pool max', '--pool has no effect with --arch swin_t'),
+    ('--arch swin_t --freeze-bn', '--freeze-bn has no effect with --arch swin_t, which has no BatchNorm'),
+    ('--arch shufflenet_v2_x0_5 --chunk 2', '--chunk needs --freeze-bn')])
+def test_a_trunk_that_does_not_fit_is_named_before_anything_is_read(flags, message):
+    with pytest.raises(UsageError, match=message):
+        train_metrix.get_args(flags.split())
+
+
+@pytest.mark.filterwarnings('ignore:The default weight initialization')
+def test_a_network_with_several_outputs_or_without_such_weights_is_refused():
+    with pytest.raises(UsageError, match='googlenet returns GoogLeNetOutputs and not one tensor'):
+        train_metrix.get_args(['--arch', 'googlenet', '--image-size', '96'])
+    with pytest.raises(UsageError, match='vit_h_14 has no weights IMAGENET1K_V1, but IMAGENET1K_SWAG_E2E_V1'):
+        common.load_network('vit_h_14', 'imagenet')
+
+
+def test_a_transformer_trains_mixes_resumes_and_is_evaluated(run, capsys):
+    """It has no BatchNorm, so its chunks need none that is frozen."""
+    flags = '--arch swin_t --chunk 3 --mixup input feature embed --name mine --epochs 1 --steps 3 --precision fp32'
+    assert run(train_metrix, *flags.split())['epoch'] == 1
+    shown = capsys.readouterr().out
+    assert 'pool avg,' in shown and 'freeze_bn False' in shown
+    assert train_metrix.main(['--resume', 'runs/mine', '--epochs', '2', '--steps', '6'])['epoch'] == 2
+    result = evaluation.main(['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32'])
+    assert result['MAP@R'] == pytest.approx(common.read_checkpoint('runs/mine')['rows'][-1]['MAP@R'], abs=1e-3)

@@ -5,9 +5,11 @@ import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import SmallNet, draw_folder, numbered, rows_of
+from PIL import Image
 
 import common
 import eval as evaluation
@@ -201,7 +203,7 @@ def test_a_run_goes_on_with_the_images_that_it_began_with(run, small, tmp_path, 
 
 def test_a_resumed_run_needs_no_file_of_weights(run, small, monkeypatch):
     asked = []
-    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: asked.append(weights) or SmallNet())
+    monkeypatch.setattr(common, 'load_network', lambda arch, weights: asked.append(weights) or SmallNet())
     run(train_ms, '--name', 'mine', '--weights', 'gone.pth')
     train_ms.main(['--resume', 'runs/mine', '--device', 'cpu'])
     assert asked == ['gone.pth', 'none'] and common.read_checkpoint('runs/mine')['args']['weights'] == 'gone.pth'
@@ -293,3 +295,53 @@ def test_a_kill_between_best_and_last_costs_nothing(train_with, monkeypatch):
     assert common.read_file('runs/x/last.pt')['epoch'] == 1 and common.read_file('runs/x/best.pt')['epoch'] == 2
     row = train_with([20, 5], '--resume', 'runs/x')
     assert row['epoch'] == 2 and common.read_file('runs/x/best.pt')['epoch'] == 2
+
+
+# ---- images in memory
+
+def pictures(classes, per_class=6):
+    """PIL images of noise around one colour per class, and their labels"""
+    rng = np.random.default_rng(0)
+    labels = [name for name in classes for _ in range(per_class)]
+    colours = {name: rng.integers(0, 200, 3) for name in classes}
+    pixels = [colours[name] + rng.integers(0, 55, (20, 24, 3)) for name in labels]
+    return [Image.fromarray(each.astype(np.uint8)) for each in pixels], labels
+
+
+def test_images_of_pictures_in_memory():
+    images, labels = pictures('cab', per_class=2)
+    found = common.images_from(images, labels, 20)
+    assert found.labels.tolist() == [2, 2, 0, 0, 1, 1] and found.classes == ['a', 'b', 'c'] and len(found) == 6
+    assert np.array_equal(found[3], np.asarray(images[3])) and found.sizes.tolist() == [[20, 24]] * 6
+    assert common.images_from(images, labels, 20, resize=40)[0].shape == (40, 48, 3)
+    assert common.images_from(images[:2], torch.tensor([7, 5]), 20, classes=range(9)).labels.tolist() == [7, 5]
+    assert common.images_from([images[0].convert('L')] * 2, [1, 10], 20).classes == ['1', '10']
+
+
+def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, monkeypatch, small, capsys):
+    """A run has the dataset's name. Whoever has not the dataset in hand is told so, and not given another."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line.strip() for line in common.Dataset.__doc__.splitlines()]
+    code = '\n'.join(line[4:] for line in lines if line.startswith(('>>> ', '... ')))
+    (train, train_labels), (test, test_labels) = pictures('abcdefgh', 12), pictures('ijkl')
+    names = dict(pictures=train, labels=train_labels, others=test, other_labels=test_labels, common=common,
+                 train_ms=train_ms)
+    exec(code, names)
+    shown = capsys.readouterr().out
+    rows = rows_of('ms-mine-1')
+    assert [row['epoch'] for row in rows] == [0, 1, 2, 3, 4, 5] and 'mine: 96 training images of 8 classes' in shown
+    assert 'the flag --resume runs/ms-mine-1, and common.train with the same dataset' in shown
+    assert "Next: common.evaluate(common.load_checkpoint('runs/ms-mine-1/last.pt'), data)" in shown
+    assert 'none of these classes is in the training set' in shown
+    again = common.evaluate(common.load_checkpoint('runs/ms-mine-1', precision='fp32'), names['data'])
+    assert again['R@1'] == pytest.approx(rows[-1]['R@1'], abs=5)
+    for call in (lambda: train_ms.main(['--resume', 'runs/ms-mine-1']),
+                 lambda: evaluation.main(['--checkpoint', 'runs/ms-mine-1'])):
+        with pytest.raises(UsageError, match="there is no dataset 'mine', .* one that was made by hand is given to"):
+            call()
+    args = train_ms.get_args(['--resume', 'runs/ms-mine-1', '--epochs', '6'])
+    args.schedule = 'constant'
+    model = common.build(args)
+    optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
+    row = common.train(args, model, names['data'], lambda x, y: model(x).square().mean(), optimizer)
+    assert row['epoch'] == 6 and len(rows_of('ms-mine-1')) == 7

@@ -132,7 +132,7 @@ def test_sixty_steps_teach_a_small_network_unseen_classes(tmp_path, monkeypatch,
 def test_a_picture_of_a_batch_is_the_first_batch_of_training(run, watched, monkeypatch, script, flags, columns):
     """Crops, flips and order included; and nothing is trained or written beside it."""
     module, flags, opened = __import__(script), ['--weights', 'imagenet', *flags.split()], []
-    monkeypatch.setattr(common, 'load_resnet', lambda arch, weights: opened.append(weights) or SmallNet())
+    monkeypatch.setattr(common, 'load_network', lambda arch, weights: opened.append(weights) or SmallNet())
     assert run(module, '--show-batch', 'batch.png', *flags) is None
     assert [path.name for path in Path('.').iterdir() if path.name != 'cache'] == ['batch.png']
     assert opened == ['none'], 'a picture needs no weights'

@@ -65,7 +65,7 @@ def test_a_gallery_a_single_file_and_folds(tmp_path):
     data = load(tmp_path / 'one')
     assert (data.train.classes, data.query.classes) == (['a', 'b'], ['c', 'd']), 'one file is split into halves'
     data = load(tmp_path / 'one', known=['b'])
-    assert data.query.classes == ['a', 'c', 'd'] and not hasattr(data, 'train')
+    assert data.query.classes == ['a', 'c', 'd'] and data.train is None
     write(tmp_path / 'more/train.npz', 'abcdef', [0, 1, 2, 3, 4, 5] * 2)
     write(tmp_path / 'more/query.npz', 'gh', [0, 1])
     gallery = write(tmp_path / 'more/gallery.npz', 'ghi', [2, 0, 1, 1])

@@ -63,7 +63,7 @@ def train_all(data):
 
     import common
     import train_ms
-    common.load_resnet = lambda arch, weights: SmallNet()
+    common.load_network = lambda arch, weights: SmallNet()
     torch.set_default_dtype(torch.float64)
     for script in SCRIPTS:
         flags = f'--steps 4 --optimizer sgd --lr 0.01 --name {script} {FLAGS.get(script, "")}'
