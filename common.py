@@ -220,7 +220,7 @@ def learning_rate_factor(iteration, args, per_epoch, total):
     step      --decay-rate to the power of the number of decays, one every --decay-epochs
     cosine    half a cosine, from 1 to 0. At the start, a straight ramp from 0 to 1 limits it; it takes a tenth of the
               run, but 100 iterations at most
-    constant  1
+    constant  1.  A schedule of one's own is a further branch here, and a further choice of --schedule
     """
     if args.schedule == 'step':
         return args.decay_rate ** (iteration // per_epoch // args.decay_epochs)
@@ -234,7 +234,8 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     """Trains, evaluates, logs and saves. Returns the last row of the log, a dict; with --fold the best row.
 
     step       step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S) are the
-               whole batch, augmented and normalised; labels (B,); both on the device
+               whole batch, augmented and normalised; labels (B,); both on the device. Its graph must stay as it was
+               computed: backward runs after it returns. args.step is the number of steps before this one
     optimizer  over the weights of the model and of whatever else the method learns
     learned    {name: parameter or module}: what the method learns beside the model; it goes into the checkpoint
     sampler    yields lists of indices; None: the batches of --batch-size and --per-class
@@ -639,7 +640,7 @@ def draw_crops(sizes, augment):
 
 def jitter_colours(x, strength):
     """Changes brightness, contrast and saturation of x (B, 3, S, S), which is in [0, 1]. Each image has factors of its
-    own, evenly from 1 - strength to 1 + strength."""
+    own, evenly from 1 - strength to 1 + strength. A further augmentation goes beside it, in `batches`."""
     jitter = v2.ColorJitter(strength, strength, strength)
     # In one call, all images would get the same factors. Rounding depends on the layout in memory, which torchrun
     # changes, so it is made the same.
@@ -1242,7 +1243,8 @@ def embed_test(model, data):
 
 
 def score(data, z, gallery=None):
-    """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive"""
+    """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive. A
+    further measure goes here, with a search of its own if it looks deeper: among ties, another depth moves R@1."""
     metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks)
     for key, value in zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device))):
         if value is not None:
@@ -1393,6 +1395,7 @@ def resume(args, data, states, per_epoch, total):
 
 
 def write_log(folder, rows):
+    """Writes the rows. Another tool that logs gets rows[-1] here, of each evaluated epoch."""
     if not rank():
         with written_whole(folder / 'log.jsonl') as file:
             file.write(''.join(json.dumps(row) + '\n' for row in rows).encode())

@@ -400,7 +400,8 @@ def place_of_test_set(args, trainings):
     """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags."""
     trained_on = sorted({str(flags.get('dataset')) for flags in trainings})
     dataset = args.dataset or trained_on[0]
-    if trained_on != [dataset] and not (args.dataset and (args.data or dataset == 'shapes')):
+    named = args.dataset and (args.data or dataset == 'shapes')
+    if not named and (trained_on != [dataset] or dataset not in common.DATASETS):
         raise common.UsageError(f'the training was on {" and ".join(trained_on)}: name the images to evaluate with '
                                 '--dataset and --data')
     if dataset == 'shapes':
