@@ -445,18 +445,15 @@ def k_nearest(query, gallery, k):
 def mean_similarities(z, y):
     """Mean cosine of all positive and of all negative pairs, None if there are none; z (N, D), y (N,) -> two numbers"""
     z = F.normalize(z.double(), dim=1)
-    n = torch.bincount(y).double()                                       # (C,) images of each class
-    class_sums = z.new_zeros(len(n), z.shape[1]).index_add_(0, y, z)     # (C, D)
+    counts = torch.bincount(y)                                           # (C,) images of each class
+    sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
     # The cosines of all N x N pairs of vectors add up to the squared length of the vectors' sum. N pairs are a vector
     # with itself: their cosines, 1 each, are subtracted. So no (N, N) matrix is needed.
-    all_sum = z.sum(dim=0).square().sum().item() - len(z)
-    all_count = len(z) * (len(z) - 1)
-    pos_sum = class_sums.square().sum().item() - len(z)
-    pos_count = int(n.square().sum()) - len(z)
-    neg_sum = all_sum - pos_sum
-    neg_count = all_count - pos_count
-    return (pos_sum / pos_count if pos_count else None,
-            neg_sum / neg_count if neg_count else None)
+    positive = sums.square().sum().item() - len(z)
+    positives = counts.square().sum().item() - len(z)
+    negative = z.sum(dim=0).square().sum().item() - len(z) - positive
+    negatives = len(z) ** 2 - len(z) - positives
+    return positive / positives if positives else None, negative / negatives if negatives else None
 
 
 # ---- 5. images -------------------------------------------------------------------------------------
@@ -469,18 +466,15 @@ STD = (0.229, 0.224, 0.225)
 class Images:
     """N decoded images of any height and width, with their labels; or N stored vectors in their place.
 
-    pixels      uint8, image after image, each (height, width, 3); usually a file mapped into memory
-    sizes       (N, 2) height and width
+    pixels      a sequence of N arrays (height, width, 3), uint8; usually parts of a file mapped into memory
     labels      (N,) LongTensor, 0..C-1
     image_size  S, side of the square crops that the network gets
     classes     C names;  groups  (N,) super-classes, or None where the dataset has none
     paths       N names of files; 'image 0', ... where images are drawn and not read
-    vectors     (N, c) features of any network; then there are no pixels and no sizes
-    digests     (N, 4) integers, equal for exact copies of a file;  file  that keeps the decoded images; or None
-    ends        (N,) where each image ends among the pixels; None: they lie one behind the other
+    vectors     (N, c) features of any network; then there are no pixels
+    digests     N hashes, equal for exact copies of a file;  file  that keeps the decoded images; or None
     """
-    pixels: np.ndarray
-    sizes: np.ndarray
+    pixels: list
     labels: torch.Tensor
     image_size: int
     classes: list = ()
@@ -489,7 +483,6 @@ class Images:
     vectors: torch.Tensor = None
     digests: np.ndarray = None
     file: Path = None
-    ends: np.ndarray = None
 
     def __post_init__(self):
         self.labels = self.labels.long()
@@ -497,17 +490,13 @@ class Images:
         if not len(self.paths):
             self.paths = [f'image {i}' for i in range(len(self))]
         self.paths = np.array(self.paths).astype(str)
-        if self.sizes is not None and self.ends is None:
-            self.sizes = np.asarray(self.sizes)
-            self.ends = 3 * self.sizes.prod(axis=1, dtype=np.int64).cumsum()
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, i):
         """(height, width, 3) uint8"""
-        height, width = self.sizes[i]
-        return self.pixels[self.ends[i] - 3 * height * width:self.ends[i]].reshape(height, width, 3)
+        return self.pixels[i]
 
     @property
     def num_classes(self):
@@ -517,8 +506,10 @@ class Images:
         """The images at these positions, a LongTensor (n,), or where a mask (N,) is true; their classes are numbered
         anew from 0."""
         kept, labels = self.labels[indices].unique(return_inverse=True)
-        columns = {name: getattr(self, name) for name in ('sizes', 'groups', 'paths', 'vectors', 'digests', 'ends')}
-        rows = {name: values[indices.numpy()] for name, values in columns.items() if values is not None}
+        columns = {name: getattr(self, name) for name in ('groups', 'paths', 'vectors', 'digests')}
+        rows = {name: values[indices] for name, values in columns.items() if values is not None}
+        if self.pixels:
+            rows['pixels'] = [self.pixels[i] for i in torch.arange(len(self))[indices].tolist()]
         return replace(self, labels=labels, classes=[self.classes[c] for c in kept.tolist() if self.classes], **rows)
 
     def crop(self, i, box, flip, out):
@@ -569,8 +560,7 @@ def images_from(pictures, labels, image_size, resize=None, classes=None):
     pixels = [pixels_of(picture, resize or image_size) for picture in pictures]
     labels = np.asarray(labels).tolist()
     classes = sorted({*labels} if classes is None else classes)
-    return Images(np.concatenate([picture.ravel() for picture in pixels]), [picture.shape[:2] for picture in pixels],
-                  places(labels, classes), image_size, map(str, classes))
+    return Images(pixels, places(labels, classes), image_size, map(str, classes))
 
 
 def places(names, classes):
@@ -597,7 +587,7 @@ def batches(images, index_lists, device, augment=None):
     gpu = device.type == 'cuda'
 
     def start(indices):
-        boxes, flips = draw_crops(images.sizes[indices].tolist(), augment)
+        boxes, flips = draw_crops([images[i].shape[:2] for i in indices], augment)
         rows = own_share(len(indices)) if augment else range(len(indices))
         # In memory the channels come last, as in the network. From pinned memory, copies need not wait for the GPU.
         x = torch.empty(len(rows), side, side, 3, dtype=torch.uint8, pin_memory=gpu).permute(0, 3, 1, 2)
@@ -684,21 +674,21 @@ def decode(paths, resize, what, cache):
     print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
     if old := [str(path) for path in file.parent.glob(f'{name}*.bin') if path != file]:
         print(f'The code that decodes has changed. What it left before may be deleted: {", ".join(old)}')
-    table = []                                              # of each image: 16 bytes of a hash, height, width
+    table = []                                              # rows of STORED
     errors = {}                                             # {path: why it cannot be read}
 
     def read(path):
         try:
-            return read_image(path, resize), hashlib.sha256(Path(path).read_bytes()).digest()[:16]
+            return read_image(path, resize), hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except UsageError as error:                         # the other files are tried all the same
             errors[path] = error
-            return np.empty((0, 0, 3), np.uint8), bytes(16)
+            return np.empty((0, 0, 3), np.uint8), ''
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
         for start in range(0, len(paths), 512):             # in pieces, or memory would hold all images at once
             for pixels, digest in pool.map(read, paths[start:start + 512]):
                 out.write(pixels.tobytes())
-                table.append([*np.frombuffer(digest, np.int32), *pixels.shape[:2]])
+                table.append((digest[:32], pixels.shape[:2]))
             show_progress(f'{len(table):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(table) == len(paths))
         if len(errors) == 1:
             raise next(iter(errors.values()))
@@ -706,20 +696,27 @@ def decode(paths, resize, what, cache):
             print(*sorted(errors), sep='\n', file=sys.stderr)
             raise UsageError(f'{len(errors)} of {len(paths):,} images of {what} cannot be read; they are listed above: '
                              'replace or remove them')
-        out.write(np.array(table, np.int32).tobytes())
+        out.write(np.array(table, STORED).tobytes())
     return read_decoded(file, len(paths))
 
 
+# What stands behind the pixels, for each image: a hash of its file, height and width
+STORED = np.dtype([('digest', 'S32'), ('size', np.int32, 2)])
+
+
 def read_decoded(file, number):
-    """Pixels of `number` images, one behind the other; their sizes (N, 2); the digests of their files (N, 4); and the
-    file that holds these. None if it is not there, or if its length does not agree with the sizes."""
-    if not file.exists() or file.stat().st_size <= 24 * number:
+    """The pixels of `number` images, as Images has them; the digests of their files; and the file that holds both. None if
+    it is not there, or if its length does not agree with the sizes of the images."""
+    length = number * STORED.itemsize                                    # of the table
+    if not file.exists() or file.stat().st_size <= length:
         return None
-    content = np.memmap(file, dtype=np.uint8, mode='c')                  # torch warns of arrays that are read-only
-    table = np.array(content[-24 * number:]).view(np.int32).reshape(-1, 6)
-    sizes = table[:, 4:].astype(np.int64)
-    fits = 3 * sizes.prod(axis=1, dtype=float).sum() == len(content) - 24 * number
-    return (content, sizes, table[:, :4], file) if fits else None
+    content = np.memmap(file, mode='c').view(np.ndarray)                 # torch warns of arrays that are read-only
+    table = content[-length:].copy().view(STORED)
+    ends = 3 * table['size'].prod(axis=1, dtype=np.int64).cumsum()       # where each image ends
+    if ends[-1] != len(content) - length:
+        return None
+    parts = np.split(content, ends)
+    return [part.reshape(*size, 3) for part, size in zip(parts, table['size'].tolist())], table['digest'], file
 
 
 def read_image(path, side):
@@ -734,7 +731,7 @@ def read_image(path, side):
 
 def pixels_of(image, side):
     """A PIL image -> (height, width, 3) uint8, RGB, shorter side `side`"""
-    return np.asarray(transforms.functional.resize(to_rgb(image), side))
+    return np.array(transforms.functional.resize(to_rgb(image), side))
 
 
 def to_rgb(image):
@@ -975,7 +972,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
         loaded = {role: load_images(name, role, parts, resize, image_size, cache) for role in parts}
         if measured:
             warn_of_copies(loaded)
-    data = Dataset(name, **loaded, ks=DATASETS[name]['ks'])
+    data = Dataset(name, **loaded, ks=DATASETS[name].get('ks', Dataset.ks))
     data.seen = bool(known) and set(data.query.classes) <= set(known)
     if fold:
         hold_out(data, fold)
@@ -1089,10 +1086,10 @@ def load_images(name, role, parts, resize, image_size, cache):
     classes = sorted(classes_of(parts[role] if role == 'train' else parts['query'] + parts.get('gallery', [])))
     labels = places(names, classes)
     if name == 'vectors':
-        return Images(None, None, labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
-    pixels, sizes, digests, file = decode(paths, resize, f'{name} {role}', cache)
+        return Images([], labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
+    pixels, digests, file = decode(paths, resize, f'{name} {role}', cache)
     groups = None if extra[0] is None else torch.tensor(extra)
-    return Images(pixels, sizes, labels, image_size, classes, groups, paths, digests=digests, file=file)
+    return Images(pixels, labels, image_size, classes, groups, paths, digests=digests, file=file)
 
 
 def warn_of_copies(parts):
@@ -1103,7 +1100,7 @@ def warn_of_copies(parts):
     for role, images in sorted(parts.items()):
         if images.digests is None:
             return
-        for digest, path in zip(map(tuple, images.digests.tolist()), images.paths.tolist()):
+        for digest, path in zip(images.digests.tolist(), images.paths.tolist()):
             if digest in originals:
                 copies.append(f'{path}, a copy of {originals[digest]}')
             elif role != 'train':
@@ -1126,20 +1123,21 @@ def hold_out(data, fold):
     data.train = data.train.subset(~held)
 
 
-# read: what finds the images. ks: the K of Recall@K in the literature. counts: the published numbers of images and
-# classes of each part; without them it is data of one's own. layout: what the folder --data holds; README says where it
-# comes from. url, md5: the archive that --download fetches, and its checksum; it unpacks to a folder of its own name.
+# read: what finds the images. ks: the K of Recall@K in the literature, where they are not 1, 2, 4, 8. counts: the
+# published numbers of images and classes of each part; without them it is data of one's own. layout: what the folder
+# --data holds; README says where it comes from. url, md5: the archive that --download fetches, and its checksum; it
+# unpacks to a folder of its own name.
 DATASETS = dict(
-    shapes=dict(ks=(1, 2, 4, 8)),
-    folder=dict(ks=(1, 2, 4, 8), read=read_folder,
+    shapes={},
+    folder=dict(read=read_folder,
                 layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
-    vectors=dict(ks=(1, 2, 4, 8), read=read_vectors,
+    vectors=dict(read=read_vectors,
                  layout='train.npz and test.npz, or one NPZ file, as save_vectors writes them'),
-    cub=dict(ks=(1, 2, 4, 8), read=read_cub, counts=dict(train=(5864, 100), query=(5924, 100)),
+    cub=dict(read=read_cub, counts=dict(train=(5864, 100), query=(5924, 100)),
              layout='CUB_200_2011/ with images.txt and images/ (--download fetches CUB_200_2011.tgz, 1.1 GB)',
              url='https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz',
              md5='97eceeb196236b17998738112f37df78'),
-    cars=dict(ks=(1, 2, 4, 8), read=read_cars, counts=dict(train=(8054, 98), query=(8131, 98)),
+    cars=dict(read=read_cars, counts=dict(train=(8054, 98), query=(8131, 98)),
               layout='cars_annos.mat and car_ims/, or anno_train.csv, anno_test.csv and car_data/car_data/'),
     sop=dict(ks=(1, 10, 100, 1000), read=read_sop, counts=dict(train=(59551, 11318), query=(60502, 11316)),
              layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt (--download fetches '
@@ -1201,8 +1199,7 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
     def draw_set(name):
         pixels = torch.cat([(255 * draw_class(per_class)).byte().permute(0, 2, 3, 1) for _ in range(classes)])
         labels = torch.arange(classes).repeat_interleave(per_class)
-        return Images(pixels.numpy().reshape(-1), np.full((len(labels), 2), resize), labels, image_size,
-                      [f'{name} shape {i}' for i in range(classes)])
+        return Images(list(pixels.numpy()), labels, image_size, [f'{name} shape {i}' for i in range(classes)])
 
     side = torch.linspace(-1, 1, resize)
     grid = torch.stack(torch.meshgrid(side, side, indexing='xy'))       # (2, S, S) x and y

@@ -42,6 +42,7 @@ Run
 """
 import hashlib
 import json
+import os
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -106,17 +107,17 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     if its similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in
     percent, is balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
     """
-    within = gallery is None
-    z = F.normalize(z.float(), dim=1)
-    gallery, labels = (z, y) if within else (F.normalize(gallery.float(), dim=1), gallery_labels.to(y.device))
-    b = max(1, 2 ** 24 // len(gallery))                                  # queries at a time
-    counts = torch.zeros(2 * steps, dtype=torch.long, device=z.device)   # of negative pairs, then of positive ones
+    searched, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
+    z, searched = (F.normalize(t.float(), dim=1) for t in (z, searched))
+    b = max(1, 2 ** 24 // len(searched))                                 # queries at a time
+    counts = torch.zeros(2 * steps, device=z.device, dtype=torch.double)     # of negative pairs, then of positive ones
     for part, part_labels in zip(z.split(b), y.split(b)):
-        level = ((part @ gallery.T + 1) * steps / 2).long().clamp(0, steps - 1)         # (b, G)
+        level = ((part @ searched.T + 1) * steps / 2).long().clamp(0, steps - 1)        # (b, G)
         level += steps * (part_labels[:, None] == labels)
         counts += torch.bincount(level.flatten(), minlength=2 * steps)
-    counts = counts.double().view(2, steps)
-    counts[1, -1] -= len(z) if within else 0                             # each image with itself, of similarity 1
+    if gallery is None:
+        counts[-1] -= len(z)                                             # each image with itself, of similarity 1
+    counts = counts.view(2, steps)
     # Of the negative and of the positive pairs, the shares below each threshold
     negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
     accuracy = (negative + 1 - positive) / 2
@@ -182,21 +183,19 @@ def draw_sheet(path, queries, gallery, rows, s, index, hit=None):
 
 def draw_queries(path, data, z, gallery, top, hardest):
     """A sheet of ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
-    k = min(top, len(data.gallery) - (gallery is None))
+    itself = int(gallery is None)                                        # a query is no match of itself
+    k = min(top, len(data.gallery) - itself)
     _, s, index = (torch.cat(parts).cpu() for parts in zip(*common.k_nearest(z, gallery, k)))      # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    order = torch.arange(len(s))
-    if hardest:     # the fewest matches first; of equal ones, the most similar mistake first
-        mistake = s.masked_fill(hit, -1).amax(dim=1)                     # (N,)
-        order = torch.from_numpy(np.lexsort((-mistake, hit.sum(dim=1))))     # lexsort sorts by its last key first
     # A query without a match is no failure of the network: it is drawn only if no query has one.
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
-    matched = same_class > (1 if gallery is None else 0)                 # without a gallery, a query counts itself
-    if matched.any():
-        order = order[matched[order]]
-    if not hardest:
-        order = order[torch.linspace(0, len(order) - 1, min(ROWS, len(order))).long()]
-    rows = order[:ROWS].tolist()
+    rows = (same_class > itself).nonzero()[:, 0].tolist() or list(range(len(s)))
+    if hardest:     # the fewest matches first; of equal ones, the most similar mistake first
+        found = hit.sum(dim=1).tolist()
+        mistake = s.masked_fill(hit, -1).amax(dim=1).tolist()
+        rows = sorted(rows, key=lambda n: (found[n], -mistake[n]))[:ROWS]
+    else:
+        rows = [rows[n] for n in torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
     draw_sheet(path, data.query, data.gallery, rows, s[rows], index[rows], hit[rows])
 
 
@@ -206,8 +205,7 @@ def draw_queries(path, data, z, gallery, top, hardest):
 def read_photos(paths, side, image_size):
     """The photos of --query as Images, shorter side `side`"""
     pixels = [common.read_image(path, side) for path in paths]
-    return common.Images(np.concatenate([photo.flatten() for photo in pixels]), [photo.shape[:2] for photo in pixels],
-                         torch.zeros(len(paths)), image_size, classes=['photo'], paths=paths)
+    return common.Images(pixels, torch.zeros(len(paths)), image_size, classes=['photo'], paths=paths)
 
 
 def embed_once(model, images):
@@ -228,17 +226,16 @@ def embed_once(model, images):
 
 def search(args, model, photos, images, path):
     """Prints and draws the images that are nearest to each photo. One that is among them does not find itself."""
-    place = {Path(name).resolve(): i for i, name in enumerate(images.paths)}
-    itself = [place.get(Path(name).resolve()) for name in photos.paths]
-    k = min(args.top, len(images) - any(i is not None for i in itself))
+    def real(paths):
+        return np.array([os.path.realpath(path) for path in paths])
+
+    itself = torch.from_numpy(real(photos.paths)[:, None] == real(images.paths))         # (Q, N)
+    k = min(args.top, len(images) - int(itself.any()))
     if k == 0:
         raise common.UsageError(f'{photos.paths[0]} is the only image of the folder: there is nothing to search in')
     gallery = F.normalize(embed_once(model, images), dim=1)              # (N, D)
     s = F.normalize(common.embed(model, photos), dim=1) @ gallery.T      # (Q, N)
-    for n, i in enumerate(itself):
-        if i is not None:
-            s[n, i] = -2                                    # less than any cosine
-    s, index = s.topk(k, dim=1)
+    s, index = s.masked_fill(itself, -2).topk(k, dim=1)     # -2 is less than any cosine
     draw_sheet(path, photos, images, range(len(photos)), s, index)
     found = [dict(query=str(photo), nearest=[
         dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))

@@ -54,8 +54,8 @@ def draw_folder(root, classes, per_class, size=24, seed=0):
 def numbered(classes, per_class=2):
     """Images of 2 x 2 pixels whose value is their index; super-classes in threes"""
     labels = torch.arange(classes * per_class) // per_class
-    pixels, names = np.arange(len(labels), dtype=np.uint8).repeat(12), [f'class {c}' for c in range(classes)]
-    return common.Images(pixels, [(2, 2)] * len(labels), labels, 17, names, labels // 3)
+    pixels = [np.full((2, 2, 3), i, np.uint8) for i in range(len(labels))]
+    return common.Images(pixels, labels, 17, [f'class {c}' for c in range(classes)], labels // 3)
 
 
 def small_embedder(arch='resnet18', **options):

@@ -25,9 +25,8 @@ def picture(path):
 
 def sheet(path, degrees, labels, top, hardest):
     """draw_queries of one-coloured images at these angles -> the picture, and the numbers of the images on it"""
-    pixels = np.arange(len(labels), dtype=np.uint8).repeat(3 * 6 * 6) * 10
-    images = common.Images(pixels, [(6, 6)] * len(labels), torch.tensor(labels), 6,
-                           ['bird', 'car', 'bus', *'defghijkl'])
+    pixels = [np.full((6, 6, 3), 10 * i, np.uint8) for i in range(len(labels))]
+    images = common.Images(pixels, torch.tensor(labels), 6, ['bird', 'car', 'bus', *'defghijkl'])
     data = SimpleNamespace(query=images, gallery=images)
     evaluation.draw_queries(path, data, on_circle(*degrees), None, top, hardest=hardest)
     return picture(path), (picture(path)[8::16, 8::16, 0] // 10).tolist()

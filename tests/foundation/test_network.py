@@ -90,7 +90,7 @@ def test_half_precision_is_raised_to_the_widest_type_around_it():
 
 @pytest.mark.parametrize('training', [True, False])
 def test_embedding_leaves_a_network_in_the_mode_that_it_had(small, training):
-    images = common.Images(np.zeros(768, np.uint8), [(16, 16)], torch.zeros(1), 16)
+    images = common.Images([np.zeros((16, 16, 3), np.uint8)], torch.zeros(1), 16)
     model = Embedder(dim=4, freeze_bn=False)
     before = model.trunk.bn1.running_mean.clone()
     common.embed(model.train(training), images)

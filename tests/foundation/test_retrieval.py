@@ -195,8 +195,8 @@ def test_mean_similarities_by_hand():
 
 def coloured(colours, labels):
     """A set of 8 x 8 images, each of one colour"""
-    pixels = np.repeat(np.array(colours, dtype=np.uint8), 64, axis=0)
-    return common.Images(pixels.reshape(-1), [(8, 8)] * len(colours), torch.tensor(labels), 8)
+    pixels = [np.full((8, 8, 3), colour, np.uint8) for colour in colours]
+    return common.Images(pixels, torch.tensor(labels), 8)
 
 
 class MeanColour(torch.nn.Linear):                          # of which only the device of the weights matters

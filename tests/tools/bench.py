@@ -84,8 +84,8 @@ def more_memory(work, device):
 def random_images(options, batches):
     """A dataset that has pictures of noise, 5 per class, enough for so many batches"""
     count = options.batch * batches
-    pixels = torch.randint(0, 256, (count * options.px * options.px * 3,), dtype=torch.uint8).numpy()
-    images = common.Images(pixels, [(options.px, options.px)] * count, torch.arange(count) // 5, options.px)
+    pixels = torch.randint(0, 256, (count, options.px, options.px, 3), dtype=torch.uint8).numpy()
+    images = common.Images(list(pixels), torch.arange(count) // 5, options.px)
     return argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
 
 
@@ -113,7 +113,7 @@ def train_on(batches, step, optimizer):
 def bench_vectors(options):
     """The shared loop on stored vectors, where a step is short: what the loop adds shows"""
     labels = torch.arange(60 * options.batch) // 5
-    vectors = common.Images(None, None, labels, 1, vectors=torch.randn(len(labels), 512))
+    vectors = common.Images([], labels, 1, vectors=torch.randn(len(labels), 512))
     data = argparse.Namespace(train=vectors, query=vectors, gallery=vectors, name='vectors')
     time_loop(options, data, '--dataset vectors', f'vectors of 512 numbers, batch {options.batch}')
 
