@@ -705,7 +705,7 @@ STORED = np.dtype([('digest', 'S32'), ('size', np.int32, 2)])
 
 
 def read_decoded(file, number):
-    """The pixels of `number` images, as Images has them; the digests of their files; and the file that holds both. None if
+    """The pixels of `number` images, as Images has them; the digests of their files; and the file of both. None if
     it is not there, or if its length does not agree with the sizes of the images."""
     length = number * STORED.itemsize                                    # of the table
     if not file.exists() or file.stat().st_size <= length:
