@@ -34,6 +34,7 @@ import random
 import shutil
 import sys
 import time
+import unicodedata
 import zipfile
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -42,8 +43,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
+try:
+    import fcntl
+except ImportError:                         # Windows has none
+    fcntl = None
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -248,31 +253,32 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     epochs = math.ceil(total / per_epoch)
     states = dict(model=model, optimizer=optimizer, learned=nn.ParameterDict(learned or {}))
     # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
-    # Both set args.step, the steps of the run that are done.
-    folder, first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args, data)
-    print_recipe(args, model, data, sampler, epochs, folder)
-    for epoch in range(first, epochs + 1):
-        if out_of_patience(args, rows):
-            break
-        row = dict(epoch=epoch, loss=None, images_per_second=None)
-        if args.step < min(epoch * per_epoch, total):       # not in epoch 0, nor if only an evaluation is missing
-            set_seed(args.seed, epoch)
-            model.train()
-            model.train_trunk(epoch > args.warmup)          # in the first --warmup epochs, all but the trunk learns
-            row |= train_epoch(args, data, sampler, step, optimizer, epoch, total)
-        if epoch % args.eval_every == 0 or epoch == epochs:
-            row |= evaluate(model, data)
-        row['minutes'] = (time.time() - began) / 60
-        row = from_main_process(row)                        # under torchrun, all processes keep the row of the first
-        if 'R@1' in row or not data.query:
-            rows.append(row)
-        # Saved before it is printed, because printing may fail. And best.pt comes first: if the process is killed
-        # between the two, --resume repeats the epoch and writes both.
-        if args.fold and epoch > 0 and best_row(rows) is row:
-            save_epoch(folder / 'best.pt', args, data, states, row, rows)
-        save_epoch(folder / 'last.pt', args, data, states, row, rows)
-        write_log(folder, rows)
-        show_row(row, rows, titles=epoch == first)
+    folder = args.resume or from_main_process(None if rank() else new_folder(args, data))
+    with held(folder):
+        first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args, data)
+        print_recipe(args, model, data, sampler, epochs)
+        for epoch in range(first, epochs + 1):
+            if out_of_patience(args, rows):
+                break
+            row = dict(epoch=epoch, loss=None, images_per_second=None)
+            if args.step < min(epoch * per_epoch, total):   # not in epoch 0, nor if only an evaluation is missing
+                set_seed(args.seed, epoch)
+                model.train()
+                model.train_trunk(epoch > args.warmup)      # in the first --warmup epochs, all but the trunk learns
+                row |= train_epoch(args, data, sampler, step, optimizer, epoch, total)
+            if epoch % args.eval_every == 0 or epoch == epochs:
+                row |= evaluate(model, data)
+            row['minutes'] = (time.time() - began) / 60
+            row = from_main_process(row)                    # under torchrun, all processes keep the row of the first
+            if 'R@1' in row or not data.query:
+                rows.append(row)
+            # Saved before it is printed, because printing may fail. And best.pt comes first: if the process is killed
+            # between the two, --resume repeats the epoch and writes both.
+            if args.fold and epoch > 0 and best_row(rows) is row:
+                save_epoch(folder / 'best.pt', args, data, states, row, rows)
+            save_epoch(folder / 'last.pt', args, data, states, row, rows)
+            write_log(folder, rows)
+            show_row(args, data, folder, row, rows, titles=epoch == first)
     return summary(args, data, folder, rows)
 
 
@@ -355,7 +361,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     within = gallery is None                                             # queries are searched in themselves
     searched, searched_labels = (query, query_labels) if within else (gallery, gallery_labels)
     itself = int(within)                                                 # a query is no match of itself
-    check_embeddings(query, searched, itself)
+    check_embeddings(query, query_labels, searched, searched_labels, itself)
     query_labels = query_labels.to(query.device)
     searched_labels = searched_labels.to(query.device)
     present = torch.bincount(searched_labels, minlength=int(query_labels.max()) + 1)    # (C,) images of each class
@@ -378,15 +384,6 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     if len(average) < len(query):
         metrics['unmatched'] = len(query) - len(average)
     return metrics
-
-
-def check_embeddings(query, searched, itself):
-    """Raises UsageError if there is no query, or no image to search in beside the query itself (`itself` is 1 if it is
-    among those searched, else 0), or if an embedding is NaN or infinite."""
-    if len(query) == 0 or len(searched) <= itself:
-        raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(searched)} images to search in')
-    if not (query.isfinite().all() and searched.isfinite().all()):
-        raise NotFinite('some embeddings are NaN or infinite; in training, a lower --lr may help')
 
 
 def ranked_hits(s, hit):
@@ -526,7 +523,8 @@ class Dataset:
 
     name  of its runs, and in its checkpoints;  ks  the K of Recall@K
     train, query, gallery  Images, or None where there are none; queries without a gallery are searched in themselves
-    seen  whether a network that is evaluated was trained on all these classes
+    known    names of the classes that the network was trained on; None: those of .train
+    divided  False: one whole was cut into train and query by the names of its classes
 
     For example, with pictures in memory, and the recipe that train_ms.py has for a folder of images:
 
@@ -545,10 +543,26 @@ class Dataset:
     query: Images = None
     gallery: Images = None
     ks: tuple = (1, 2, 4, 8)
-    seen: bool = False
+    known: list = None
+    divided: bool = True
 
     def __post_init__(self):
         self.gallery = self.gallery or self.query
+
+    def new(self, images):
+        """Of which images the class is new to the network, (N,) bool"""
+        known = self.known
+        if known is None:
+            known = self.train.classes if self.train else ()
+        known = {*map(nfc, known)}
+        places_of_known = [i for i, class_ in enumerate(images.classes) if nfc(class_) in known]
+        return ~torch.isin(images.labels, torch.tensor(places_of_known, dtype=torch.long))
+
+    def twins(self):
+        """Last parts of names, such as `apple` of `market/apple`, that train and query share although nobody said which
+        is which: these may be the same classes."""
+        train, query = ({nfc(class_).split('/')[-1] for class_ in part.classes} for part in (self.train, self.query))
+        return set() if self.divided else train & query
 
 
 def images_from(pictures, labels, image_size, resize=None, classes=None):
@@ -674,30 +688,41 @@ def decode(paths, resize, what, cache):
     print(f'{what}: decoding {len(paths):,} images into {file}', flush=True)
     if old := [str(path) for path in file.parent.glob(f'{name}*.bin') if path != file]:
         print(f'The code that decodes has changed. What it left before may be deleted: {", ".join(old)}')
-    table = []                                              # rows of STORED
-    errors = {}                                             # {path: why it cannot be read}
+    try:
+        with written_whole(file) as out:
+            decode_into(out, paths, resize)
+    except NotWritten as error:
+        print(f'warning: {error}; so nothing is kept, and the next start decodes again: take another --cache',
+              file=sys.stderr)
+        with TemporaryFile() as out:
+            decode_into(out, paths, resize)
+            return *read_decoded(out, len(paths))[:2], None
+    return read_decoded(file, len(paths))
+
+
+def decode_into(out, paths, resize):
+    """Writes the pixels of all images, and then a row of STORED for each. Raises Unreadable for those that cannot be
+    read, when all have been tried."""
+    table = []
+    errors = []
 
     def read(path):
         try:
             return read_image(path, resize), hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        except UsageError as error:                         # the other files are tried all the same
-            errors[path] = error
+        except UsageError as error:
+            errors.append(str(error))
             return np.empty((0, 0, 3), np.uint8), ''
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool, written_whole(file) as out:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for start in range(0, len(paths), 512):             # in pieces, or memory would hold all images at once
             for pixels, digest in pool.map(read, paths[start:start + 512]):
                 out.write(pixels.tobytes())
                 table.append((digest[:32], pixels.shape[:2]))
             show_progress(f'{len(table):,} of {len(paths):,}, {out.tell() / 1e6:,.0f} MB', len(table) == len(paths))
-        if len(errors) == 1:
-            raise next(iter(errors.values()))
-        if errors:
-            print(*sorted(errors), sep='\n', file=sys.stderr)
-            raise UsageError(f'{len(errors)} of {len(paths):,} images of {what} cannot be read; they are listed above: '
-                             'replace or remove them')
-        out.write(np.array(table, STORED).tobytes())
-    return read_decoded(file, len(paths))
+    if errors:
+        raise Unreadable(*sorted(errors))
+    out.write(np.array(table, STORED).tobytes())
+    out.flush()
 
 
 # What stands behind the pixels, for each image: a hash of its file, height and width
@@ -708,9 +733,12 @@ def read_decoded(file, number):
     """The pixels of `number` images, as Images has them; the digests of their files; and the file of both. None if
     it is not there, or if its length does not agree with the sizes of the images."""
     length = number * STORED.itemsize                                    # of the table
-    if not file.exists() or file.stat().st_size <= length:
+    try:
+        content = np.memmap(file, mode='c').view(np.ndarray)             # torch warns of arrays that are read-only
+    except (FileNotFoundError, ValueError):                              # none, or empty
         return None
-    content = np.memmap(file, mode='c').view(np.ndarray)                 # torch warns of arrays that are read-only
+    if len(content) <= length:
+        return None
     table = content[-length:].copy().view(STORED)
     ends = 3 * table['size'].prod(axis=1, dtype=np.int64).cumsum()       # where each image ends
     if ends[-1] != len(content) - length:
@@ -806,14 +834,9 @@ def read_folder(root):
     if (root / 'files.txt').exists():
         yield from read_list(root)
         return
-    folders = {path.name.lower(): path for path in root.iterdir() if path.is_dir() and path.name[0] != '.'}
-    parts = parts_among(folders)
-    if not parts:                           # train/ alone is a training set
-        parts = folders if folders.keys() == {'train'} else dict(whole=root)
-    for part, path in parts.items():
+    parts = parts_among(path for path in root.iterdir() if path.is_dir() and path.name[0] != '.')
+    for part, path in (parts or dict(whole=root)).items():
         for image, class_ in images_below(path):
-            if part == 'whole' and class_.lower().startswith('train/'):
-                raise ValueError('train/ holds classes, and of the other folders none is test/ or val/')
             yield part, image, class_, None
 
 
@@ -832,25 +855,46 @@ def read_list(root):
 
 
 def read_vectors(root):
-    """NPZ files take the place of folders; a single one, of any name, is the whole."""
-    files = {path.stem.lower(): path for path in root.glob('[!.]*.npz')}
+    """NPZ files take the place of folders; a single one, of any name but train.npz, is the whole."""
+    files = list(root.glob('[!.]*.npz'))
     parts = parts_among(files)
     if not parts and len(files) != 1:
         raise ValueError(f'there are {len(files)} NPZ files, but not these')
-    for part, path in (parts or dict(whole=min(files.values()))).items():
+    for part, path in (parts or dict(whole=files[0])).items():
         for row in vectors_in(path):
             yield part, *row
 
 
+# Names of folders and files that are parts of a dataset, and the parts; which parts make a dataset; and what of them is
+# read as query
+PARTS = dict(train='train', training='train', test='test', testing='test', val='val', valid='val', validation='val',
+             query='query', gallery='gallery')
+LAYOUTS = (('train', 'query', 'gallery'), ('query', 'gallery'), ('train', 'test'), ('train', 'val'))
+QUERIES = dict(test='query', val='query')
+
+
+def part_name(path):
+    return path.name.lower().removesuffix('.npz')
+
+
 def parts_among(paths):
-    """{part: path} of the folders or files {name in lower case: path}: train/ and test/ (or val/), or query/ and
-    gallery/, with train/ or without; {} if neither is there"""
-    train, test = paths.get('train'), paths.get('test', paths.get('val'))
-    if {'query', 'gallery'} <= paths.keys():
-        if 'test' in paths:                                 # val/ may lie beside them, and is not read
-            raise ValueError('test and query are two test sets')
-        return {part: paths[part] for part in ('train', 'query', 'gallery') if part in paths}
-    return dict(train=train, query=test) if train and test else {}
+    """{part: path} of the folders or files that are read as parts: those of the first of LAYOUTS that is there, or
+    train where it is alone; {} if all is one whole"""
+    found = {}
+    for path in paths:
+        part = PARTS.get(part_name(path), path)
+        if part in found:
+            raise ValueError(f'{found[part].name} and {path.name} are both {part}')
+        found[part] = path
+    for layout in LAYOUTS:
+        if {*layout} <= found.keys():
+            unread = found.keys() & {*PARTS.values()} - {*layout}
+            if 'test' in unread:
+                raise ValueError('test and query are two test sets')
+            for part in unread:
+                print(f'{found[part]} is not read')
+            return {QUERIES.get(part, part): found[part] for part in layout}
+    return found if found.keys() == {'train'} else {}
 
 
 def images_below(root):
@@ -858,65 +902,105 @@ def images_below(root):
     in root itself, a sheet for example, are the class '' where there is no other, and else no class."""
     classes = {}                                            # {path below root: paths of its images}
     visited = set()
-    others = []                                             # files that are no images of a kind that is read
-    for folder, folders, files in os.walk(root, followlinks=True):
+    unread = {}                                             # {path: why it is not read}
+
+    def closed(error):
+        unread[error.filename] = 'folders that cannot be opened'
+
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=closed):
         folders[:] = sorted(name for name in folders if name[0] != '.')     # the same order on every disk
         place = os.path.realpath(folder)
         if place in visited:                                # a link to a folder that was read already
             folders.clear()
             continue
         visited.add(place)
-        paths = [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
-        paths = [path for path in paths if os.path.isfile(path)]
-        images = [path for path in paths if torchvision.datasets.folder.is_image_file(path)]
         name = Path(folder).relative_to(root).as_posix()
-        if images:
-            classes['' if name == '.' else name] = images
-        if name != '.' or not folders:
-            others += sorted({*paths} - {*images})
-    if others:                                              # HEIC files or videos of a phone, for example
-        endings = Counter(Path(path).suffix.lower() or 'no ending' for path in others)
-        counts = ', '.join(f'{number} {ending}' for ending, number in endings.most_common(5))
-        print(f'warning: {root}: {len(others)} files are of kinds that are not read ({counts}), the first is '
-              f'{others[0]}; convert images among them to JPEG', file=sys.stderr)
-    if classes.keys() != {''}:
-        classes.pop('', None)
+        for path in (os.path.join(folder, file) for file in sorted(files) if file[0] != '.'):
+            if not os.path.exists(path):
+                unread[path] = 'dead links'
+            elif not os.path.isfile(path):
+                continue
+            elif torchvision.datasets.folder.is_image_file(path):
+                classes.setdefault(name, []).append(path)
+            elif name != '.' or not folders:                # HEIC files or videos of a phone, for example
+                unread[path] = Path(path).suffix.lower() or 'without ending'
+    if unread:
+        counts = ', '.join(f'{number} {why}' for why, number in Counter(unread.values()).most_common(5))
+        print(f'warning: {root}: {len(unread)} files are not read ({counts}), the first is {min(unread)}; convert '
+              'images among them to JPEG', file=sys.stderr)
+    alone = classes.pop('.', [])
+    if not classes and alone:
+        classes[''] = alone
     if not classes:
         raise ValueError(f'{root} holds no images')
+    # Of train/apple and train/pear, say, it is train/ that was meant as a part.
+    holders = Counter(folder for name in classes for folder in Path(name).parents if part_name(folder) in PARTS)
+    for folder, number in holders.items():
+        if number > 1:
+            meant = root / (folder.parent if folder.parent.name else folder)
+            raise ValueError(f'{root / folder} has the name of a part, and {number} classes in it, but is not read as '
+                             f'a part here: did you mean --data {meant}?')
     return [(path, name) for name in sorted(classes) for path in classes[name]]
 
 
 def vectors_in(path):
     """(name of an image, class, vector (c,)) of an NPZ file by save_vectors or eval.py --embed, class by class"""
     with distrusting(path), np.load(path) as saved:
-        vectors = saved['embeddings'].astype(np.float32)                 # (N, c)
-        labels = saved['labels']                                         # (N,)
-        names = saved['classes'].astype(str)[labels].tolist()
-        paths = saved.get('paths', range(len(labels)))
         if 'gallery_labels' in saved:
             raise ValueError('it has a gallery, which should lie in gallery.npz, beside query.npz')
-        length = np.linalg.norm(vectors, axis=1).mean()     # NaN or infinite where a number is
-        fits = vectors.ndim == 2 and len(vectors) == len(names) == len(paths) and labels.min() >= 0
-        if not fits or not 0 < length < np.inf:
-            raise ValueError('it needs N finite embeddings (N, c), and N labels (N,), each the place of its class')
-    return sorted(zip(map(str, paths), names, vectors), key=lambda row: row[1])
+        vectors = saved['embeddings'].astype(np.float32)                 # (N, c)
+        labels = saved['labels']                                         # (N,)
+        classes = saved['classes'].astype(str)                           # (C,)
+        paths = saved.get('paths', np.arange(len(labels)))               # (N,)
+        check_vectors(vectors, labels, classes, paths)
+    return sorted(zip(map(str, paths), classes[labels].tolist(), vectors), key=lambda row: row[1])
 
 
-def save_vectors(folder, data, train, query, gallery=None):
-    """Writes vectors of a dataset for --dataset vectors: train.npz and test.npz, or with a gallery query.npz and
+def check_vectors(vectors, labels, classes, paths):
+    """Raises ValueError where these are not N finite vectors (N, c), N labels that are places in `classes`, N paths."""
+    if vectors.ndim != 2 or labels.dtype.kind not in 'iu' or not vectors.shape[:1] == labels.shape == paths.shape:
+        raise ValueError('needed are N embeddings (N, c), N labels that are integers, and N paths; these are '
+                         f'embeddings {vectors.shape}, {labels.dtype} labels {labels.shape}, paths {paths.shape}')
+    if not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError(f'labels are from {labels.min()} to {labels.max()}, and should be places in `classes`, from 0 '
+                         f'to {len(classes) - 1}')
+    if not 0 < np.linalg.norm(vectors, axis=1).mean() < np.inf:
+        raise ValueError('some embeddings are NaN or infinite, or all are 0')
+
+
+def save_vectors(folder, data, train, query=None, gallery=None, paths=()):
+    """Writes vectors of a dataset for --dataset vectors: train.npz, and test.npz; with a gallery query.npz and
     gallery.npz in place of the latter.
 
     data                   what load_dataset returned
-    train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network: tensors or arrays. Those of the
-                           gallery are given where the dataset has one of its own, and only there
+    train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network: tensors or arrays. Query and
+                           gallery are given where the dataset has them, and only there; a gallery, where it is another
+                           set than the queries
+    paths                  for each of these the names of its images, in the order of the vectors, which have to be
+                           those of `data`; (): not compared
+    Raises UsageError before anything is written.
     """
-    if (gallery is None) != (data.gallery is data.query):
-        raise UsageError('save_vectors needs the vectors of data.gallery if it is not data.query, and only then')
+    given = [vectors is not None for vectors in (train, query, gallery)]
+    if given != [True, data.query is not None, data.gallery is not data.query]:
+        raise UsageError('save_vectors needs those of data.query where there are queries, and those of data.gallery '
+                         'where it is not data.query, and only there')
     names = ['train', 'test'] if gallery is None else ['train', 'query', 'gallery']
-    for name, images, vectors in zip(names, (data.train, data.query, data.gallery), (train, query, gallery)):
+    parts = data.train, data.query, data.gallery
+    files = {}
+    for name, images, vectors, order in itertools.zip_longest(names, parts, (train, query, gallery), paths):
+        if vectors is None:
+            continue
+        files[name] = dict(embeddings=torch.as_tensor(vectors).float().cpu().numpy(), labels=images.labels.numpy(),
+                           classes=np.array(images.classes), paths=images.paths)
+        try:
+            check_vectors(*files[name].values())
+            if order is not None and list(map(str, order)) != images.paths.tolist():
+                raise ValueError('the images are in another order')
+        except ValueError as error:
+            raise UsageError(f'save_vectors, {name}: {error}') from None
+    for name, arrays in files.items():
         with written_whole(Path(folder).expanduser() / f'{name}.npz') as file:
-            np.savez(file, embeddings=torch.as_tensor(vectors).float().cpu(), labels=images.labels,
-                     classes=images.classes, paths=images.paths)
+            np.savez(file, **arrays)
 
 
 def download(name, root):
@@ -950,9 +1034,10 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     image_size  side of the square crops, pixels; None: that of the training recipes
     resize      shorter side of the stored images, pixels; None: as much larger than image_size as in the recipes
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
-                read. Of a folder, these classes are left out; without train/ and test/, all others are the test set.
+                read. Of a folder without train/ and test/, all other classes are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
-    only        'train': nothing else is read
+    only        'train': nothing else is read. 'gallery': in .gallery are all images that a photo is searched in, those
+                of gallery/ where there is one
     measured    False: what is loaded is only embedded. Then one class is enough, all may be known, and nobody is warned
                 of copies
     `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. Train
@@ -967,78 +1052,83 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
         raise UsageError(f'--resize {resize} is smaller than --image-size {image_size}: crops are cut from that image')
     if name == 'shapes':
         loaded = dict(zip(('train', 'query'), draw_shapes(resize, image_size)))
+        divided = True
     else:
-        parts = list_images(name, root, known, fold, only, measured)
-        loaded = {role: load_images(name, role, parts, resize, image_size, cache) for role in parts}
+        parts, divided = list_images(name, root, known, fold, only, measured)
+        loaded = load_parts(name, parts, resize, image_size, cache)
         if measured:
             warn_of_copies(loaded)
-    data = Dataset(name, **loaded, ks=DATASETS[name].get('ks', Dataset.ks))
-    data.seen = bool(known) and set(data.query.classes) <= set(known)
+    data = Dataset(name, **loaded, ks=DATASETS[name].get('ks', Dataset.ks), known=known, divided=divided)
     if fold:
         hold_out(data, fold)
+    if data.train and data.query and (twins := data.twins()):
+        print(f'warning: {root} has no train/ and test/, and {len(twins)} classes of either half have one name, but '
+              f'for the folders above it, the first is {min(twins)}: are they the same?', file=sys.stderr)
     return data
 
 
 def list_images(name, root, known=None, fold=None, only=None, measured=True):
-    """{role: rows} of what is read; a role is train, query or gallery, and the arguments are those of load_dataset."""
+    """{role: rows} of what is read, and whether it came in parts; a role is train, query or gallery, and the arguments
+    are those of load_dataset."""
     root = Path(root).expanduser()
     try:
         parts = {}
         for part, *row in DATASETS[name]['read'](root):
             parts.setdefault(part, []).append(row)
-        if 'gallery' in parts:
-            parts.setdefault('query', [])                   # which has too few classes then
+        divided = 'whole' not in parts
         own = 'counts' not in DATASETS[name]
         if not own:
             check_list(root, parts, DATASETS[name]['counts'])
-        if known is None:
-            if 'whole' in parts:
+        if only == 'gallery':
+            parts = dict(gallery=parts.get('gallery') or sum(parts.values(), []))
+        elif known is not None:
+            parts = to_evaluate(root, parts, {*map(nfc, known)}, measured)
+        else:
+            if not divided:
                 parts = halves(parts['whole'])
             check_overlap(root, parts, own)
-            wanted = ['train'] if fold or only else ['train', 'query', 'gallery']
-        else:
-            if own:
-                parts = to_evaluate(root, parts, set(known), measured)
-            wanted = ['query', 'gallery']
-        parts = {role: parts.get(role, []) for role in wanted if role in parts or role == 'train'}
-        check_classes(parts, least=2 if measured else 1)
+            if fold or only == 'train':
+                parts = dict(train=parts['train'])
+        if measured:
+            check_parts(root, parts)
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
                          f'{DATASETS[name]["layout"]}, see README') from None
-    return parts
+    return parts, divided
+
+
+def nfc(name):
+    """The name of a class as it is compared: a Mac may write the letter ö as an o and two dots."""
+    return unicodedata.normalize('NFC', name)
 
 
 def classes_of(rows):
-    return {class_ for _, class_, _ in rows}
+    return {nfc(class_) for _, class_, _ in rows}
 
 
 def halves(rows):
     """The first half of the sorted classes trains, the rest tests: of five classes, the one in the middle tests."""
-    classes = sorted(classes_of(rows))
+    classes = sorted({class_ for _, class_, _ in rows})
+    if len(classes) < 4:
+        raise ValueError(f'there are {len(classes)} classes, and without train/ and test/ at least 4 are needed')
     first = set(classes[:len(classes) // 2])
     return dict(train=[row for row in rows if row[1] in first], query=[row for row in rows if row[1] not in first])
 
 
 def to_evaluate(root, parts, known, measured):
-    """Query and gallery without the classes that a network knows. A folder without a test set is one as a whole, or
-    train/ alone is; but not if the network knows all its classes, unless nothing is measured. A test set that has known
-    classes only stays, with a warning."""
-    divided = 'query' in parts
-    if divided:
-        parts.pop('train', None)
-    else:
-        parts = dict(query=sum(parts.values(), []))         # of its one part
-    found = classes_of(sum(parts.values(), []))
-    if found <= known:
-        if measured and not divided:
-            raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can '
-                             'be evaluated if they lie in test/ or val/, beside train/')
-        print(f'warning: {root}: all {len(found)} classes to evaluate were in the training set, which flatters the '
-              'result', file=sys.stderr)
-        return parts
-    if found & known:
-        print(f'{root}: {len(found & known)} classes were in the training set, or chose the epoch, and are left out')
-    return {part: [row for row in rows if row[1] not in known] for part, rows in parts.items()}
+    """Query and gallery: the test set, or where there is none, the classes that the network does not know. Unless
+    nothing is measured, there must be some."""
+    if 'query' in parts or 'gallery' in parts:
+        return {role: parts[role] for role in ('query', 'gallery') if role in parts}
+    rows = sum(parts.values(), [])                          # of the one part that there is
+    new = [row for row in rows if nfc(row[1]) not in known]
+    if measured and not new:
+        raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can be '
+                         'evaluated if they lie in test/ or val/, beside train/')
+    if 0 < len(new) < len(rows):
+        print(f'{root}: {len(classes_of(rows) & known)} classes were in the training set, or chose the epoch, and are '
+              'left out')
+    return dict(query=new or rows)
 
 
 def check_list(root, parts, counts):
@@ -1069,27 +1159,50 @@ def check_overlap(root, parts, own):
         print(f'warning: {root}: {text}', file=sys.stderr)
 
 
-def check_classes(parts, least):
-    """Raises ValueError if a training set or a test set has fewer than `least` classes, or a gallery no images."""
-    for part, what in (('train', 'the training set'), ('query', 'the test set')):
-        classes = len(classes_of(parts.get(part, [])))
-        if part in parts and classes < least:
-            raise ValueError(f'{what} needs {least} classes or more, and has {classes}')
-    if not parts.get('gallery', True):
-        raise ValueError('there is nothing to search in: gallery/ has no images of new classes')
+def check_parts(root, parts):
+    """Raises ValueError if a training set or a test set has fewer than two classes. Warns if no query has a match."""
+    for role, what in (('train', 'the training set'), ('query', 'the test set')):
+        classes = len(classes_of(parts.get(role, [])))
+        if classes < 2 and (role in parts or role == 'query' and 'gallery' in parts):
+            raise ValueError(f'{what} needs 2 classes or more, and has {classes}')
+    query = [nfc(class_) for _, class_, _ in parts.get('query', [])]
+    found = classes_of(parts['gallery']) & {*query} if 'gallery' in parts else len(query) - len({*query})
+    if query and not found:
+        print(f'warning: {root}: nothing can be measured: no test image has another one of its class to be found',
+              file=sys.stderr)
 
 
-def load_images(name, role, parts, resize, image_size, cache):
-    """The Images of one of the roles that list_images returns"""
-    paths, names, extra = zip(*parts[role])
-    # Query and gallery are numbered together.
-    classes = sorted(classes_of(parts[role] if role == 'train' else parts['query'] + parts.get('gallery', [])))
-    labels = places(names, classes)
-    if name == 'vectors':
-        return Images([], labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
-    pixels, digests, file = decode(paths, resize, f'{name} {role}', cache)
-    groups = None if extra[0] is None else torch.tensor(extra)
-    return Images(pixels, labels, image_size, classes, groups, paths, digests=digests, file=file)
+def load_parts(name, parts, resize, image_size, cache):
+    """{role: Images} for what list_images returns. Images that cannot be read are named, of all roles at once."""
+    loaded = {}
+    broken = []
+    for role, rows in parts.items():
+        paths, names, extra = zip(*rows)
+        # Query and gallery are numbered together.
+        shared = rows if role == 'train' else parts.get('query', []) + parts.get('gallery', [])
+        classes = sorted({class_ for _, class_, _ in shared})
+        if len(classes) > len(classes_of(shared)):
+            raise UsageError('two classes have one name, in letters that Unicode composes in two ways: rename one of '
+                             + ' '.join(repr(c) for c in classes if sum(nfc(c) == nfc(other) for other in classes) > 1))
+        labels = places(names, classes)
+        if name == 'vectors':
+            loaded[role] = Images([], labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
+            continue
+        try:
+            pixels, digests, file = decode(paths, resize, f'{name} {role}', cache)
+        except Unreadable as error:
+            broken += error.args
+            continue
+        groups = None if extra[0] is None else torch.tensor(extra)
+        loaded[role] = Images(pixels, labels, image_size, classes, groups, paths, digests=digests, file=file)
+    if len(broken) > 1:
+        print(*broken, sep='\n', file=sys.stderr)
+        total = sum(map(len, parts.values()))
+        raise UsageError(f'{len(broken)} of {total:,} images cannot be read; they are listed above: replace or remove '
+                         'them')
+    if broken:
+        raise UsageError(broken[0])
+    return loaded
 
 
 def warn_of_copies(parts):
@@ -1212,15 +1325,38 @@ def draw_shapes(resize, image_size, classes=100, per_class=20):
 # best.pt is the epoch that has the highest MAP@R on the validation classes.
 
 
-def new_folder(args):
-    """runs/<name>/; without --name it is script, dataset and the next free number, and is made at once."""
+def new_folder(args, data):
+    """Makes runs/<name>/; without --name it is script, dataset and the next free number."""
     if args.name:
-        return Path('runs') / args.name
+        folder = Path('runs') / args.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
     for number in itertools.count(1):
-        folder = Path('runs') / f'{args.script.removeprefix("train_")}-{args.dataset}-{number}'
+        folder = Path('runs') / f'{args.script.removeprefix("train_")}-{data.name}-{number}'
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+
+
+@contextmanager
+def held(folder):
+    """Inside `with`, no other process gets the folder of this run: of two starts at once, the second ends in one line.
+    The kernel frees a folder whose process has ended, however it ended."""
+    if rank() or not fcntl:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UsageError(f'{folder} belongs to a run that is going on: wait for it, or choose another --name') from None
+    except OSError:                                         # this disk has no locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def evaluate(model, data):
@@ -1240,9 +1376,16 @@ def embed_test(model, data):
 
 
 def score(data, z, gallery=None):
-    """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive. A
-    further measure goes here, with a search of its own if it looks deeper: among ties, another depth moves R@1."""
+    """The row of `evaluate` for embeddings as embed_test returns them; s+ is missing where no query has a positive.
+    Where the network knows some of the classes, new_R@1 and so on are of the queries of new classes, among images of
+    new classes. A further measure goes here, with a search of its own if it looks deeper: among ties, another depth
+    moves R@1."""
     metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks)
+    new, among = data.new(data.query), data.new(data.gallery)
+    if not new.all() and new.sum() > 1 and among.any():
+        searched = None if gallery is None else gallery[among]
+        part = retrieval_metrics(z[new], data.query.labels[new], searched, data.gallery.labels[among], data.ks)
+        metrics |= {f'new_{key}': value for key, value in part.items()}
     for key, value in zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device))):
         if value is not None:
             metrics[key] = value
@@ -1262,7 +1405,7 @@ def out_of_patience(args, rows):
     return since >= args.patience
 
 
-def print_recipe(args, model, data, sampler, epochs, folder):
+def print_recipe(args, model, data, sampler, epochs):
     """What is going to run, before it runs: the data, the batches, and all flags."""
     part = 'validation' if args.fold else 'test'
     until = f' or until {args.patience} evaluations bring no gain' if args.fold else ''
@@ -1274,19 +1417,20 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, {test}\n'
           f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in kept(args, vars(args)).items()))
-    if data.name in DATASETS:
-        print(f'After a stop, this goes on: python {args.script}.py --resume {folder}')
-    else:
-        print(f'After a stop, this goes on: the flag --resume {folder}, and common.train with the same dataset')
 
 
-def show_row(row, rows, titles):
-    """Prints a row of the table, and before the first one its titles; '-' is what was not measured."""
+def show_row(args, data, folder, row, rows, titles):
+    """Prints a row of the table, '-' for what was not measured. Before the first one stand how the run goes on if it is
+    stopped, which it can from now on, and titles."""
     measured = [key for key in rows[-1] if key.startswith(('R@', 'MAP@R', 's+', 's-'))]
     columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
     columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
     columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
     if titles:
+        way = f'python {args.script}.py --resume {folder}'
+        if data.name not in DATASETS:
+            way = f'the flag --resume {folder}, and common.train with the same dataset'
+        print(f'After a stop, this goes on: {way}')
         print(' '.join(f'{title:>7}' for title, _, _ in columns))
     cells = ['-' if row.get(key) is None else format(row[key], form) for _, key, form in columns]
     show_progress(' '.join(f'{cell:>7}' for cell in cells), done=True)
@@ -1302,14 +1446,17 @@ def summary(args, data, folder, rows):
         return rows[-1]
     best = best_row(rows)
     row = best if args.fold else rows[-1]
-    if seen := set(data.train.classes) & set(data.query.classes):
-        new = f'{len(seen)} of its classes are in the training set as well, which flatters this number'
-    else:
-        new = 'none of these classes is in the training set'
+    new = ''
+    if seen := len(data.query.labels[~data.new(data.query)].unique()):
+        new = f'; {seen} of its classes are in the training set as well, which flatters this number'
+        if 'new_R@1' in row:
+            new += f': for images of the others, among themselves, it is {row["new_R@1"]:.1f}'
+    elif not data.twins():
+        new = '; none of these classes is in the training set'
         if args.weights != 'none' or data.train.vectors is not None:
             new += ', but the pretrained weights may have seen some'
     print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {"validation" if args.fold else "test"} images, the '
-          f'most similar other image shows the same class; {new}.\n'
+          f'most similar other image shows the same class{new}.\n'
           f'Before training it was {rows[0]["R@1"]:.1f}.')
     if args.fold:
         print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
@@ -1347,7 +1494,8 @@ def set_seed(seed, epoch=None):
 def trained_on(args, data):
     """What a checkpoint says of its images. classes are those that the network knows; those of the validation belong to
     them, because they choose the epoch."""
-    return dict(classes=data.train.classes + (data.query.classes if args.fold else []), images=len(data.train))
+    classes = data.train.classes + (data.query.classes if args.fold else [])
+    return dict(classes=[*map(nfc, classes)], images=len(data.train))
 
 
 def save_epoch(path, args, data, states, row, rows):
@@ -1358,15 +1506,15 @@ def save_epoch(path, args, data, states, row, rows):
 
 
 def begin(args, data):
-    """What `resume` returns, of a run that begins now"""
+    """What `resume` returns, of a run that begins now. Both set args.step, the steps of the run that are done."""
     args.dataset = data.name
     args.step = 0
-    return from_main_process(None if rank() else new_folder(args)), 0, [], time.time()
+    return 0, [], time.time()
 
 
 def resume(args, data, states, per_epoch, total):
-    """Loads the last checkpoint of a run into `states` and args.step -> its folder, the epoch to go on with, its rows,
-    and the time of its start, moved so that the minutes of a row leave out the pause."""
+    """Loads the last checkpoint of a run into `states` and args.step -> the epoch to go on with, its rows, and the time
+    of its start, moved so that the minutes of a row leave out the pause."""
     saved = read_checkpoint(args.resume / 'last.pt')
     if any(saved.get(name, value) != value for name, value in trained_on(args, data).items()):
         raise UsageError(f'{args.resume} was trained on other images than {args.data} holds; start a new run')
@@ -1388,7 +1536,7 @@ def resume(args, data, states, per_epoch, total):
     # With --eval-every 2, say, a run may have stopped after an epoch that was not evaluated. If --epochs makes this one
     # the last, it is evaluated now.
     first = epoch if done == total and evaluated < epoch else epoch + 1
-    return args.resume, first, rows, began
+    return first, rows, began
 
 
 def write_log(folder, rows):
@@ -1413,6 +1561,7 @@ def save_checkpoint(path, args, model, **more):
     versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
         torch.save(dict(script=args.script, args=kept(args, vars(args)), defaults=kept(args, args.defaults),
+                        data=str(Path(args.data).expanduser().resolve()),
                         seed=args.seed, versions=versions, embedder=model.config, model=model.state_dict(), **more),
                    file)
 
@@ -1432,6 +1581,10 @@ def read_checkpoint(path):
     if not (isinstance(saved, dict) and isinstance(saved.get('args'), dict)
             and {'script', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is no checkpoint of these scripts')
+    saved['classes'] = [*map(nfc, saved.get('classes', []))]
+    place = saved.get('data', '')                           # where it was, if what was typed leads elsewhere from here
+    if os.path.isdir(place) and place != str(Path(saved['args']['data']).expanduser().resolve()):
+        saved['args']['data'] = place
     return saved
 
 
@@ -1448,7 +1601,7 @@ def load_checkpoint(path, device='cpu', precision='auto'):
         model = Embedder(weights='none', precision=pick_precision(precision, device), **saved['embedder'])
         model.load_state_dict(saved['model'])
         model.args = saved['args']
-        model.classes = saved.get('classes', [])
+        model.classes = saved['classes']
         model.transform = transforms.Compose([
             to_rgb, transforms.Resize(model.args['resize']), transforms.CenterCrop(model.args['image_size']),
             transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
@@ -1577,11 +1730,14 @@ def written_whole(path):
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
+    except BrokenPipeError:                                 # of stdout, not of the file
+        raise
     except (OSError, RuntimeError) as error:                # torch.save reports a full disk as a RuntimeError
         if isinstance(error.__context__, KeyboardInterrupt):            # and Ctrl-C
             raise KeyboardInterrupt from None
         cause = str(error.__context__ or error).split('\n')[0]
-        raise UsageError(f'could not write {path}: {cause}; what stood there before is unharmed') from None
+        unharmed = '; what stood there before is unharmed' if path.exists() else ''
+        raise NotWritten(f'could not write {path}: {cause}{unharmed}') from None
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -2090,8 +2246,29 @@ class UsageError(ValueError):
     """A mistake in use. Its text says in one line what is wrong, where, and what to do."""
 
 
+class Unreadable(UsageError):
+    """Images that cannot be read, a sentence for each"""
+
+
+class NotWritten(UsageError):
+    """A file cannot be written: the disk is full, say."""
+
+
 class NotFinite(UsageError):
     """The loss, an embedding or a weight is NaN or infinite: the flags are legal, but training diverged."""
+
+
+def check_embeddings(query, query_labels, searched, searched_labels, itself):
+    """Raises UsageError if there is no query, or no image to search in beside the query itself (`itself` is 1 if it is
+    among those searched, else 0), if an embedding is NaN or infinite, or a label is no integer from 0 on."""
+    if len(query) == 0 or len(searched) <= itself:
+        raise UsageError(f'nothing to retrieve: {len(query)} queries, {len(searched)} images to search in')
+    for z, labels in ((query, query_labels), (searched, searched_labels)):
+        if not z.isfinite().all():
+            raise NotFinite('some embeddings are NaN or infinite; in training, a lower --lr may help')
+        if labels.is_floating_point() or labels.shape != z.shape[:1] or labels.min() < 0:
+            raise UsageError(f'labels are {len(z)} integers from 0 on, one for each embedding, and these are '
+                             f'{labels.dtype} {tuple(labels.shape)}')
 
 
 def failure(error):
@@ -2111,6 +2288,7 @@ def failure(error):
 def cli(main):
     """Runs a script from the shell. A mistake in use, or a failure of the machine, ends in one line and exit code 2,
     Ctrl-C in exit code 130. Anything else is a bug, and keeps its traceback."""
+    sys.stdout = sys.stdout or open(os.devnull, 'w')        # where the shell has closed it
     sys.stdout.reconfigure(errors='replace')                # a terminal that lacks a letter must not end a run
     try:
         main()

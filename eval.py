@@ -3,11 +3,13 @@
 The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
 Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
 
-Of a folder, all classes are evaluated except those that the networks were trained or validated on, whose names the
-checkpoints hold. If it has train/ and test/ (or val/), only test/ is evaluated; if it has query/ and gallery/, the
-images of query/ are searched in gallery/. If these hold no other classes than those of the training, they are evaluated
-all the same, with a warning and "seen": true in the last line. Of images that are in no folders of classes, nothing
-can be measured, but --query searches them, and --embed embeds them.
+If a folder has train/ and test/ (or val/), all of test/ is evaluated; if it has query/ and gallery/, the images of
+query/ are searched in gallery/. Where the networks were trained or validated on some of these classes, whose names the
+checkpoints hold, new_R@1 and so on are of the queries of other classes, searched in images of other classes; where on
+all, there is a warning, and "seen": true in the last line. Of a folder without such parts, the classes of the training
+are left out. --query searches all images of a folder, those of train/ included; where there is a gallery/, only those.
+Of images that are in no folders of classes, nothing can be measured, but --query searches them, and --embed embeds
+them.
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
 95 % confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
@@ -43,6 +45,7 @@ Run
 import hashlib
 import json
 import os
+import sys
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -204,6 +207,13 @@ def draw_queries(path, data, z, gallery, top, hardest):
 
 def read_photos(paths, side, image_size):
     """The photos of --query as Images, shorter side `side`"""
+    for path in paths:
+        if str(path).startswith(('http:/', 'https:/')):     # Path makes one slash of two
+            raise common.UsageError(f'--query takes files, and {path} is on the web: fetch it first')
+        if path.is_dir():
+            raise common.UsageError(f'--query takes photos, and {path} is a folder: take {path}/*.jpg, for example')
+        if not path.exists():
+            raise common.UsageError(f'--query: there is no file {path}')
     pixels = [common.read_image(path, side) for path in paths]
     return common.Images(pixels, torch.zeros(len(paths)), image_size, classes=['photo'], paths=paths)
 
@@ -217,11 +227,16 @@ def embed_once(model, images):
     for weight in model.state_dict().values():
         key.update(weight.cpu().numpy().tobytes())
     file = images.file.with_name(f'{images.file.stem}-embedded-{key.hexdigest()[:16]}.npy')
-    if not file.exists():
+    if file.exists():
+        with common.distrusting(file):
+            return torch.from_numpy(np.load(file))
+    z = common.embed(model, images)
+    try:
         with common.written_whole(file) as out:
-            np.save(out, common.embed(model, images).numpy())
-    with common.distrusting(file):
-        return torch.from_numpy(np.load(file))
+            np.save(out, z.numpy())
+    except common.NotWritten as error:
+        print(f'warning: {error}; so the next search embeds again: take another --cache', file=sys.stderr)
+    return z
 
 
 def search(args, model, photos, images, path):
@@ -407,9 +422,13 @@ def place_of_test_set(args, trainings):
     if dataset in ('folder', 'vectors') and not args.data and len(folders) > 1:
         raise common.UsageError(f'the training images were in {" and ".join(folders)}: name the folder to evaluate '
                                 'with --data')
-    folder = args.data or trainings[0].get('data')
+    folder = args.data or folders[0]
     if args.download:
         common.download(dataset, folder)
+    if dataset != 'shapes' and not args.data:
+        if not Path(folder).expanduser().is_dir():
+            raise common.UsageError(f'the training images were in {folder}, which is not there: moved? pass --data NEW')
+        print(f'images: {folder}, as in the training')
     return dataset, folder
 
 
@@ -419,7 +438,7 @@ def load_training_set(args, model):
     folder = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
     training = common.load_dataset(trained['dataset'], folder, trained['resize'], trained['image_size'], args.cache,
                                    fold=trained.get('fold'), only='train', measured=False).train
-    if new := set(training.classes) - set(model.classes):
+    if new := {*map(common.nfc, training.classes)} - {*model.classes}:
         raise common.UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
                                 f'of its training set are new to the network, among them {min(new)}')
     return training
@@ -442,6 +461,9 @@ def evaluate_one(args):
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
+    if (dataset == 'vectors') != (model.config['arch'] == 'none'):
+        raise common.UsageError(f'{path} was trained on {model.args["dataset"]}: a network for stored vectors takes no '
+                                'images, and one for images takes no vectors')
     if dataset == 'vectors':
         common.refuse(args, common.marked(args, 'images'), '--dataset vectors, which has no images and no trunk')
     sizes = model.args['resize'], model.args['image_size']
@@ -449,7 +471,8 @@ def evaluate_one(args):
     if args.query:
         photos = read_photos(args.query, *sizes)            # before the folder, which may take long
         # What a photo is searched in need not be new to the network, nor sorted into classes.
-        images = load(known=(), measured=False).gallery
+        images = load(known=(), only='gallery', measured=False).gallery
+        print(f'searched are all {len(images):,} images of {os.path.commonpath(images.paths.tolist())}')
         return search(args, model, photos, images, args.sheet or common.best_of(path).parent / 'query.png')
     data = load(known=model.classes, measured=not args.embed)
     measured = len(data.query.classes) > 1                  # else, only --embed comes here
@@ -457,9 +480,13 @@ def evaluate_one(args):
         common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')
     training = load_training_set(args, model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
-    result = dict(checkpoint=str(path), dataset=dataset) | (dict(seen=True) if data.seen else {})
+    result = dict(checkpoint=str(path), dataset=dataset)
     if measured:
         result |= measure(model, data, z, gallery, training)
+        if not data.new(data.query).any():
+            print(f'warning: {folder}: all {len(data.query.classes)} classes to evaluate were in the training set, '
+                  'which flatters the result', file=sys.stderr)
+            result['seen'] = True
     if args.embed:
         save_embeddings(args.embed, data, z, gallery)
     if args.sheet:
@@ -478,6 +505,8 @@ def measure(model, data, z, gallery, training):
         print(f'{name:>17} {value:8}' if isinstance(value, int) else f'{name:>17} {value:8.3f}')
     if 'unmatched' in metrics:
         print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
+    if 'new_R@1' in metrics:
+        print('new_: queries of classes that were not in the training set, searched in images of such classes')
     return metrics
 
 

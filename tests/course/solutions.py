@@ -449,8 +449,8 @@ WRONG['retrieval_metrics'] = {
                                       'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'),
     'nothing to retrieve is no error': (
         'len(query) == 0 or len(searched) <= itself', 'False'),
-    'NaN is no error': ('not (query.isfinite().all() and searched.isfinite().all())', 'False'),
-    'NaN in the gallery is no error': (' and searched.isfinite().all()', ''),
+    'NaN is no error': ('not z.isfinite().all()', 'False'),
+    'NaN in the gallery is no error': (', (searched, searched_labels))', ',)'),
     'precision where there is no match': ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),

@@ -67,7 +67,11 @@ def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, 
     assert result['R@1'] == row['R@1'] and len(np.load('x.npz')['labels']) == 9 and (tmp_path / 'sheet.png').exists()
     draw_folder(tmp_path / f'x/{side}', 'de', per_class=3, seed=2)
     result = evaluation.main([*FP32, '--embed', 'x.npz'])
-    assert 'seen' not in result and np.load('x.npz')['classes'].tolist() == ['d', 'e']
+    assert 'seen' not in result and np.load('x.npz')['classes'].tolist() == list('abcde')
+    arrays = np.load('x.npz')
+    new = torch.from_numpy(arrays['labels'] > 2)
+    alone = common.retrieval_metrics(*(torch.from_numpy(arrays[key])[new] for key in ('embeddings', 'labels')))
+    assert {key: result[f'new_{key}'] for key in alone} == alone and 0 < alone['R@1'] <= 100
 
 
 def test_another_dataset_needs_its_folder_and_a_drawn_one_has_none(run, small):

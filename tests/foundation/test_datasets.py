@@ -123,7 +123,7 @@ def test_the_real_annotations_have_the_published_counts(monkeypatch, name, file)
     if not (REAL_DATA / name / file).exists():
         pytest.skip(f'{REAL_DATA / name / file} is not there')
     monkeypatch.setattr(common.os.path, 'isfile', lambda path: True)            # as if the images were there
-    assert common.list_images(name, REAL_DATA / name).keys() == {'train', 'query'}
+    assert common.list_images(name, REAL_DATA / name)[0].keys() == {'train', 'query'}
 
 
 @pytest.mark.parametrize('name', ['cub', 'cars', 'sop', 'inshop', 'folder'])
@@ -155,8 +155,10 @@ def names(rows):
     ('a b c d e', 'a b', 'c d e'), ('train/x train/y test/a test/b', 'x y', 'a b'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'x y', 'a b'), ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'),
     ('train/x test/a test/b', '', 'the training set needs 2 classes'),
-    ('train/x train/y test/a', '', 'the test set needs 2 classes'), ('a b c', '', 'the training set needs 2 classes'),
-    ('Train/x Train/y valid/x valid/y', '', 'train/ holds classes, and of the other folders none is'),
+    ('train/x train/y test/a', '', 'the test set needs 2 classes'),
+    ('a b c', '', 'there are 3 classes, and without train/ and test/ at least 4 are needed'),
+    ('Training/x Training/y valid/a valid/b', 'x y', 'a b'),
+    ('Train/x Train/y others/x others/y', '', '.*/Train has the name of a part, and 2 classes in it'),
     ('train/x', '', 'the training set needs 2 classes'), ('train/x train/y test', '', 'the test set needs 2 classes')])
 def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
@@ -167,7 +169,7 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
     shutil.copy(first / '0.jpg', tmp_path / 'sheet.jpg')                        # as eval.py may draw one
     root = tmp_path / '..' / tmp_path.name                                      # as in --data ../photos
     if train:
-        splits = common.list_images('folder', root)
+        splits = common.list_images('folder', root)[0]
         assert names(splits['train'])[::2] == train.split() and names(splits['query'])[::2] == test.split()
     else:
         with pytest.raises(UsageError, match=f'folder cannot be loaded: {test}'):
@@ -197,7 +199,7 @@ def listed(tmp_path):
 
     def listed(text, **options):
         (tmp_path / 'files.txt').write_text(text, encoding='utf-8')
-        return common.list_images('folder', tmp_path, **options)
+        return common.list_images('folder', tmp_path, **options)[0]
     return listed
 
 
@@ -232,14 +234,14 @@ def test_a_folder_with_train_alone_has_no_test_set(tmp_path):
     (tmp_path / '.hidden').mkdir()
     load = partial(common.load_dataset, 'folder', tmp_path, 16, 16, tmp_path.with_name('cache'))
     data = load()
-    assert data.train.classes == list('abcd') and data.query is data.gallery is None and data.seen is False
+    assert data.train.classes == list('abcd') and data.query is data.gallery is None and not data.new(data.train).any()
     data = load(fold='0/2')
     assert data.train.classes == ['c', 'd'] and data.query.classes == ['a', 'b']
     assert load(known=['a', 'z']).query.classes == ['b', 'c', 'd'] and load(known=()).query.classes == list('abcd')
     with pytest.raises(UsageError, match='all its classes were in the training set'):
         load(known=list('abcd'))
     data = load(known=list('abcd'), measured=False)
-    assert data.query.classes == list('abcd') and data.seen is True
+    assert data.query.classes == list('abcd') and not data.new(data.query).any()
 
 
 def test_folder_with_query_and_gallery(tmp_path):
@@ -258,17 +260,17 @@ def test_folder_with_query_and_gallery(tmp_path):
 def test_classes_that_a_network_has_seen_are_left_out_of_a_folder(tmp_path, capsys):
     """Without train/ and test/ all other classes are the test set; with them, what test/ has beside."""
     draw_folder(tmp_path / 'flat', 'abcde', per_class=1)
-    splits = common.list_images('folder', tmp_path / 'flat', known=['a', 'd', 'z'])
+    splits = common.list_images('folder', tmp_path / 'flat', known=['a', 'd', 'z'])[0]
     assert names(splits['query']) == ['b', 'c', 'e'] and 'train' not in splits
     assert '2 classes were in the training set' in capsys.readouterr().out
-    assert names(common.list_images('folder', tmp_path / 'flat', known=[])['query']) == list('abcde')
+    assert names(common.list_images('folder', tmp_path / 'flat', known=[])[0]['query']) == list('abcde')
     with pytest.raises(UsageError, match='the test set needs 2 classes or more, and has 1'):
         common.list_images('folder', tmp_path / 'flat', known=['a', 'b', 'c', 'd'])
     with pytest.raises(UsageError, match='all its classes were in the training set, .* lie in test/ or val/'):
         common.list_images('folder', tmp_path / 'flat', known=list('abcde'))
     draw_folder(tmp_path / 'split/train', 'ab', per_class=1)
     draw_folder(tmp_path / 'split/test', 'bcd', per_class=1)
-    assert names(common.list_images('folder', tmp_path / 'split', known=['a', 'b'])['query']) == ['c', 'd']
+    assert names(common.list_images('folder', tmp_path / 'split', known=['a', 'b'])[0]['query']) == ['b', 'c', 'd']
     common.list_images('folder', tmp_path / 'split')
     assert '1 classes are in the training set and in the test set, the first is b' in capsys.readouterr().err
 
@@ -300,14 +302,15 @@ def test_copies_of_test_images_are_warned_about(tmp_path, capsys):
 
 
 def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
-    draw_folder(tmp_path / 'x', ['a', 'b', 'c', '.ipynb_checkpoints'], per_class=1)
+    draw_folder(tmp_path / 'x', ['a', 'b', 'c', '.ipynb_checkpoints'], per_class=2)
     (tmp_path / 'x/b/up').symlink_to(tmp_path / 'x')
-    (tmp_path / 'x/linked').symlink_to(draw_folder(tmp_path / 'y', ['e'], per_class=1, seed=1))
+    (tmp_path / 'x/linked').symlink_to(draw_folder(tmp_path / 'y', ['e'], per_class=2, seed=1))
     os.mkfifo(tmp_path / 'x/a/pipe.jpg')
     (tmp_path / 'x/a/folder.jpg').mkdir()
     (tmp_path / 'x/licence.txt').write_text('beside the classes')
-    splits = common.list_images('folder', tmp_path / 'x')
-    assert names(splits['train'] + splits['query']) == ['a', 'b', 'c', 'linked/e'] and capsys.readouterr().err == ''
+    splits = common.list_images('folder', tmp_path / 'x')[0]
+    assert names(splits['train'] + splits['query']) == ['a'] * 2 + ['b'] * 2 + ['c'] * 2 + ['linked/e'] * 2
+    assert capsys.readouterr().err == ''
     (tmp_path / 'x/phone').mkdir()
     (tmp_path / 'x/phone/1.heic').write_bytes(b'a kind that PIL does not read')
     common.list_images('folder', tmp_path / 'x')
@@ -317,7 +320,7 @@ def test_hidden_folders_links_and_pipes_are_no_classes(tmp_path, capsys):
         (tmp_path / 'x/a' / name).write_bytes(b'of another kind')
     common.list_images('folder', tmp_path / 'x')
     warning, = capsys.readouterr().err.splitlines()
-    assert f'{tmp_path / "x"}: 3 files are of kinds that are not read (2 .heic, 1 .gif), the first is' in warning
+    assert f'{tmp_path / "x"}: 3 files are not read (2 .heic, 1 .gif), the first is' in warning
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
@@ -329,7 +332,7 @@ def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, mon
             folders.sort(reverse=True)
             yield folder, folders, sorted(files, reverse=True)
     monkeypatch.setattr(os, 'walk', backwards)
-    splits = common.list_images('folder', tmp_path)
+    splits = common.list_images('folder', tmp_path)[0]
     assert names(splits['train'] + splits['query']) == ['a'] * 3 + ['a/link'] * 3 + ['b'] * 3 + ['c'] * 3
     assert [row[0].split('/')[-1] for row in splits['train']] == ['0.jpg', '1.jpg', '2.jpg'] * 2
 
@@ -340,7 +343,7 @@ def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, mon
     (None, None, (256, 224)), (None, 112, (128, 112)), (300, None, (300, 224)), (300, 200, (300, 200))])
 def test_the_stored_size_follows_the_crop_and_never_the_reverse(monkeypatch, resize, image_size, expected):
     rows = dict(train=[('x', 'a', None)], query=[('x', 'b', None)])
-    monkeypatch.setattr(common, 'list_images', lambda *_, **__: rows)
+    monkeypatch.setattr(common, 'list_images', lambda *_, **__: (rows, True))
     monkeypatch.setattr(common, 'decode', lambda paths, side, *rest: ([np.empty((side, side, 3))], None, None))
     train = common.load_dataset('cub', 'x', resize, image_size).train
     assert (len(train[0]), train.image_size) == expected
@@ -404,5 +407,5 @@ def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
     assert train_ms.main([*flags, '--fold', '1/3', '--name', 'fold'])['epoch'] == 1
     saved = common.read_checkpoint('runs/fold')
     assert saved['classes'] == list('abefcd'), 'validation classes have been seen as well'
-    with pytest.raises(UsageError, match='18 of 18 images of folder query cannot be read'):
+    with pytest.raises(UsageError, match='18 of 36 images cannot be read'):
         train_ms.main(flags)

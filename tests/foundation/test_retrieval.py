@@ -1,7 +1,6 @@
 """common.retrieval_metrics and what an evaluation reads, against worked numbers and the Reality Check's Table 3."""
 import math
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -208,7 +207,7 @@ def test_evaluate_searches_the_gallery_and_not_the_queries():
     """Two queries of different classes: in each other they find nothing, in the gallery each its own colour."""
     red, green, blue = (220, 20, 20), (20, 220, 20), (20, 20, 220)
     query, gallery = coloured([red, green], [0, 1]), coloured([blue, green, red], [2, 1, 0])
-    data = SimpleNamespace(ks=(1, 10, 50), query=query, gallery=gallery)
+    data = common.Dataset('colours', query=query, gallery=gallery, ks=(1, 10, 50))
     row = common.evaluate(MeanColour(1, 1), data)
     assert [row[f'R@{k}'] for k in data.ks] == [100] * 3 and row['MAP@R'] == 100
     data.query = coloured([red, blue], [0, 1])                           # the second finds its class last

@@ -78,17 +78,17 @@ def test_a_gallery_a_single_file_and_folds(tmp_path):
 
 
 @pytest.mark.parametrize('changed, message', [
-    (dict(embeddings=np.full((20, 6), np.nan)), 'test.npz cannot be used.* it needs N finite embeddings'),
-    (dict(embeddings=np.full((20, 6), 1e30)), 'it needs N finite embeddings'),      # their squares are infinite
-    (dict(embeddings=np.zeros((20, 6))), 'it needs N finite embeddings'),
-    (dict(embeddings=np.ones((20, 6, 1))), 'it needs N finite embeddings'),
-    (dict(embeddings=np.ones((19, 6))), 'it needs N finite embeddings'),
-    (dict(embeddings=np.ones((21, 6))), 'it needs N finite embeddings'),
-    (dict(paths=np.array(['x'] * 21)), 'it needs N finite embeddings'),
-    (dict(labels=np.array([-1, 1] * 10)), 'it needs N .* labels .N,.'),
-    (dict(labels=np.array([[0, 1]] * 10)), 'it needs N .* labels .N,.'),
-    (dict(labels=np.array([0, 4] * 10)), 'test.npz cannot be used.* index 4 is out of bounds'),
-    (dict(labels=np.array(list('abcd') * 5)), 'test.npz cannot be used.* arrays used as indices'),
+    (dict(embeddings=np.full((20, 6), np.nan)), 'test.npz cannot be used.* some embeddings are NaN or infinite'),
+    (dict(embeddings=np.full((20, 6), 1e30)), 'some embeddings are NaN or infinite'),      # their squares are infinite
+    (dict(embeddings=np.zeros((20, 6))), 'or all are 0'),
+    (dict(embeddings=np.ones((20, 6, 1))), 'embeddings .20, 6, 1., int64 labels .20,., paths'),
+    (dict(embeddings=np.ones((19, 6))), 'embeddings .19, 6., int64 labels .20,.'),
+    (dict(embeddings=np.ones((21, 6))), 'embeddings .21, 6., int64 labels .20,.'),
+    (dict(paths=np.array(['x'] * 21)), 'labels .20,., paths .21,.'),
+    (dict(labels=np.array([-1, 1] * 10)), 'labels are from -1 to 1, and should be places'),
+    (dict(labels=np.array([[0, 1]] * 10)), 'int64 labels .10, 2.'),
+    (dict(labels=np.array([0, 4] * 10)), 'test.npz cannot be .* labels are from 0 to 4, .* places in .* from 0 to 3'),
+    (dict(labels=np.array(list('abcd') * 5)), 'labels that are integers, .* these are .* <U1 labels'),
     (dict(gallery_labels=np.zeros(20, int)), 'it has a gallery, which should lie in gallery.npz'),
     (dict(labels=np.zeros(20, int)), 'the test set needs 2 classes or more, and has 1'),
     (dict(classes=np.array(['x', None, 1, 2])), 'Object arrays cannot be loaded')])
@@ -107,6 +107,9 @@ def test_names_of_files_and_classes(vectors):
     np.savez(vectors / 'Train.npz', **arrays | dict(classes=np.arange(6)))
     assert load(vectors).train.classes == list('012345')
     (vectors / 'test.npz').unlink()
+    data = load(vectors)
+    assert data.train.classes == list('012345') and data.query is None, 'as a folder that has train/ alone'
+    (vectors / 'Train.npz').rename(vectors / 'x.npz')
     assert load(vectors).train.classes == list('012'), 'numbers are names, in a file that is split as well'
 
 
@@ -150,7 +153,7 @@ def test_any_module_makes_vectors_of_images(tmp_path, gallery, monkeypatch):
     common.save_vectors(tmp_path / 'half', data, made[0].numpy(), *[z.bfloat16() for z in made[1:]])
     assert torch.equal(load(tmp_path / 'half').query.vectors, made[1].bfloat16().float())
     others = made[:2] if gallery else [*made, made[1]]
-    with pytest.raises(UsageError, match='needs the vectors of data.gallery if it is not data.query'):
+    with pytest.raises(UsageError, match='needs .* those of data.gallery where it is not data.query'):
         common.save_vectors(tmp_path / 'other', data, *others)
 
 
@@ -200,9 +203,9 @@ def test_a_network_says_which_inputs_it_takes(run, small, vectors):
     with pytest.raises(UsageError, match='takes 6 channels .3 of images, or the length of stored vectors., and got 5'):
         evaluation.main(['--checkpoint', 'runs/head'])
     run(train_ms, '--name', 'trunk')
-    with pytest.raises(UsageError, match='takes 3 channels .* got 5'):
+    with pytest.raises(UsageError, match='runs/trunk was trained on folder: .* and one for images takes no vectors'):
         evaluation.main(['--checkpoint', 'runs/trunk', '--dataset', 'vectors', '--data', 'v'])
-    with pytest.raises(UsageError, match='takes 6 channels .* got 3'):
+    with pytest.raises(UsageError, match='runs/head was trained on vectors: a network for .* takes no images'):
         evaluation.main(['--checkpoint', 'runs/head', '--dataset', 'shapes'])
 
 

@@ -109,7 +109,7 @@ def folders():
         """Class names of the training set, those of the test set, and what is warned of"""
         with contextlib.redirect_stderr(io.StringIO()) as warnings:
             load()
-        rows = common.list_images('folder', 'x')
+        rows = common.list_images('folder', 'x')[0]
         return *(sorted({row[1] for row in rows[split]}) for split in ('train', 'query')), warnings.getvalue()
     ignored = [(draw, name) for name in ('.ipynb_checkpoints', '.Trash', '.git/objects', 'a/.thumbnails')]
     strange = [(os.symlink, target, 'x/a/up') for target in ('.', '..', '../x', '../../')]
@@ -159,7 +159,7 @@ def annotations():
 
     def listed(name):
         with mock.patch.dict(common.DATASETS[name], counts=BENCHMARKS[name][-1]):
-            return len(common.list_images(name, 'd')['train'])
+            return len(common.list_images(name, 'd')[0]['train'])
     for name, (damage, (*change, said)) in product(BENCHMARKS, (HARMLESS | HARMFUL).items()):
         # In CUB the number decides the side, and the id, which a space would cut off, is no class.
         if name != 'cub' or damage not in ('class on both sides', 'spaces'):
