@@ -735,7 +735,7 @@ def read_decoded(file, number):
     length = number * STORED.itemsize                                    # of the table
     try:
         content = np.memmap(file, mode='c').view(np.ndarray)             # torch warns of arrays that are read-only
-    except (FileNotFoundError, ValueError):                              # none, or empty
+    except (OSError, ValueError):                                        # none, or empty
         return None
     if len(content) <= length:
         return None
@@ -859,7 +859,7 @@ def read_vectors(root):
     files = list(root.glob('[!.]*.npz'))
     parts = parts_among(files)
     if not parts and len(files) != 1:
-        raise ValueError(f'there are {len(files)} NPZ files, but not these')
+        raise ValueError(f'there are {len(files)} NPZ files, and none are train.npz and test.npz; .npy is not read')
     for part, path in (parts or dict(whole=files[0])).items():
         for row in vectors_in(path):
             yield part, *row
@@ -1075,6 +1075,11 @@ def list_images(name, root, known=None, fold=None, only=None, measured=True):
         parts = {}
         for part, *row in DATASETS[name]['read'](root):
             parts.setdefault(part, []).append(row)
+        for rows in parts.values():
+            spelled = {}
+            for _, class_, _ in rows:
+                if spelled.setdefault(nfc(class_), class_) != class_:
+                    raise ValueError(f'two classes are called {class_}, in letters that Unicode composes in two ways')
         divided = 'whole' not in parts
         own = 'counts' not in DATASETS[name]
         if not own:
@@ -1180,11 +1185,8 @@ def load_parts(name, parts, resize, image_size, cache):
         paths, names, extra = zip(*rows)
         # Query and gallery are numbered together.
         shared = rows if role == 'train' else parts.get('query', []) + parts.get('gallery', [])
-        classes = sorted({class_ for _, class_, _ in shared})
-        if len(classes) > len(classes_of(shared)):
-            raise UsageError('two classes have one name, in letters that Unicode composes in two ways: rename one of '
-                             + ' '.join(repr(c) for c in classes if sum(nfc(c) == nfc(other) for other in classes) > 1))
-        labels = places(names, classes)
+        classes = sorted({nfc(class_): class_ for _, class_, _ in shared}.values())
+        labels = places(map(nfc, names), map(nfc, classes))
         if name == 'vectors':
             loaded[role] = Images([], labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
             continue
@@ -2268,7 +2270,7 @@ def check_embeddings(query, query_labels, searched, searched_labels, itself):
             raise NotFinite('some embeddings are NaN or infinite; in training, a lower --lr may help')
         if labels.is_floating_point() or labels.shape != z.shape[:1] or labels.min() < 0:
             raise UsageError(f'labels are {len(z)} integers from 0 on, one for each embedding, and these are '
-                             f'{labels.dtype} {tuple(labels.shape)}')
+                             f'{labels.dtype} {tuple(labels.shape)}, the first is {labels.flatten()[:1].tolist()}')
 
 
 def failure(error):

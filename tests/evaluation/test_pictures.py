@@ -1,5 +1,6 @@
 """eval.py: sheets of queries, searching a photo, and saved embeddings."""
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,6 +164,27 @@ def test_kept_embeddings_are_those_of_this_crop_precision_and_network(small, fol
     monkeypatch.setattr(common, 'embed', lambda *_: first + 1)
     change(model, images)
     assert torch.equal(evaluation.embed_once(model, images), first + 1)
+
+
+def test_a_photo_is_searched_in_the_whole_folder_or_in_its_gallery(run, small, folder, tmp_path, capsys):
+    run(train_ms, '--name', 'mine')
+    photo = str(folder / 'train/bird0/0.jpg')
+    flags = ['--checkpoint', 'runs/mine', '--query', photo, '--top', '99', *EVAL]
+    assert len(evaluation.main(flags)['nearest']) == 45 and 'searched are all 46 images' in capsys.readouterr().out
+    for name in ('query', 'gallery'):
+        shutil.copytree(folder / 'test', tmp_path / 'shop' / name)
+    shutil.copytree(folder / 'train', tmp_path / 'shop/train')
+    assert len(evaluation.main([*flags, '--data', 'shop'])['nearest']) == 16
+    assert f'searched are all 16 images of {"shop/gallery"}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('name, message', [
+    ('https://example.org/a.jpg', 'is on the web'), ('photos', 'is a folder'), ('typo.jpg', 'there is no file')])
+def test_what_is_no_photo_has_a_sentence_of_its_own(tmp_path, name, message):
+    (tmp_path / 'photos').mkdir()
+    path = Path(name) if ':' in name else tmp_path / name
+    with pytest.raises(common.UsageError, match=message):
+        evaluation.read_photos([path], 32, 32)
 
 
 def test_a_photo_that_cannot_be_read_costs_no_decoding(run, small, folder, tmp_path):

@@ -74,6 +74,31 @@ def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, 
     assert {key: result[f'new_{key}'] for key in alone} == alone and 0 < alone['R@1'] <= 100
 
 
+def test_the_images_are_found_where_they_were_and_a_move_is_named(run, small, folder, tmp_path, monkeypatch, capsys):
+    draw_folder(tmp_path / 'birds', 'abcd', per_class=4)
+    run(train_ms, '--data', 'birds', '--name', 'mine')
+    (tmp_path / 'sub').mkdir()
+    monkeypatch.chdir(tmp_path / 'sub')
+    evaluation.main(['--checkpoint', '../runs/mine', *EVAL])
+    assert f'images: {tmp_path}/birds, as in the training' in capsys.readouterr().out
+    (tmp_path / 'birds').rename(tmp_path / 'moved')
+    with pytest.raises(common.UsageError, match='were in birds, which is not there: moved. pass --data NEW'):
+        evaluation.main(['--checkpoint', '../runs/mine', *EVAL])
+    evaluation.main(['--checkpoint', '../runs/mine', '--data', '../moved', *EVAL])
+
+
+def test_a_test_set_that_is_partly_known_is_measured_twice_alike_in_run_and_evaluation(run, small, tmp_path, capsys):
+    draw_folder(tmp_path / 'x', [f'train/{c}' for c in 'abcd'] + [f'test/{c}' for c in 'cdefg'], per_class=4)
+    row = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
+    said = f'for images of the others, among themselves, it is {row["new_R@1"]:.1f}'
+    assert said in capsys.readouterr().out
+    result = evaluation.main(FP32)
+    out = capsys.readouterr().out
+    assert '20 queries of 5 classes' in out and 'new_: queries of classes that were not in the training set' in out
+    assert {key: row[key] for key in result if key in row} == {key: result[key] for key in result if key in row}
+    assert 'new_MAP@R' in row and 'seen' not in result
+
+
 def test_another_dataset_needs_its_folder_and_a_drawn_one_has_none(run, small):
     run(train_ms, '--name', 'mine')
     with pytest.raises(common.UsageError, match='training was on folder: .* --data'):

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import sys
+import unicodedata
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,7 +158,10 @@ def names(rows):
     ('train/x test/a test/b', '', 'the training set needs 2 classes'),
     ('train/x train/y test/a', '', 'the test set needs 2 classes'),
     ('a b c', '', 'there are 3 classes, and without train/ and test/ at least 4 are needed'),
-    ('Training/x Training/y valid/a valid/b', 'x y', 'a b'),
+    ('Training/x Training/y valid/a valid/b', 'x y', 'a b'), ('train a b c', 'a b', 'c train'),
+    ('shop/train/x shop/train/y shop/test/a shop/test/b', '', '.*shop/test has the name of a part.* --data .*/shop?'),
+    ('train/x train/y training/z', '', 'train.* are both train'),
+    ('test/a test/b', '', '.* did you mean --data .*/test?'),
     ('Train/x Train/y others/x others/y', '', '.*/Train has the name of a part, and 2 classes in it'),
     ('train/x', '', 'the training set needs 2 classes'), ('train/x train/y test', '', 'the test set needs 2 classes')])
 def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
@@ -273,6 +277,58 @@ def test_classes_that_a_network_has_seen_are_left_out_of_a_folder(tmp_path, caps
     assert names(common.list_images('folder', tmp_path / 'split', known=['a', 'b'])[0]['query']) == ['b', 'c', 'd']
     common.list_images('folder', tmp_path / 'split')
     assert '1 classes are in the training set and in the test set, the first is b' in capsys.readouterr().err
+
+
+def test_what_is_not_read_is_named(tmp_path, capsys, monkeypatch):
+    draw_folder(tmp_path, ['train/x', 'train/y', 'test/x', 'test/y', 'valid/x', 'valid/y'], per_class=2)
+    (tmp_path / 'test/x/lost.jpg').symlink_to(tmp_path / 'nowhere.jpg')
+
+    def closed(folder, walk=os.walk, onerror=None, **options):
+        if folder == tmp_path / 'test':
+            onerror(PermissionError(13, 'Permission denied', f'{folder}/secret'))
+        return walk(folder, onerror=onerror, **options)
+    monkeypatch.setattr(os, 'walk', closed)
+    common.list_images('folder', tmp_path)
+    captured = capsys.readouterr()
+    assert f'{tmp_path}/valid is not read' in captured.out
+    assert '2 files are not read (1 folders that cannot be opened, 1 dead links), the first is' in captured.err
+
+
+def test_classes_that_may_be_the_same_are_not_called_new(run, small, tmp_path, capsys):
+    """Of two markets' apples nobody said that they are two classes, as train/ and test/ would have."""
+    for root in ('whole', 'split'):
+        parts = ('a', 'b') if root == 'whole' else ('train/a', 'test/b')
+        draw_folder(tmp_path / root, [f'{part}/{name}' for part in parts for name in ('apple', 'pear')], per_class=4)
+        run(train_ms, '--data', root, '--name', root)
+        captured = capsys.readouterr()
+        assert ('2 classes of either half have one name' in captured.err) == (root == 'whole')
+        assert ('none of these classes is in the training set' in captured.out) == (root == 'split')
+
+
+def test_classes_are_one_however_unicode_composes_their_letters(run, small, tmp_path, capsys):
+    """A Mac may write an o and two dots. Its checkpoint knows the class of this name on Linux."""
+    composed, apart = (unicodedata.normalize(form, 'Möwe') for form in ('NFC', 'NFD'))
+    assert composed != apart
+    draw_folder(tmp_path / 'mac', [apart, 'Auto', 'Z', 'z'], per_class=4)
+    draw_folder(tmp_path / 'linux', [composed, 'Auto', 'Z', 'z'], per_class=4, seed=1)
+    run(train_ms, '--data', 'mac', '--name', 'x')
+    data = common.load_dataset('folder', 'linux', 40, 32, known=common.load_checkpoint('runs/x').classes)
+    assert data.query.classes == ['Z', 'z'] and common.load_dataset('folder', 'mac', 40, 32).train.classes[1] == apart
+    draw_folder(tmp_path / 'linux', [apart], per_class=4, seed=1)
+    with pytest.raises(UsageError, match='two classes are called Mö?o?.*we, in letters'):
+        common.load_dataset('folder', 'linux', 40, 32)
+    draw_folder(tmp_path / 'shop', [f'query/{apart}', 'query/a', f'gallery/{composed}', 'gallery/b'], per_class=2)
+    data = common.load_dataset('folder', 'shop', 40, 32)
+    assert data.query.labels.tolist() == [0, 0, 1, 1] and data.gallery.labels.tolist() == [0, 0, 2, 2]
+
+
+def test_classes_of_one_image_are_said_to_measure_nothing(tmp_path, capsys):
+    draw_folder(tmp_path, 'abcdef', per_class=1)
+    common.list_images('folder', tmp_path)
+    assert 'nothing can be measured' in capsys.readouterr().err
+    draw_folder(tmp_path / 'shop', ['query/a', 'query/b', 'gallery/c'], per_class=2)
+    common.list_images('folder', tmp_path / 'shop')
+    assert 'nothing can be measured' in capsys.readouterr().err
 
 
 def test_copies_of_test_images_are_warned_about(tmp_path, capsys):

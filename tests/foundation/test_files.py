@@ -122,6 +122,17 @@ def test_ctrl_c_while_a_file_is_written_is_ctrl_c(tmp_path, error):
     assert (tmp_path / 'old').read_text() == 'precious' and not list(tmp_path.glob('*.tmp'))
 
 
+def test_a_reader_of_stdout_that_leaves_is_no_fault_of_the_file(tmp_path):
+    with pytest.raises(BrokenPipeError), common.written_whole(tmp_path / 'x'):
+        raise BrokenPipeError
+
+
+def test_a_closed_stdout_ends_no_run(monkeypatch):
+    monkeypatch.setattr(sys, 'stdout', None)
+    common.cli(lambda: print('nobody reads this'))
+    assert sys.stdout.name == os.devnull
+
+
 def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next_that_writes_it(tmp_path):
     """But not what a living process still writes, or one of another machine, and nothing of other files."""
     gone = subprocess.Popen([sys.executable, '-c', ''])

@@ -69,6 +69,17 @@ def test_all_files_that_cannot_be_read_are_named_at_once(tmp_path, capsys):
     assert len(common.decode(sorted((tmp_path / 'x').rglob('*.jpg')), 8, 'photos', tmp_path / 'cache')[1]) == 13
 
 
+def test_a_cache_that_cannot_be_written_costs_time_and_no_result(tmp_path, capsys):
+    draw_folder(tmp_path / 'x', 'abcd', per_class=2)
+    (tmp_path / 'file').write_text('no folder')
+    bad, good = (common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / name) for name in ('file/x', 'cache'))
+    for ours, theirs in ((bad.train, good.train), (bad.query, good.query)):
+        assert all(map(np.array_equal, ours.pixels, theirs.pixels)) and ours.digests.tolist() == theirs.digests.tolist()
+        assert ours.file is None
+    err = capsys.readouterr().err
+    assert err.count('warning: could not write') == 2 and 'take another --cache' in err and 'unharmed' not in err
+
+
 def test_more_images_than_are_decoded_at_a_time_keep_their_order(tmp_path):
     """More than 512, each of a colour of its own"""
     paths = [tmp_path / f'{i}.ppm' for i in range(1030)]

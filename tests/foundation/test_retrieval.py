@@ -190,6 +190,15 @@ def test_mean_similarities_by_hand():
     assert common.mean_similarities(z, torch.zeros(3, dtype=torch.long)) == (pytest.approx(1 / 6), None)
 
 
+def test_labels_are_integers_from_0_on():
+    z = torch.eye(3)
+    for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([-1, 0, 0]), torch.tensor([0, 1])):
+        with pytest.raises(common.UsageError, match='labels are 3 integers from 0 on'):
+            common.retrieval_metrics(z, labels)
+        with pytest.raises(common.UsageError, match='labels are 3 integers from 0 on'):
+            common.retrieval_metrics(z, torch.tensor([0, 0, 1]), z, labels)
+
+
 # ---- evaluation of a network
 
 def coloured(colours, labels):

@@ -3,7 +3,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +53,37 @@ def test_default_names_count_up_and_any_other_is_that_of_a_new_folder(run, small
         message = 'exists already' if name == 'ms-folder-1' else '--name .* is not the name of one folder'
         with pytest.raises(UsageError, match=message):
             run(train_ms, '--name', name)
+
+
+def test_a_folder_belongs_to_one_run(run, small, capsys, monkeypatch):
+    """Of two starts at once the second ends in one line; what a killed run held is free again."""
+    holds = 'import common, sys, time; from pathlib import Path; sys.stdout.reconfigure(line_buffering=True)\n'
+    holds += 'with common.held(Path("runs/mine")): print("held"); time.sleep(600)'
+    os.makedirs('runs/mine')
+    other = subprocess.Popen([sys.executable, '-c', holds], stdout=subprocess.PIPE, env=os.environ
+                             | dict(PYTHONPATH=str(Path(common.__file__).parent)))
+    assert other.stdout.readline() == b'held\n'
+    for flags in ('--name', 'mine'), ('--resume', 'runs/first'):
+        if '--resume' in flags:
+            run(train_ms, '--name', 'first')
+            os.rename('runs/first/last.pt', 'runs/mine/last.pt')
+            flags = '--resume', 'runs/mine'
+        with pytest.raises(UsageError, match='runs/mine belongs to a run that is going on'):
+            train_ms.main([*flags]) if '--resume' in flags else run(train_ms, *flags)
+    other.kill()
+    other.wait()
+    os.remove('runs/mine/last.pt')
+    capsys.readouterr()
+
+    def fails(*_):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(common, 'evaluate', fails)
+        with pytest.raises(KeyboardInterrupt):
+            run(train_ms, '--name', 'mine')
+    assert 'After a stop' not in capsys.readouterr().out, 'there is nothing to go on with'
+    assert run(train_ms, '--name', 'mine')['epoch'] == 1, 'a folder without a checkpoint is taken over'
+    assert 'After a stop, this goes on: python train_ms.py --resume runs/mine\n' in capsys.readouterr().out
 
 
 # ---- what is printed

@@ -1,6 +1,7 @@
 """--dataset vectors: the features of any network, from NPZ files, through a head alone."""
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -155,6 +156,26 @@ def test_any_module_makes_vectors_of_images(tmp_path, gallery, monkeypatch):
     others = made[:2] if gallery else [*made, made[1]]
     with pytest.raises(UsageError, match='needs .* those of data.gallery where it is not data.query'):
         common.save_vectors(tmp_path / 'other', data, *others)
+
+
+def test_vectors_that_do_not_fit_the_images_are_not_written(tmp_path):
+    draw_folder(tmp_path / 'x', ['train/a', 'train/b', 'test/a', 'test/c'], per_class=3)        # a trains and tests
+    data = common.load_dataset('folder', tmp_path / 'x', 20, 18, tmp_path / 'cache')
+    good = torch.rand(6, 4)
+    paths = data.train.paths, data.query.paths
+    for train, query, order, message in (
+            (good[:5], good, (), 'save_vectors, train: .* embeddings .5, 4.'), (good, good[:, 0], (), 'test: needed'),
+            (good, good / 0, (), 'test: some embeddings are NaN'), (good, None, (), 'needs those of data.query'),
+            (good, good, paths[::-1], 'train: the images are in another order')):
+        with pytest.raises(UsageError, match=message):
+            common.save_vectors(tmp_path / 'v', data, train, query, paths=order)
+        assert not (tmp_path / 'v').exists()
+    common.save_vectors(tmp_path / 'v', data, good, good, paths=paths)
+    assert load(tmp_path / 'v').query.classes == ['a', 'c'], 'with a warning, as of images'
+    shutil.rmtree(tmp_path / 'x/test')
+    data = common.load_dataset('folder', tmp_path / 'x', 20, 18, tmp_path / 'cache')
+    common.save_vectors(tmp_path / 'alone', data, good)
+    assert load(tmp_path / 'alone').query is None and len(load(tmp_path / 'alone').train) == 6
 
 
 # ---- the network
