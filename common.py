@@ -387,15 +387,14 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
 
 def ranked_hits(s, hit):
-    """Hits by their similarity, the largest first; of equal ones, non-matches first.  s, hit (b, k) -> (b, k)
-
-    Two stable sorts: the second keeps the order of the first wherever similarities are equal.
-    """
-    order = hit.int().argsort(dim=1, stable=True)                        # non-matches, then matches
-    s = s.gather(1, order)
-    hit = hit.gather(1, order)
-    order = s.argsort(dim=1, descending=True, stable=True)
-    return hit.gather(1, order)
+    """Hits in the order of s, which is sorted; of equal similarities, non-matches first.  s, hit (b, k) -> (b, k),
+    which is hit, changed in place"""
+    tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) rows that have equal ones: mostly few
+    # Two stable sorts: the second keeps the order of the first wherever similarities are equal.
+    order = hit[tied].int().argsort(dim=1, stable=True)                  # non-matches, then matches
+    by_s = s[tied].gather(1, order).argsort(dim=1, descending=True, stable=True)
+    hit[tied] = hit[tied].gather(1, order).gather(1, by_s)
+    return hit
 
 
 def precisions(hit, r):

@@ -443,8 +443,8 @@ WRONG['retrieval_metrics'] = {
         'for rows, s, index in k_nearest(query, searched, depth + itself):\n'
         '        s, index = s[:, itself:], index[:, itself:]'),
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
-    'ties as they come': ('return hit.gather(1, order)', 'return hit'),
-    'matches first': ('hit.int().argsort', '(~hit).int().argsort'),
+    'ties as they come': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', 'pass'),
+    'matches first': ('hit[tied].int().argsort', '(~hit[tied]).int().argsort'),
     'the query normalised in place': ('within = gallery is None',
                                       'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'),
     'nothing to retrieve is no error': (
