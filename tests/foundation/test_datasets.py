@@ -60,6 +60,7 @@ def test_official_formats(tmp_path, monkeypatch, name):
     assert {split: getattr(data, split).labels.tolist() for split in labels} == labels
     assert data.query.classes == data.gallery.classes == classes
     assert (data.gallery is data.query) == ('gallery' not in labels) and data.train[0].shape == (8, 10, 3)
+    assert data.ks == dict(sop=(1, 10, 100, 1000), inshop=(1, 10, 20, 30, 40, 50)).get(name, (1, 2, 4, 8))
     assert data.train.groups is None if name != 'sop' else data.train.groups.tolist() == [0, 3]
     monkeypatch.setitem(common.DATASETS[name], 'counts', dict(train=(9, 4)))
     with pytest.raises(UsageError, match=r'train has \(images, classes\) \(\d, \d\), expected are \(9, 4\)'):

@@ -207,6 +207,22 @@ def coloured(colours, labels):
     return common.Images(pixels, torch.tensor(labels), 8)
 
 
+@pytest.mark.parametrize('gallery', [False, True])
+def test_new_classes_are_measured_among_themselves(gallery):
+    """By hand, on the unit circle: two images of a known class are nearer to those of b than these to each other."""
+    z = on_circle(0, 20, 1, 100, 200, 210)
+    images = coloured([(0, 0, 0)] * 6, [1, 1, 0, 0, 2, 2])
+    images.classes = list('abc')
+    data = common.Dataset('circle', query=images, known=['a'])
+    if gallery:
+        data.gallery = coloured([(0, 0, 0)] * 6, [1, 1, 0, 0, 2, 2])
+        data.gallery.classes = list('abc')
+    row = common.score(data, z, on_circle(21, 40, 1, 22, 200, 210) if gallery else None)
+    assert row['R@1'] == pytest.approx(100 * (4 if gallery else 2) / 6) and row['new_R@1'] == 100
+    data.known = ['x']
+    assert 'new_R@1' not in common.score(data, z)
+
+
 class MeanColour(torch.nn.Linear):                          # of which only the device of the weights matters
     def forward(self, x):
         return x.mean(dim=(2, 3))
