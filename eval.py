@@ -157,6 +157,11 @@ ROWS = 8                                                    # queries on a sheet
 BORDER = 4                                                  # its width, in pixels
 
 
+def real(paths):
+    """The paths of files without links, an array (N,), so that one file has one path"""
+    return np.array([os.path.realpath(path) for path in paths])
+
+
 def draw_sheet(path, queries, gallery, rows, s, index, hit=None):
     """A PNG with a query in each row, and then its nearest images: green border if of its class, red if not. Prints
     the classes and paths of these images.
@@ -165,7 +170,7 @@ def draw_sheet(path, queries, gallery, rows, s, index, hit=None):
     s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; None: not known, no colours
     Raises UsageError where `path` is one of these images: a photo is never replaced.
     """
-    if path.exists() and path.resolve() in {Path(name).resolve() for name in [*queries.paths, *gallery.paths]}:
+    if path.exists() and os.path.realpath(path) in real([*queries.paths, *gallery.paths]):
         raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
     columns = 1 + index.shape[1]
     side = queries.image_size + 2 * BORDER
@@ -241,9 +246,6 @@ def embed_once(model, images):
 
 def search(args, model, photos, images, path):
     """Prints and draws the images that are nearest to each photo. One that is among them does not find itself."""
-    def real(paths):
-        return np.array([os.path.realpath(path) for path in paths])
-
     itself = torch.from_numpy(real(photos.paths)[:, None] == real(images.paths))         # (Q, N)
     k = min(args.top, len(images) - int(itself.any()))
     if k == 0:
