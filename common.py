@@ -550,10 +550,7 @@ class Dataset:
 
     def new(self, images):
         """Of which images the class is new to the network, (N,) bool"""
-        known = self.known
-        if known is None:
-            known = self.train.classes if self.train else ()
-        known = {*map(nfc, known)}
+        known = {*map(nfc, self.known or (self.train.classes if self.train else ()))}
         places_of_known = [i for i, class_ in enumerate(images.classes) if nfc(class_) in known]
         return ~torch.isin(images.labels, torch.tensor(places_of_known, dtype=torch.long))
 
@@ -1035,8 +1032,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
                 read. Of a folder without train/ and test/, all other classes are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
-    only        'train': nothing else is read. 'gallery': in .gallery are all images that a photo is searched in, those
-                of gallery/ where there is one
+    only        'train': nothing else is read. 'search': what a photo is searched in, which is .gallery where the folder
+                has one, and else .train and .query
     measured    False: what is loaded is only embedded. Then one class is enough, all may be known, and nobody is warned
                 of copies
     `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. Train
@@ -1060,7 +1057,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     data = Dataset(name, **loaded, ks=DATASETS[name].get('ks', Dataset.ks), known=known, divided=divided)
     if fold:
         hold_out(data, fold)
-    if data.train and data.query and (twins := data.twins()):
+    if measured and data.train and data.query and (twins := data.twins()):
         print(f'warning: {root} has no train/ and test/, and {len(twins)} classes of either half have one name, but '
               f'for the folders above it, the first is {min(twins)}: are they the same?', file=sys.stderr)
     return data
@@ -1083,8 +1080,11 @@ def list_images(name, root, known=None, fold=None, only=None, measured=True):
         own = 'counts' not in DATASETS[name]
         if not own:
             check_list(root, parts, DATASETS[name]['counts'])
-        if only == 'gallery':
-            parts = dict(gallery=parts.get('gallery') or sum(parts.values(), []))
+        if only == 'search':                # in the parts that the training has decoded
+            if 'gallery' in parts:
+                parts = dict(gallery=parts['gallery'])
+            elif not divided:
+                parts = halves(parts['whole']) if len(classes_of(parts['whole'])) > 3 else dict(query=parts['whole'])
         elif known is not None:
             parts = to_evaluate(root, parts, {*map(nfc, known)}, measured)
         else:
@@ -1174,6 +1174,14 @@ def check_parts(root, parts):
     if query and not found:
         print(f'warning: {root}: nothing can be measured: no test image has another one of its class to be found',
               file=sys.stderr)
+
+
+def joined(parts):
+    """The Images of several sets as one; classes of one name are one class."""
+    classes = sorted({class_ for part in parts for class_ in part.classes})
+    names = [part.classes[label] for part in parts for label in part.labels.tolist()]
+    return Images([pixels for part in parts for pixels in part.pixels], places(names, classes), parts[0].image_size,
+                  classes, paths=np.concatenate([part.paths for part in parts]))
 
 
 def load_parts(name, parts, resize, image_size, cache):

@@ -244,13 +244,16 @@ def embed_once(model, images):
     return z
 
 
-def search(args, model, photos, images, path):
-    """Prints and draws the images that are nearest to each photo. One that is among them does not find itself."""
+def search(args, model, photos, parts, path):
+    """Prints and draws the images of these sets that are nearest to each photo. One that is among them does not find
+    itself."""
+    images = common.joined(parts)
+    print(f'searched are all {len(images):,} images of {os.path.commonpath(images.paths.tolist())}')
     itself = torch.from_numpy(real(photos.paths)[:, None] == real(images.paths))         # (Q, N)
     k = min(args.top, len(images) - int(itself.any()))
     if k == 0:
         raise common.UsageError(f'{photos.paths[0]} is the only image of the folder: there is nothing to search in')
-    gallery = F.normalize(embed_once(model, images), dim=1)              # (N, D)
+    gallery = F.normalize(torch.cat([embed_once(model, part) for part in parts]), dim=1)        # (N, D)
     s = F.normalize(common.embed(model, photos), dim=1) @ gallery.T      # (Q, N)
     s, index = s.masked_fill(itself, -2).topk(k, dim=1)     # -2 is less than any cosine
     draw_sheet(path, photos, images, range(len(photos)), s, index)
@@ -473,9 +476,9 @@ def evaluate_one(args):
     if args.query:
         photos = read_photos(args.query, *sizes)            # before the folder, which may take long
         # What a photo is searched in need not be new to the network, nor sorted into classes.
-        images = load(known=(), only='gallery', measured=False).gallery
-        print(f'searched are all {len(images):,} images of {os.path.commonpath(images.paths.tolist())}')
-        return search(args, model, photos, images, args.sheet or common.best_of(path).parent / 'query.png')
+        data = load(only='search', measured=False)
+        parts = [part for part in (data.train, data.gallery) if part]
+        return search(args, model, photos, parts, args.sheet or common.best_of(path).parent / 'query.png')
     data = load(known=model.classes, measured=not args.embed)
     measured = len(data.query.classes) > 1                  # else, only --embed comes here
     if not measured:
