@@ -1,32 +1,22 @@
-"""What things cost, measured here and now. Not collected by pytest.
+"""What things cost, measured here and now, beside goals. Not collected by pytest.
 
-    python tests/tools/bench.py              all of them
+    python tests/tools/bench.py              all of them, in minutes; with --quick less of each, in one
     python tests/tools/bench.py loop         the shared loop against a bare forward/backward/optimizer loop
     python tests/tools/bench.py vectors      the same on stored vectors of 512 numbers
-    python tests/tools/bench.py losses       loss time and value against pytorch-metric-learning, if installed
-    python tests/tools/bench.py search       60,502 x 512 against one plain matrix product
+    python tests/tools/bench.py losses       losses against pytorch-metric-learning, if installed
+    python tests/tools/bench.py search       all metrics against one plain matrix product, and against that library's
+    python tests/tools/bench.py query        eval.py --query in 8,000 images whose embeddings are stored
     python tests/tools/bench.py decode       11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
     python tests/tools/bench.py metrix       steps of train_metrix.py against clean ones; --px 224 --batch 400
 
 Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine may be busy with
-other work. Memory is the most that was taken beyond what was there before; that of steps is measured on a GPU only.
-
-Measured at commit 2abae0e, on two cores of a CPU that multiplies in bfloat16. `a step of X, to Y: 1.02` means that X
-takes 1.02 times as long as Y.
-
-    loop     a step of the shared loop, to the same step on crops that are ready (ResNet-18, 64 px, batches of
-             100): 1.02 in float32, 1.06 to 1.09 in bfloat16. Making the crops takes 3 to 5 % of an epoch.
-    losses   forward and backward, to pytorch-metric-learning 2.9 (batches of 100 and 500; 100 and 11,318 classes):
-             contrastive 0.5 to 0.9, ms 0.3 to 0.4, Proxy-Anchor 0.5 to 0.9, ProxyNCA++ 0.5 to 0.7
-    search   all metrics of 60,502 embeddings of 512 dimensions, to the bare product of the matrices: 0.96 (16 s, 0.5
-             GB more memory); with K up to 1,000 1.44 (24 s, 0.7 GB)
-    decode   the first start, to decoding on both cores and nothing else: 1.29 (18 s). The second start takes 0.9 s.
-    metrix   a step with mixing, to one without (ResNet-50, 64 px): in batches of 20 x 5 embed 1.03 and feature 1.26,
-             in batches of 80 x 5 embed 1.26 and feature 2.91
+other work. Memory is the most that was taken beyond what was there before; that of steps is measured on a GPU only. The
+exit code is 1 where a goal is missed by more than a tenth.
 """
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +33,17 @@ import torch.nn.functional as F
 from PIL import Image
 
 import common
+
+MISSED = []
+
+
+def report(what, value, goal=None, more=''):
+    """Prints a line of the table: a ratio or seconds, and the goal, which is not to be exceeded."""
+    text = '' if goal is None else f'goal {goal:.2f}'
+    if goal is not None and value > 1.1 * goal:
+        MISSED.append(what)
+        text += ', missed'
+    print(f'{what:72} {value:6.2f}  {text:17} {more}', flush=True)
 
 
 def now():
@@ -115,17 +116,18 @@ def bench_vectors(options):
     labels = torch.arange(60 * options.batch) // 5
     vectors = common.Images([], labels, 1, vectors=torch.randn(len(labels), 512))
     data = argparse.Namespace(train=vectors, query=vectors, gallery=vectors, name='vectors')
-    time_loop(options, data, '--dataset vectors', f'vectors of 512 numbers, batch {options.batch}')
+    time_loop(options, data, '--dataset vectors', f'vectors of 512 numbers, batch {options.batch}', None)
 
 
 def bench_loop(options):
     """The shared loop (sampling, copying, cropping, checks) against steps on crops that lie ready."""
+    options = argparse.Namespace(**vars(options) | dict(arch='resnet18'))
     precision = common.pick_precision(options.precision, common.pick_device(options.device))
-    time_loop(options, random_images(options, batches=6), '',
-              f'{options.arch}, {options.px} px, batch {options.batch}, {precision}')
+    time_loop(options, random_images(options, batches=2 if options.quick else 6), '',
+              f'{options.arch}, {options.px} px, batch {options.batch}, {precision}', 1.03)
 
 
-def time_loop(options, data, flags, what):
+def time_loop(options, data, flags, what, goal):
     args, *trained = prepared(options, 'train_ms', flags, data)
     _, *trained_bare = prepared(options, 'train_ms', flags, data)
     args.schedule = 'constant'
@@ -142,9 +144,8 @@ def time_loop(options, data, flags, what):
             pass
     works = dict(shared=shared, bare=partial(train_on, ready, *trained_bare), loading=loading)
     took = in_turn(works, options.repeats)
-    print(f'loop: {what}: shared {1e3 * took["shared"] / len(ready):.2f} ms a step, bare on ready batches '
-          f'{1e3 * took["bare"] / len(ready):.2f} ms, ratio {took["shared"] / took["bare"]:.3f}; batches alone take '
-          f'{took["loading"] / took["shared"]:.1%} of the time')
+    report(f'loop over that on ready batches: {what}', took['shared'] / took['bare'], goal,
+           f'{1e3 * took["shared"] / len(ready):.2f} ms a step; making batches {took["loading"] / took["shared"]:.1%}')
 
 
 def bench_losses(options):
@@ -155,24 +156,30 @@ def bench_losses(options):
     except ImportError:
         print('losses: pytorch-metric-learning is not installed; pip install pytorch-metric-learning')
         return
+    import train_ccl
     import train_contrastive
     import train_ms
     import train_proxy_anchor
     import train_proxynca_pp
     device, D = common.pick_device(options.device), 512
-    for B, C in ((100, 100), (500, 100), (100, 11318), (500, 11318)):
+    sizes = [(100, 100), (500, 100)] if options.quick else [(100, 100), (500, 100), (100, 11318), (500, 11318)]
+    for B, C in sizes:
         torch.manual_seed(0)
         proxies = torch.randn(C, D, device=device, requires_grad=True)
         anchor = losses.ProxyAnchorLoss(C, D, 0.1, 32).to(device)
         nca = losses.ProxyNCALoss(C, D, softmax_scale=9).to(device)
+        cosface = losses.CosFaceLoss(C, D, margin=0.1, scale=16).to(device)
         anchor.proxies.data = nca.proxies.data = proxies.detach().clone()
+        cosface.W.data = proxies.detach().T.clone()
         miner, ms = miners.MultiSimilarityMiner(0.1), losses.MultiSimilarityLoss(2, 50, 0.5)
         pairs = {
             'contrastive': (train_contrastive.contrastive_loss, losses.ContrastiveLoss(0, 0.5)),
             'multi-similarity': (partial(train_ms.multi_similarity_loss, epsilon=0.1),
                                  lambda z, y, ms=ms, miner=miner: ms(z, y, miner(z, y))),
             'proxy-anchor': (partial(train_proxy_anchor.proxy_anchor_loss, proxies=proxies), anchor),
-            'proxynca++': (partial(train_proxynca_pp.proxynca_pp_loss, proxies=proxies), nca)}
+            'proxynca++': (partial(train_proxynca_pp.proxynca_pp_loss, proxies=proxies), nca),
+            'ccl, lam 0 (CosFace)': (partial(train_ccl.center_contrastive_loss, centers=proxies, margin=0.1, lam=0.0),
+                                     cosface)}
         y = torch.arange(B, device=device) // 5
         noise, centres = torch.randn(B, D, device=device), torch.randn(C, D, device=device)
         z = (3 * noise + centres[y]).requires_grad_()       # overlapping classes: every term is at work
@@ -181,13 +188,13 @@ def bench_losses(options):
                 return loss(F.normalize(z, dim=1), y)
             took = in_turn({'ours': lambda f=ours, z=z, y=y: f(z, y).backward(),
                             'theirs': lambda f=theirs, z=z, y=y: f(z, y).backward()}, 7 * options.repeats)
-            print(f'losses: B {B:3}, C {C:6,}, {name:16} ours {1e3 * took["ours"]:7.2f} ms, pytorch-metric-learning '
-                  f'{1e3 * took["theirs"]:7.2f} ms, ratio {took["ours"] / took["theirs"]:.2f}; '
-                  f'values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}', flush=True)
+            report(f'{name} over pytorch-metric-learning, B {B}, C {C:,}', took['ours'] / took['theirs'], 0.8,
+                   f'{1e3 * took["ours"]:.2f} ms; values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}')
 
 
-def bench_decode(options, count=11788):
+def bench_decode(options):
     """First start, in which images are decoded; and second one, until the first batch is there."""
+    count = 500 if options.quick else 11788
     with tempfile.TemporaryDirectory() as folder:
         pictures = []
         for noise in torch.rand(40, 3, 24, 32):
@@ -197,53 +204,90 @@ def bench_decode(options, count=11788):
         for i in range(count):
             path = Path(folder) / 'images' / f'{i * 200 // count:03}' / f'{i}.jpg'
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(pictures[i % 40].getvalue())
+            path.write_bytes(pictures[i % 40].getvalue() + str(i).encode())     # behind the picture: no exact copies
         load = partial(common.load_dataset, 'folder', Path(folder) / 'images', 256, 224, Path(folder) / 'cache')
         one = statistics.median(seconds(lambda: common.read_image(path, 256)) for _ in range(50))
         first, started = seconds(load), now()
         data = load()
         second = now() - started
         next(common.batches(data.train, [list(range(100))], torch.device('cpu')))
-        print(f'decode: {count:,} JPEG files of 500 x 375, {len(pictures[0].getvalue()) / 1024:.0f} KB: first start '
-              f'{first:.0f} s, {first / count * os.cpu_count() / one:.2f} times one image {1e3 * one:.1f} ms on '
-              f'{os.cpu_count()} cores; second start {second:.2f} s, to the first batch '
-              f'{now() - started:.2f} s')
+        report(f'first start with {count:,} JPEG files of 500 x 375, over decoding alone',
+               first / count * os.cpu_count() / one, None,
+               f'{first:.0f} s; second start {second:.2f} s, to the first batch {now() - started:.2f} s')
 
 
-def bench_search(options, n=60502, d=512):
-    """All of retrieval_metrics on a test set as large as SOP's against the bare matrix product."""
+def bench_search(options):
+    """All of retrieval_metrics on test sets up to the size of SOP's against the bare matrix product, and on a small one
+    against the calculator of pytorch-metric-learning"""
     device = common.pick_device(options.device)
-    y = torch.arange(n) // 5
-    centres = torch.randn(int(y.max()) + 1, d)
-    z = F.normalize(centres[y] + 2 * torch.randn(n, d), dim=1).to(device)
 
-    def product():
-        for rows in z.split(4096):
-            rows @ z.T
-    for ks in ((1, 2, 4, 8), (1, 10, 100, 1000)):
-        metrics = partial(common.retrieval_metrics, z, y, ks=ks)
-        more = more_memory(metrics, device)
-        took = in_turn(dict(metrics=metrics, product=product), 1)
-        print(f'search: {n:,} x {d}, K up to {ks[-1]}: metrics {took["metrics"]:.1f} s, one product '
-              f'{took["product"]:.1f} s, ratio {took["metrics"] / took["product"]:.2f}; {more:.1f} GB more memory')
+    def clustered(n, per_class, d=128):
+        y = torch.arange(n) // per_class
+        centres = torch.randn(int(y.max()) + 1, d)
+        return F.normalize(centres[y] + 2 * torch.randn(n, d), dim=1).to(device), y.to(device)
+
+    for n in (6000,) if options.quick else (6000, 20000, 60502):
+        z, y = clustered(n, 5)
+
+        def product(z=z):
+            for rows in z.split(4096):
+                rows @ z.T
+        for ks in ((1, 2, 4, 8), (1, 10, 100, 1000)):
+            metrics = partial(common.retrieval_metrics, z, y, ks=ks)
+            more = more_memory(metrics, device)
+            took = in_turn(dict(metrics=metrics, product=product), 1 if n > 20000 else options.repeats)
+            report(f'metrics of {n:,} x 128, K up to {ks[-1]}, over one product', took['metrics'] / took['product'],
+                   1.2 if n > 60000 else None, f'{took["metrics"]:.2f} s; {more:.1f} GB more memory')
+    try:
+        from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+    except ImportError as error:
+        print(f'its calculator is not compared: {error}')
+        return
+    z, y = clustered(6000, 50)
+    calculator = AccuracyCalculator(('precision_at_1', 'r_precision', 'mean_average_precision_at_r'), k='max_bin_count')
+    took = in_turn(dict(ours=lambda: common.retrieval_metrics(z, y), theirs=lambda: calculator.get_accuracy(z, y)),
+                   options.repeats)
+    report('metrics of 6,000 x 128, K up to 8, over pytorch-metric-learning', took['ours'] / took['theirs'], 0.8,
+           f'{took["ours"]:.2f} s')
+
+
+def bench_query(options):
+    """A whole start of eval.py --query, where embeddings are stored"""
+    root = Path(__file__).parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(8000):
+            path = Path(folder) / 'images' / f'{i // 100:03}' / f'{i}.ppm'
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b'P6 17 17 255\n' + os.urandom(3 * 17 * 17))
+
+        def start(script, flags):
+            subprocess.run([sys.executable, str(root / script), *flags.split()], cwd=folder, check=True,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        start('train_ms.py', '--dataset folder --data images --image-size 17 --steps 1 --epochs 1 --name x')
+        query = partial(start, 'eval.py', '--checkpoint runs/x --query images/000/0.ppm')
+        took = in_turn(dict(query=query), options.repeats)
+        report('eval.py --query in stored embeddings of 8,000 images, seconds', took['query'], 4.0)
 
 
 def bench_metrix(options):
     """Steps without and with mixing, in turn; on a GPU also the memory that the first step of each takes"""
-    works, more, data = {}, {}, random_images(options, batches=2)
-    for mixup in ('none', 'embed', 'feature'):
-        args, step, optimizer = prepared(options, 'train_metrix', f'--freeze-bn --mixup {mixup}', data)
-        crops = list(common.batches(data.train, [range(options.batch)], args.device, augment=args))
-        works[mixup] = partial(train_on, crops, step, optimizer)
-        more[mixup] = f', {more_memory(works[mixup], args.device):.2f} GB' if args.device.type == 'cuda' else ''
-    took = in_turn(works, options.repeats)
-    for mixup in works:
-        print(f'metrix: {mixup:8} {options.arch}, {options.px} px, batch {options.batch:4}: {took[mixup]:.3f} s a step '
-              f'({took[mixup] / took["none"]:.2f}){more[mixup]}', flush=True)
+    data = random_images(options, batches=2)
+    for loss in ('ms', 'proxy_anchor'):
+        works, more = {}, {}
+        for mixup in ('none', 'embed', 'feature'):
+            flags = f'--freeze-bn --loss {loss} --mixup {mixup}'
+            args, step, optimizer = prepared(options, 'train_metrix', flags, data)
+            crops = list(common.batches(data.train, [range(options.batch)], args.device, augment=args))
+            works[mixup] = partial(train_on, crops, step, optimizer)
+            more[mixup] = f', {more_memory(works[mixup], args.device):.2f} GB' if args.device.type == 'cuda' else ''
+        took = in_turn(works, options.repeats)
+        for mixup in ('embed', 'feature'):
+            report(f'{loss} mixing {mixup} over a clean step, {options.arch}, {options.px} px, B {options.batch}',
+                   took[mixup] / took['none'], 1.5, f'{took[mixup]:.3f} s{more[mixup]}')
 
 
-BENCHES = dict(loop=bench_loop, vectors=bench_vectors, losses=bench_losses, search=bench_search, decode=bench_decode,
-               metrix=bench_metrix)
+BENCHES = dict(loop=bench_loop, vectors=bench_vectors, losses=bench_losses, search=bench_search, query=bench_query,
+               decode=bench_decode, metrix=bench_metrix)
 
 
 def main():
@@ -253,12 +297,18 @@ def main():
     parser.add_argument('--px', type=int, default=64)
     parser.add_argument('--batch', type=int, default=100)
     parser.add_argument('--repeats', type=int, default=3)
+    parser.add_argument('--quick', action='store_true')
     parser.add_argument('--device', default='auto')
     parser.add_argument('--precision', default='auto')
     options = parser.parse_args()
+    if options.quick:
+        options.repeats = 1
     for name in options.what or BENCHES:
         BENCHES[name](options)
+    if MISSED:
+        print(f'{len(MISSED)} goals are missed by more than a tenth')
+    return int(bool(MISSED))
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())
