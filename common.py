@@ -355,7 +355,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     1. A query is excluded from its own results by its index, for the first hit may be a duplicate.
     2. Among equal similarities, non-matches come first. If images of equal similarity do not all fit among the
        retrieved ones, a fixed random order decides which of them are retrieved. So a network that maps all images to
-       one point scores about chance or less, not 100.
+       one point scores about chance or less, not 100. Equal means equal in float32: rounding may tell equal vectors
+       apart, and does not tell apart vectors with a cosine above 1 - 1e-6.
     3. A query without a match is a miss in R@K, left out of RP and MAP@R (0 if all are), and counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves

@@ -190,6 +190,36 @@ def test_mean_similarities_by_hand():
     assert common.mean_similarities(z, torch.zeros(3, dtype=torch.long)) == (pytest.approx(1 / 6), None)
 
 
+@pytest.mark.parametrize('gallery', [False, True])
+def test_retrieval_with_many_ties_is_that_of_a_plain_loop(gallery):
+    """Vectors of +-1/2 have products that are exact, and so are equal ones; random vectors lie between them."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randint(2, (90, 4), generator=generator) - 0.5
+    z[:55] = F.normalize(torch.randn(55, 4, generator=generator), dim=1)
+    y = torch.randint(9, (90,), generator=generator)
+    searched, labels = (z.flip(0)[:70], y.flip(0)[:70]) if gallery else (z, y)
+    first = {1: 0, 4: 0}
+    rp, map_at_r, tied, pairs = [], [], 0, 0
+    for q in range(90):
+        others = [i for i in range(len(searched)) if gallery or i != q]
+        row = [((z[q] @ searched[i]).item(), bool(labels[i] == y[q])) for i in others]
+        row.sort(key=lambda pair: (-pair[0], pair[1]))
+        tied += sum(a[0] == b[0] for a, b in zip(row, row[1:]))
+        pairs += len(row)
+        hits = [hit for _, hit in row]
+        for k in first:
+            first[k] += any(hits[:k])
+        r = sum(hits)
+        if r:
+            rp.append(sum(hits[:r]) / r)
+            map_at_r.append(sum(sum(hits[:i + 1]) / (i + 1) for i in range(r) if hits[i]) / r)
+    assert 0.2 < tied / pairs < 0.6
+    ours = common.retrieval_metrics(z, y, *((searched, labels) if gallery else ()), ks=(1, 4, len(searched) - 1))
+    expected = {f'R@{k}': 100 * n / 90 for k, n in first.items()}
+    expected |= {'RP': 100 * np.mean(rp), 'MAP@R': 100 * np.mean(map_at_r)}
+    assert {key: ours[key] for key in expected} == pytest.approx(expected, abs=1e-4)
+
+
 def test_labels_are_integers_from_0_on():
     z = torch.eye(3)
     for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([-1, 0, 0]), torch.tensor([0, 1])):
