@@ -353,10 +353,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, for the first hit may be a duplicate.
-    2. Among equal similarities, non-matches come first. If images of equal similarity do not all fit among the
-       retrieved ones, a fixed random order decides which of them are retrieved. So a network that maps all images to
-       one point scores about chance or less, not 100. Equal means equal in float32: rounding may tell equal vectors
-       apart, and does not tell apart vectors with a cosine above 1 - 1e-6.
+    2. Of similarities that are equal in float32 (rounding may part equal vectors, and join those with a cosine above
+       1 - 1e-6), non-matches come first. If not all of them fit among the retrieved ones, a fixed random order decides
+       which do. So a network that maps all images to one point scores about chance or less, not 100.
     3. A query without a match is a miss in R@K, left out of RP and MAP@R (0 if all are), and counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves
