@@ -1057,6 +1057,9 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     data = Dataset(name, **loaded, ks=DATASETS[name].get('ks', Dataset.ks), known=known, divided=divided)
     if fold:
         hold_out(data, fold)
+    if known and not data.new(data.query).any():
+        print(f'warning: {root}: all {len(data.query.classes)} classes to evaluate were in the training set, which '
+              'flatters the result', file=sys.stderr)
     if measured and data.train and data.query and (twins := data.twins()):
         print(f'warning: {root} has no train/ and test/, and {len(twins)} classes of either half have one name, but '
               f'for the folders above it, the first is {min(twins)}: are they the same?', file=sys.stderr)
@@ -1356,13 +1359,13 @@ def held(folder):
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UsageError(f'{folder} belongs to a run that is going on: wait for it, or choose another --name') from None
-    except OSError:                                         # this disk has no locks
-        pass
-    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f'{folder} belongs to a run that is going on: wait for it, or choose another '
+                             '--name') from None
+        except OSError:                                     # this disk has no locks
+            pass
         yield
     finally:
         os.close(handle)
@@ -1390,7 +1393,8 @@ def score(data, z, gallery=None):
     new classes. A further measure goes here, with a search of its own if it looks deeper: among ties, another depth
     moves R@1."""
     metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks)
-    new, among = data.new(data.query), data.new(data.gallery)
+    new = data.new(data.query)
+    among = data.new(data.gallery)
     if not new.all() and new.sum() > 1 and among.any():
         searched = None if gallery is None else gallery[among]
         part = retrieval_metrics(z[new], data.query.labels[new], searched, data.gallery.labels[among], data.ks)
@@ -1745,7 +1749,7 @@ def written_whole(path):
         if isinstance(error.__context__, KeyboardInterrupt):            # and Ctrl-C
             raise KeyboardInterrupt from None
         cause = str(error.__context__ or error).split('\n')[0]
-        unharmed = '; what stood there before is unharmed' if path.exists() else ''
+        unharmed = '; what stood there before is unharmed' if os.path.exists(path) else ''
         raise NotWritten(f'could not write {path}: {cause}{unharmed}') from None
     finally:
         with suppress(OSError):

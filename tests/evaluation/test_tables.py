@@ -64,6 +64,9 @@ def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, 
     captured = capsys.readouterr()
     assert 'all 3 classes to evaluate were in the training set, which flatters' in captured.err
     assert json.loads(captured.out.strip().split('\n')[-1])['seen'] is True
+    run(train_ms, '--data', 'x', '--name', 'other', '--precision', 'fp32', '--seed', '1')
+    evaluation.main([*FP32[:2], 'runs/other', *EVAL])
+    assert 'all 3 classes to evaluate were in the training set' in capsys.readouterr().err, 'in a table as well'
     assert result['R@1'] == row['R@1'] and len(np.load('x.npz')['labels']) == 9 and (tmp_path / 'sheet.png').exists()
     draw_folder(tmp_path / f'x/{side}', 'de', per_class=3, seed=2)
     result = evaluation.main([*FP32, '--embed', 'x.npz'])
