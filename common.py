@@ -246,8 +246,6 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     sampler    yields lists of indices; None: the batches of --batch-size and --per-class
     """
     sampler = sampler or make_sampler(args, data.train.labels)
-    if args.show_batch:
-        return show_batch(args, data, sampler)
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
@@ -255,7 +253,10 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
     folder = args.resume or from_main_process(None if rank() else new_folder(args, data))
     with held(folder):
-        first, rows, began = resume(args, data, states, per_epoch, total) if args.resume else begin(args, data)
+        if args.resume:
+            first, rows, began = resume(args, data, states, per_epoch, total)
+        else:
+            first, rows, began = begin(args, data, sampler, folder)
         print_recipe(args, model, data, sampler, epochs)
         for epoch in range(first, epochs + 1):
             if out_of_patience(args, rows):
@@ -482,7 +483,7 @@ class Images:
 
     def __post_init__(self):
         self.labels = self.labels.long()
-        self.classes = list(self.classes)
+        self.classes = [nfc(str(class_)) for class_ in self.classes]
         if not len(self.paths):
             self.paths = [f'image {i}' for i in range(len(self))]
         self.paths = np.array(self.paths).astype(str)
@@ -550,14 +551,14 @@ class Dataset:
 
     def new(self, images):
         """Of which images the class is new to the network, (N,) bool"""
-        known = {*map(nfc, self.known or (self.train.classes if self.train else ()))}
-        places_of_known = [i for i, class_ in enumerate(images.classes) if nfc(class_) in known]
+        known = {*(self.known or (self.train.classes if self.train else ()))}
+        places_of_known = [i for i, class_ in enumerate(images.classes) if class_ in known]
         return ~torch.isin(images.labels, torch.tensor(places_of_known, dtype=torch.long))
 
     def twins(self):
         """Last parts of names, such as `apple` of `market/apple`, that train and query share although nobody said which
         is which: these may be the same classes."""
-        train, query = ({nfc(class_).split('/')[-1] for class_ in part.classes} for part in (self.train, self.query))
+        train, query = ({class_.split('/')[-1] for class_ in part.classes} for part in (self.train, self.query))
         return set() if self.divided else train & query
 
 
@@ -658,12 +659,13 @@ def as_pictures(x):
     return x * x.new_tensor(STD)[:, None, None] + x.new_tensor(MEAN)[:, None, None]
 
 
-def show_batch(args, data, sampler):
-    """Saves the crops of the first batch of training; with --per-class, a row for each class."""
+def draw_batch(path, args, data, sampler):
+    """Saves up to 64 crops of the first batch of training, as the network gets them; with --per-class, a row for each
+    class."""
     set_seed(args.seed, epoch=1)
     x, _ = next(batches(data.train, itertools.islice(sampler, 1), args.device, augment=args))
-    save_pictures(args.show_batch, as_pictures(x), args.per_class if args.per_class > 1 else 8)
-    print(f'{len(x)} training crops: {args.show_batch}')
+    if not rank():
+        save_pictures(path, as_pictures(x[:64]), columns=args.per_class if args.per_class > 1 else 8)
 
 
 def decode(paths, resize, what, cache):
@@ -912,10 +914,8 @@ def images_below(root):
         visited.add(place)
         name = Path(folder).relative_to(root).as_posix()
         for path in (os.path.join(folder, file) for file in sorted(files) if file[0] != '.'):
-            if not os.path.exists(path):
+            if not os.path.isfile(path):
                 unread[path] = 'dead links'
-            elif not os.path.isfile(path):
-                continue
             elif torchvision.datasets.folder.is_image_file(path):
                 classes.setdefault(name, []).append(path)
             elif name != '.' or not folders:                # HEIC files or videos of a phone, for example
@@ -944,29 +944,41 @@ def vectors_in(path):
     with distrusting(path), np.load(path) as saved:
         if 'gallery_labels' in saved:
             raise ValueError('it has a gallery, which should lie in gallery.npz, beside query.npz')
-        vectors = saved['embeddings'].astype(np.float32)                 # (N, c)
+        embeddings = saved['embeddings'].astype(np.float32)              # (N, c)
         labels = saved['labels']                                         # (N,)
         classes = saved['classes'].astype(str)                           # (C,)
         paths = saved.get('paths', np.arange(len(labels)))               # (N,)
-        check_vectors(vectors, labels, classes, paths)
-    return sorted(zip(map(str, paths), classes[labels].tolist(), vectors), key=lambda row: row[1])
+        check_vectors(embeddings, labels, classes, paths)
+    return sorted(zip(map(str, paths), classes[labels].tolist(), embeddings), key=lambda row: row[1])
 
 
-def check_vectors(vectors, labels, classes, paths):
+def check_vectors(embeddings, labels, classes, paths):
     """Raises ValueError where these are not N finite vectors (N, c), N labels that are places in `classes`, N paths."""
-    if vectors.ndim != 2 or labels.dtype.kind not in 'iu' or not vectors.shape[:1] == labels.shape == paths.shape:
+    if embeddings.ndim != 2 or labels.dtype.kind not in 'iu' or not embeddings.shape[:1] == labels.shape == paths.shape:
         raise ValueError('needed are N embeddings (N, c), N labels that are integers, and N paths; these are '
-                         f'embeddings {vectors.shape}, {labels.dtype} labels {labels.shape}, paths {paths.shape}')
+                         f'embeddings {embeddings.shape}, {labels.dtype} labels {labels.shape}, paths {paths.shape}')
     if not 0 <= labels.min() <= labels.max() < len(classes):
         raise ValueError(f'labels are from {labels.min()} to {labels.max()}, and should be places in `classes`, from 0 '
                          f'to {len(classes) - 1}')
-    if not 0 < np.linalg.norm(vectors, axis=1).mean() < np.inf:
+    if not 0 < np.linalg.norm(embeddings, axis=1).mean() < np.inf:
         raise ValueError('some embeddings are NaN or infinite, or all are 0')
 
 
 def save_vectors(folder, data, train, query=None, gallery=None, paths=()):
-    """Writes vectors of a dataset for --dataset vectors: train.npz, and test.npz; with a gallery query.npz and
-    gallery.npz in place of the latter.
+    """Writes vectors of a dataset, such as features of a network of your own, for --dataset vectors: train.npz, and
+    test.npz; with a gallery query.npz and gallery.npz in place of the latter. For example, those of a vision
+    transformer, without the rest of a classifier:
+
+    >>> data = common.load_dataset('folder', 'my_photos', resize=256, image_size=224)
+    >>> net = torchvision.models.vit_b_16(weights='IMAGENET1K_V1')     # any module: (B, 3, 224, 224) -> (B, c)
+    >>> net.heads = torch.nn.Identity()
+    >>> vectors = [common.embed(net, images) for images in (data.train, data.query) if images]
+    >>> common.save_vectors('my_vectors', data, *vectors)
+
+    `python train_proxy_anchor.py --dataset vectors --data my_vectors` then trains a linear head in seconds. Epoch 0 is
+    the result of the features themselves: without --dim, the head begins as the identity. Folds, eval.py and mixing
+    work as with images, unless they draw or mix these. Files of your own need the arrays `embeddings` (N, c), `labels`
+    (N,), from 0 on, and `classes`, their names.
 
     data                   what load_dataset returned
     train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network: tensors or arrays. Query and
@@ -976,20 +988,18 @@ def save_vectors(folder, data, train, query=None, gallery=None, paths=()):
                            those of `data`; (): not compared
     Raises UsageError before anything is written.
     """
-    given = [vectors is not None for vectors in (train, query, gallery)]
-    if given != [True, data.query is not None, data.gallery is not data.query]:
-        raise UsageError('save_vectors needs those of data.query where there are queries, and those of data.gallery '
-                         'where it is not data.query, and only there')
-    names = ['train', 'test'] if gallery is None else ['train', 'query', 'gallery']
-    parts = data.train, data.query, data.gallery
+    names = ['train', 'test'] if data.gallery is data.query else ['train', 'query', 'gallery']
+    parts = [data.train, data.query, data.gallery][:len(names)]
     files = {}
     for name, images, vectors, order in itertools.zip_longest(names, parts, (train, query, gallery), paths):
-        if vectors is None:
+        if (images is None) != (vectors is None):
+            raise UsageError('save_vectors needs those of data.query where there are queries, and those of data.gallery '
+                             'where this is not data.query')
+        if images is None:
             continue
-        files[name] = dict(embeddings=torch.as_tensor(vectors).float().cpu().numpy(), labels=images.labels.numpy(),
-                           classes=np.array(images.classes), paths=images.paths)
+        files[name] = vector_arrays(images, vectors)
         try:
-            check_vectors(*files[name].values())
+            check_vectors(**files[name])
             if order is not None and list(map(str, order)) != images.paths.tolist():
                 raise ValueError('the images are in another order')
         except ValueError as error:
@@ -997,6 +1007,12 @@ def save_vectors(folder, data, train, query=None, gallery=None, paths=()):
     for name, arrays in files.items():
         with written_whole(Path(folder).expanduser() / f'{name}.npz') as file:
             np.savez(file, **arrays)
+
+
+def vector_arrays(images, vectors):
+    """What an NPZ file has of Images and their vectors (N, c): embeddings, labels, classes, paths"""
+    return dict(embeddings=torch.as_tensor(vectors).float().cpu().numpy(), labels=images.labels.numpy(),
+                classes=np.array(images.classes), paths=images.paths)
 
 
 def download(name, root):
@@ -1021,8 +1037,7 @@ def download(name, root):
 # ---- 7. roles --------------------------------------------------------------------------------------
 
 
-def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None, only=None,
-                 measured=True):
+def load_dataset(name, root='data', resize=None, image_size=None, cache='cache', known=None, fold=None, only=None):
     """A Dataset of files, or the built-in one.
 
     name        shapes, folder, vectors, cub, cars, sop or inshop
@@ -1032,10 +1047,10 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     known       only for an evaluation: names of the classes that the network was trained on, or (). Then .train is not
                 read. Of a folder without train/ and test/, all other classes are the test set.
     fold        'i/n': the test set is not read, and block i of n of the training classes takes its place
-    only        'train': nothing else is read. 'search': what a photo is searched in, which is .gallery where the folder
-                has one, and else .train and .query
-    measured    False: what is loaded is only embedded. Then one class is enough, all may be known, and nobody is warned
-                of copies
+    only        where nothing is measured, what the images are for: one class is enough then, all may be known, and
+                nobody is warned of copies. 'train': nothing else is read. 'embed': the test set, or else all images.
+                'search': what a photo is searched in, which is .gallery where the folder has one, and else .train and
+                .query
     `gallery is query` where the test set is searched in itself. Both are None where a folder holds train/ alone. Train
     labels are 0..C-1; query and gallery share theirs. Raises UsageError if files or counts are not as published.
     """
@@ -1050,9 +1065,9 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
         loaded = dict(zip(('train', 'query'), draw_shapes(resize, image_size)))
         divided = True
     else:
-        parts, divided = list_images(name, root, known, fold, only, measured)
+        parts, divided = list_images(name, root, known, fold, only)
         loaded = load_parts(name, parts, resize, image_size, cache)
-        if measured:
+        if not only:
             warn_of_copies(loaded)
     data = Dataset(name, **loaded, ks=DATASETS[name].get('ks', Dataset.ks), known=known, divided=divided)
     if fold:
@@ -1060,25 +1075,20 @@ def load_dataset(name, root='data', resize=None, image_size=None, cache='cache',
     if known and not data.new(data.query).any():
         print(f'warning: {root}: all {len(data.query.classes)} classes to evaluate were in the training set, which '
               'flatters the result', file=sys.stderr)
-    if measured and data.train and data.query and (twins := data.twins()):
+    if not only and data.train and data.query and (twins := data.twins()):
         print(f'warning: {root} has no train/ and test/, and {len(twins)} classes of either half have one name, but '
               f'for the folders above it, the first is {min(twins)}: are they the same?', file=sys.stderr)
     return data
 
 
-def list_images(name, root, known=None, fold=None, only=None, measured=True):
+def list_images(name, root, known=None, fold=None, only=None):
     """{role: rows} of what is read, and whether it came in parts; a role is train, query or gallery, and the arguments
     are those of load_dataset."""
     root = Path(root).expanduser()
     try:
         parts = {}
-        for part, *row in DATASETS[name]['read'](root):
-            parts.setdefault(part, []).append(row)
-        for rows in parts.values():
-            spelled = {}
-            for _, class_, _ in rows:
-                if spelled.setdefault(nfc(class_), class_) != class_:
-                    raise ValueError(f'two classes are called {class_}, in letters that Unicode composes in two ways')
+        for part, path, class_, extra in DATASETS[name]['read'](root):
+            parts.setdefault(part, []).append((path, nfc(class_), extra))
         divided = 'whole' not in parts
         own = 'counts' not in DATASETS[name]
         if not own:
@@ -1089,14 +1099,14 @@ def list_images(name, root, known=None, fold=None, only=None, measured=True):
             elif not divided:
                 parts = halves(parts['whole']) if len(classes_of(parts['whole'])) > 3 else dict(query=parts['whole'])
         elif known is not None:
-            parts = to_evaluate(root, parts, {*map(nfc, known)}, measured)
+            parts = to_evaluate(root, parts, {*known}, only)
         else:
             if not divided:
                 parts = halves(parts['whole'])
             check_overlap(root, parts, own)
             if fold or only == 'train':
                 parts = dict(train=parts['train'])
-        if measured:
+        if not only:
             check_parts(root, parts)
     except Exception as error:              # a file is missing, cut short, or a web page under its name, for example
         raise UsageError(f'{name} cannot be loaded: {error}; {root.resolve()}, which --data names, should hold '
@@ -1105,31 +1115,31 @@ def list_images(name, root, known=None, fold=None, only=None, measured=True):
 
 
 def nfc(name):
-    """The name of a class as it is compared: a Mac may write the letter ö as an o and two dots."""
+    """The name of a class as it is kept: a Mac may write the letter ö as an o and two dots."""
     return unicodedata.normalize('NFC', name)
 
 
 def classes_of(rows):
-    return {nfc(class_) for _, class_, _ in rows}
+    return {class_ for _, class_, _ in rows}
 
 
 def halves(rows):
     """The first half of the sorted classes trains, the rest tests: of five classes, the one in the middle tests."""
-    classes = sorted({class_ for _, class_, _ in rows})
+    classes = sorted(classes_of(rows))
     if len(classes) < 4:
         raise ValueError(f'there are {len(classes)} classes, and without train/ and test/ at least 4 are needed')
     first = set(classes[:len(classes) // 2])
     return dict(train=[row for row in rows if row[1] in first], query=[row for row in rows if row[1] not in first])
 
 
-def to_evaluate(root, parts, known, measured):
+def to_evaluate(root, parts, known, only):
     """Query and gallery: the test set, or where there is none, the classes that the network does not know. Unless
     nothing is measured, there must be some."""
     if 'query' in parts or 'gallery' in parts:
         return {role: parts[role] for role in ('query', 'gallery') if role in parts}
     rows = sum(parts.values(), [])                          # of the one part that there is
-    new = [row for row in rows if nfc(row[1]) not in known]
-    if measured and not new:
+    new = [row for row in rows if row[1] not in known]
+    if not (new or only):
         raise ValueError('all its classes were in the training set, or chose the epoch; other images of them can be '
                          'evaluated if they lie in test/ or val/, beside train/')
     if 0 < len(new) < len(rows):
@@ -1172,7 +1182,7 @@ def check_parts(root, parts):
         classes = len(classes_of(parts.get(role, [])))
         if classes < 2 and (role in parts or role == 'query' and 'gallery' in parts):
             raise ValueError(f'{what} needs 2 classes or more, and has {classes}')
-    query = [nfc(class_) for _, class_, _ in parts.get('query', [])]
+    query = [class_ for _, class_, _ in parts.get('query', [])]
     found = classes_of(parts['gallery']) & {*query} if 'gallery' in parts else len(query) - len({*query})
     if query and not found:
         print(f'warning: {root}: nothing can be measured: no test image has another one of its class to be found',
@@ -1195,8 +1205,8 @@ def load_parts(name, parts, resize, image_size, cache):
         paths, names, extra = zip(*rows)
         # Query and gallery are numbered together.
         shared = rows if role == 'train' else parts.get('query', []) + parts.get('gallery', [])
-        classes = sorted({nfc(class_): class_ for _, class_, _ in shared}.values())
-        labels = places(map(nfc, names), map(nfc, classes))
+        classes = sorted(classes_of(shared))
+        labels = places(names, classes)
         if name == 'vectors':
             loaded[role] = Images([], labels, 1, classes, paths=paths, vectors=torch.tensor(np.stack(extra)))
             continue
@@ -1508,7 +1518,7 @@ def trained_on(args, data):
     """What a checkpoint says of its images. classes are those that the network knows; those of the validation belong to
     them, because they choose the epoch."""
     classes = data.train.classes + (data.query.classes if args.fold else [])
-    return dict(classes=[*map(nfc, classes)], images=len(data.train))
+    return dict(classes=classes, images=len(data.train))
 
 
 def save_epoch(path, args, data, states, row, rows):
@@ -1518,8 +1528,11 @@ def save_epoch(path, args, data, states, row, rows):
                     **trained_on(args, data), **others)
 
 
-def begin(args, data):
-    """What `resume` returns, of a run that begins now. Both set args.step, the steps of the run that are done."""
+def begin(args, data, sampler, folder):
+    """What `resume` returns, of a run that begins now. Both set args.step, the steps of the run that are done. A
+    picture of the first batch shows what will be trained on."""
+    if data.train.vectors is None:
+        draw_batch(folder / 'batch.png', args, data, sampler)
     args.dataset = data.name
     args.step = 0
     return 0, [], time.time()
@@ -1574,7 +1587,7 @@ def save_checkpoint(path, args, model, **more):
     versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), torchvision=torchvision.__version__)
     with written_whole(path) as file:
         torch.save(dict(script=args.script, args=kept(args, vars(args)), defaults=kept(args, args.defaults),
-                        data=str(Path(args.data).expanduser().resolve()),
+                        data=str(Path(args.data).resolve()),
                         seed=args.seed, versions=versions, embedder=model.config, model=model.state_dict(), **more),
                    file)
 
@@ -1596,7 +1609,7 @@ def read_checkpoint(path):
         raise UsageError(f'{path} is no checkpoint of these scripts')
     saved['classes'] = [*map(nfc, saved.get('classes', []))]
     place = saved.get('data', '')                           # where it was, if what was typed leads elsewhere from here
-    if os.path.isdir(place) and place != str(Path(saved['args']['data']).expanduser().resolve()):
+    if os.path.isdir(place) and place != str(Path(saved['args']['data']).resolve()):
         saved['args']['data'] = place
     return saved
 
@@ -1882,7 +1895,7 @@ FLAGS = {
     'data': [
         flag('--dataset', choices=list(DATASETS), default='shapes',
              help='shapes: built in; folder: own images; vectors: features of any network'),
-        flag('--data', 'same', default='data',
+        flag('--data', 'same', type=os.path.expanduser, default='data',
              help="folder of classes or of NPZ files, or what the dataset's site unpacks"),
         # Up to 16 px, the last stage of a ResNet gets one pixel, and its gradients in bfloat16 are wrong on a CPU.
         flag('--image-size', 'images recipe', type=at_least(17),
@@ -1936,8 +1949,6 @@ FLAGS = {
              help='fold: stop after so many evaluations without gain'),
         flag('--name', 'here', help='folder below runs/; default: script, dataset, next free number'),
         flag('--resume', type=Path, metavar='RUN', help='go on with the run in this folder'),
-        flag('--show-batch', 'images', type=file_ending('.png'), metavar='PNG',
-             help='save a picture of the first batch, and stop'),
     ],
     'machine': [
         flag('--cache', 'images same', type=Path, default=Path('cache'), help='folder for decoded images'),
@@ -2020,7 +2031,7 @@ def recipe_row(asked, DEFAULTS):
     if dataset != 'vectors':
         batchnorm, maps = describe_trunk(asked.arch or row['arch'], asked.image_size or row['image_size'])
         if not batchnorm:
-            row['freeze_bn'] = False
+            row['freeze_bn'] = True                         # there is none to train, so nothing stands against --chunk
         if not maps:                                        # one position, so both kinds of pooling are the same
             row['pool'] = 'avg'
     if asked.fold:
@@ -2038,7 +2049,7 @@ def check(args):
             refuse(args, ['pool'], f'--arch {args.arch}, whose features have one position')
         if not batchnorm:
             refuse(args, ['freeze_bn'], f'--arch {args.arch}, which has no BatchNorm')
-        elif args.chunk and not args.freeze_bn:
+        if args.chunk and not args.freeze_bn:
             raise UsageError('--chunk needs --freeze-bn: the statistics of trained BatchNorm would be those of the '
                              'chunks')
     refuse_unread(args, 'optimizer', sgd='momentum', rmsprop='momentum')
@@ -2050,7 +2061,7 @@ def check(args):
     if args.protocol and args.weights == 'none':
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.resume:                         # a resumed run is the run that was stopped: its numbers may not change
-        refuse(args, ['name', 'show_batch'], '--resume')
+        refuse(args, ['name'], '--resume')
         if fixed := sorted(args.changed - marked(args, 'same', 'longer') - {'resume'}):
             raise UsageError(f'{args.resume} was made with another {typed(fixed[0])}; start a new run')
         if args.changed & {'steps', 'epochs'} and args.schedule == 'cosine':
@@ -2119,12 +2130,10 @@ def build(args, data=None, **options):
             args.dim = vectors.shape[1]
             options['head_init'] = 'identity'       # before training, embeddings are the vectors, but for their length
     torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
-    # A resumed run has its weights in the checkpoint, and a picture of a batch needs none.
-    weights = 'none' if args.resume or args.show_batch else args.weights
+    weights = 'none' if args.resume else args.weights      # a resumed run has its weights in the checkpoint
     model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn,
                      precision=pick_precision(args.precision, args.device), chunk=args.chunk, **options)
-    trains_bn = any(isinstance(layer, nn.BatchNorm2d) for layer in model.trunk.modules()) and not args.freeze_bn
-    if world() > 1 and trains_bn:                           # statistics over the batches of all processes
+    if world() > 1 and not args.freeze_bn:                  # statistics over the batches of all processes
         if args.device.type != 'cuda':
             raise UsageError('several processes on a CPU cannot share the statistics of BatchNorm: take --freeze-bn')
         model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
@@ -2144,6 +2153,19 @@ def make_optimizer(args, groups, **options):
 
 
 # ---- 13. devices and processes ---------------------------------------------------------------------
+
+# What to type on which machine, beside the commands of README. Results stay the same up to rounding.
+#   one large GPU    python train_proxy_anchor.py --dataset cub --data data --compile
+#                    torch.compile of the trunk. Not run yet
+#   several GPUs     torchrun --nproc-per-node 4 train_proxy_anchor.py --dataset sop --data data
+#                    each process runs the trunk on a share of each batch, and computes the loss of the whole batch. Run
+#                    as two processes on a CPU, which need --freeze-bn
+#   a small GPU      python train_proxy_anchor.py --dataset sop --data data --batch-size 1000 --freeze-bn --chunk 64
+#                    a large batch by chunks: a second forward pass in place of memory. Needs --freeze-bn, which the
+#                    recipe of SOP lacks. Run on a CPU
+#   a Mac            --device cpu, where torch lacks something on its GPU. Not run yet
+#   a notebook       start in a folder that outlives the session, since checkpoints go to runs/ below it; after a stop,
+#                    main(['--resume', 'runs/first']) goes on with a run that had the flags --name first
 
 
 def at_least_float32(t):

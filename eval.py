@@ -385,7 +385,7 @@ FLAGS = [
     flag('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt'),
     flag('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed'),
     flag('--dataset', choices=list(common.DATASETS), help='if not given, that of the training'),
-    flag('--data', help='its folder; if not given, that of the training'),
+    flag('--data', type=os.path.expanduser, help='its folder; if not given, that of the training'),
     flag('--analyse', action='store_true', help='the further measures above'),
     flag('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths'),
     flag('--sheet', 'images', type=common.file_ending('.png'), metavar='PNG',
@@ -431,7 +431,7 @@ def place_of_test_set(args, trainings):
     if args.download:
         common.download(dataset, folder)
     if dataset != 'shapes' and not args.data:
-        if not Path(folder).expanduser().is_dir():
+        if not os.path.isdir(folder):
             raise common.UsageError(f'the training images were in {folder}, which is not there: moved? pass --data NEW')
         print(f'images: {folder}, as in the training')
     return dataset, folder
@@ -440,10 +440,10 @@ def place_of_test_set(args, trainings):
 def load_training_set(args, model):
     """The images that the network was trained on: where they were then, or in --data if that is not there any more"""
     trained = model.args
-    folder = trained['data'] if Path(trained['data']).expanduser().is_dir() else args.data or trained['data']
+    folder = trained['data'] if os.path.isdir(trained['data']) else args.data or trained['data']
     training = common.load_dataset(trained['dataset'], folder, trained['resize'], trained['image_size'], args.cache,
-                                   fold=trained.get('fold'), only='train', measured=False).train
-    if new := {*map(common.nfc, training.classes)} - {*model.classes}:
+                                   fold=trained.get('fold'), only='train').train
+    if new := {*training.classes} - {*model.classes}:
         raise common.UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
                                 f'of its training set are new to the network, among them {min(new)}')
     return training
@@ -451,11 +451,10 @@ def load_training_set(args, model):
 
 def save_embeddings(path, data, z, gallery):
     """An NPZ file with embeddings (N, D), labels (N,), paths (N,) and the classes' names; of a gallery as well"""
-    arrays = dict(classes=np.array(data.query.classes))
-    for prefix, images, embeddings in (('', data.query, z), ('gallery_', data.gallery, gallery)):
-        if embeddings is not None:
-            arrays |= {f'{prefix}embeddings': F.normalize(embeddings, dim=1).cpu().numpy(),
-                       f'{prefix}labels': images.labels.numpy(), f'{prefix}paths': images.paths}
+    arrays = common.vector_arrays(data.query, F.normalize(z, dim=1))
+    if gallery is not None:
+        of_gallery = common.vector_arrays(data.gallery, F.normalize(gallery, dim=1))
+        arrays |= {f'gallery_{name}': array for name, array in of_gallery.items()}
     with common.written_whole(path) as file:
         np.savez(file, **arrays)
     print(f'embeddings: {path}')
@@ -476,10 +475,10 @@ def evaluate_one(args):
     if args.query:
         photos = read_photos(args.query, *sizes)            # before the folder, which may take long
         # What a photo is searched in need not be new to the network, nor sorted into classes.
-        data = load(only='search', measured=False)
+        data = load(only='search')
         parts = [part for part in (data.train, data.gallery) if part]
         return search(args, model, photos, parts, args.sheet or common.best_of(path).parent / 'query.png')
-    data = load(known=model.classes, measured=not args.embed)
+    data = load(known=model.classes, only='embed' if args.embed else None)
     measured = len(data.query.classes) > 1                  # else, only --embed comes here
     if not measured:
         common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')

@@ -346,7 +346,6 @@ def get_args(argv=None):
     for kind in kinds:
         blend(no_images, kind, mask_size=args.mask_size)
     if args.show_hybrids:
-        common.refuse(args, ['show_batch'], '--show-hybrids')
         return args
     common.refuse_unread(args, 'kind', cutmix='axis', gridmask='mask_size')
     if args.alpha == 0:

@@ -163,7 +163,7 @@ def test_another_network_loses_its_classifier_and_gives_maps_of_one_position(arc
     ('--arch squeezenet1_0', 'SqueezeNet has no linear classifier'),
     ('--arch vit_b_16', 'vit_b_16 does not take images of --image-size 64: Wrong image height'),
     ('--arch swin_t --pool max', '--pool has no effect with --arch swin_t'),
-    ('--arch swin_t --freeze-bn', '--freeze-bn has no effect with --arch swin_t, which has no BatchNorm'),
+    ('--arch swin_t --no-freeze-bn', '--freeze-bn has no effect with --arch swin_t, which has no BatchNorm'),
     ('--arch shufflenet_v2_x0_5 --chunk 2', '--chunk needs --freeze-bn')])
 def test_a_trunk_that_does_not_fit_is_named_before_anything_is_read(flags, message):
     with pytest.raises(UsageError, match=message):
@@ -183,7 +183,7 @@ def test_a_transformer_trains_mixes_resumes_and_is_evaluated(run, capsys):
     flags = '--arch swin_t --chunk 3 --mixup input feature embed --name mine --epochs 1 --steps 3 --precision fp32'
     assert run(train_metrix, *flags.split())['epoch'] == 1
     shown = capsys.readouterr().out
-    assert 'pool avg,' in shown and 'freeze_bn False' in shown
+    assert 'pool avg,' in shown and 'freeze_bn True' in shown
     assert train_metrix.main(['--resume', 'runs/mine', '--epochs', '2', '--steps', '6'])['epoch'] == 2
     result = evaluation.main(['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32'])
     assert result['MAP@R'] == pytest.approx(common.read_checkpoint('runs/mine')['rows'][-1]['MAP@R'], abs=1e-3)

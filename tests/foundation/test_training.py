@@ -1,13 +1,12 @@
 """The shared loop, by amounts that can be computed by hand; and whether each method learns."""
 import math
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SmallNet, draw_folder, rows_of
+from conftest import SCRIPTS, draw_folder, rows_of
 from PIL import Image
 
 import common
@@ -129,15 +128,10 @@ def test_sixty_steps_teach_a_small_network_unseen_classes(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize('script, flags, columns', [
     ('train_ms', '', 2), ('train_ccl', '--per-class 0 --jitter 0.3', 8), ('train_metrix', '', 2)])
-def test_a_picture_of_a_batch_is_the_first_batch_of_training(run, watched, monkeypatch, script, flags, columns):
-    """Crops, flips and order included; and nothing is trained or written beside it."""
-    module, flags, opened = __import__(script), ['--weights', 'imagenet', *flags.split()], []
-    monkeypatch.setattr(common, 'load_network', lambda arch, weights: opened.append(weights) or SmallNet())
-    assert run(module, '--show-batch', 'batch.png', *flags) is None
-    assert [path.name for path in Path('.').iterdir() if path.name != 'cache'] == ['batch.png']
-    assert opened == ['none'], 'a picture needs no weights'
-    shown = np.asarray(Image.open('batch.png')).astype(float)
-    first = watched(module, '--steps', '1', *flags)[0].x
+def test_a_picture_of_a_batch_is_the_first_batch_of_training(small, watched, script, flags, columns):
+    """Crops, flips and order included."""
+    first = watched(__import__(script), '--steps', '1', '--name', 'x', *flags.split())[0].x
+    shown = np.asarray(Image.open('runs/x/batch.png')).astype(float)
     pictures = (first * torch.tensor(common.STD)[:, None, None] + torch.tensor(common.MEAN)[:, None, None]) * 255
     for i, expected in enumerate(pictures.permute(0, 2, 3, 1).numpy()):
         top, left = 2 + i // columns * 34, 2 + i % columns * 34

@@ -278,7 +278,7 @@ def test_vectors_on_folds_are_compared_seed_by_seed(vectors):
 # ---- flags
 
 @pytest.mark.parametrize('flags', [
-    '--cache x', '--image-size 32', '--resize 40', '--min-crop 0.4', '--jitter 0.2', '--no-flip', '--show-batch x.png',
+    '--cache x', '--image-size 32', '--resize 40', '--min-crop 0.4', '--jitter 0.2', '--no-flip',
     '--arch resnet18', '--weights imagenet', '--pool max', '--no-freeze-bn', '--warmup 1', '--precision bf16',
     '--compile', '--chunk 4', '--protocol reality-check'])
 def test_flags_about_images_and_trunks_have_no_effect_on_vectors(flags):

@@ -319,7 +319,6 @@ def test_a_fold_may_lack_super_classes_and_does_without_them(run, small, monkeyp
 @pytest.mark.parametrize('flags, reason', [
     ('--kind mixup --axis left-right', '--axis has no effect with --kind mixup'),
     ('--mask-size 8', '--mask-size has no effect with --kind cutmix'),
-    ('--show-hybrids x.png --show-batch y.png', '--show-batch has no effect with --show-hybrids'),
     ('--kind gridmask --mask-size 64', 'no room for 2'), ('--kind gridmask --mask-size 63 --num 4', 'no room for 4'),
     ('--show-hybrids x.png --mask-size 64', 'no room for 2 images')])
 def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
