@@ -993,7 +993,7 @@ def save_vectors(folder, data, train, query=None, gallery=None, paths=()):
     files = {}
     for name, images, vectors, order in itertools.zip_longest(names, parts, (train, query, gallery), paths):
         if (images is None) != (vectors is None):
-            raise UsageError('save_vectors needs those of data.query where there are queries, and those of data.gallery '
+            raise UsageError('save_vectors needs those of data.query where there are queries, and of data.gallery '
                              'where this is not data.query')
         if images is None:
             continue
