@@ -151,7 +151,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """
     z = common.at_least_float32(z)
     if kind in OF_QUERIES:
-        return OF_QUERIES[kind](z, y, y, 1, proxies, **hyper)
+        return mixed_cross_entropy(OF_QUERIES[kind](z, proxies, **hyper), y, y, 1)
     if kind == 'proxy_anchor':
         z, proxies = common.same_precision(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
@@ -174,14 +174,17 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()
 
 
-def proxynca_pp_of_queries(v, y_i, y_j, lam, proxies, temperature=1 / 9):
-    """ProxyNCA++ for queries v (M, D) whose class is y_i with share lam, and y_j with share 1 - lam -> scalar
+def proxynca_pp_of_queries(v, proxies, temperature=1 / 9):
+    """Logits of ProxyNCA++ for queries v (M, D): -|v - p|^2 / temperature for the C proxies p -> (M, C)
 
-    Cross-entropy of -|v - p|^2 / temperature over the C proxies p. The softmax over p cancels |v|^2, and |p|^2 = 1:
-    2 v.p / temperature is left.
+    The softmax over p cancels |v|^2, and |p|^2 = 1: 2 v.p / temperature is left, which is linear in v.
     """
     v, proxies = common.same_precision(v, proxies)
-    logits = 2 / temperature * v @ F.normalize(proxies, dim=1).T                                # (M, C)
+    return 2 / temperature * v @ F.normalize(proxies, dim=1).T
+
+
+def mixed_cross_entropy(logits, y_i, y_j, lam):
+    """Mean cross-entropy of M queries, logits (M, C), whose class is y_i with share lam, and y_j with share 1 - lam"""
     return (lam * F.cross_entropy(logits, y_i, reduction='none')
             + (1 - lam) * F.cross_entropy(logits, y_j, reduction='none')).mean()
 
@@ -209,6 +212,27 @@ def mix(x, i, j, lam):
 def mix_embeddings(z, i, j, lam):
     """Eq. (4), embedding mixup: lam f(x) + (1 - lam) f(x'), scaled to unit length.  z (B, D) -> (M, D)"""
     return F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)
+
+
+def mix_similarities(s, u, i, j, lam):
+    """s(a, v) for mixtures v = lam u_i + (1 - lam) u_j, scaled to unit length, which are never formed
+
+    s (E, A) products u.a of the ends with anchors; u (E, D) the ends, of any length; i, j, lam (M,) -> (M, A)
+    Eq. (4) is needed for similarities alone, and those of a mixture follow from those of its ends:
+        s(a, v) = (lam a.u_i + (1 - lam) a.u_j) / |v|
+        |v|^2 = lam^2 |u_i|^2 + (1 - lam)^2 |u_j|^2 + 2 lam (1 - lam) u_i.u_j
+    In embedding mixup, u are the embeddings. In feature mixup with average pooling and without LayerNorm, they are the
+    outputs W p + b of the linear head before these are scaled to unit length, since W (lam p_i + (1 - lam) p_j) + b is
+    lam u_i + (1 - lam) u_j. The maximum is not linear: other feature mixtures, and mixed images, need vectors.
+    """
+    lam = lam.to(u.dtype)
+    gram = u @ u.T                                                                              # (E, E)
+    square = gram.diagonal()                                                                    # (E,): |u|^2
+    of_ends = lam ** 2 * square.index_select(0, i) + (1 - lam) ** 2 * square.index_select(0, j)             # (M,)
+    of_mixture = of_ends + 2 * lam * (1 - lam) * gram[i, j]                                     # (M,): |v|^2
+    # Where the ends are opposite, rounding could leave 0 or less. So |v|^2 is at least as large as its rounding error.
+    of_mixture = torch.maximum(of_mixture, torch.finfo(u.dtype).eps * of_ends).clamp_min(1e-24)
+    return mix(s, i, j, lam) / of_mixture.sqrt()[:, None]
 
 
 def mix_features(f, i, j, lam, pool='avg+max'):
@@ -285,7 +309,8 @@ def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
         both = (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j])                        # (A, M)
         return torch.ones_like(both, dtype=lam.dtype), both & ~with_anchor
     pair_y, valid = pair_labels(y, anchor_y, i, j, lam)
-    valid = valid & (negatives[:, i] | negatives[:, j])             # only with a negative that may be mixed
+    # only with a negative that may be mixed
+    valid = valid & (negatives.index_select(1, i) | negatives.index_select(1, j))
     if pairs == 'anc-neg':
         return pair_y, valid & with_anchor                                                      # M(a) = S(a) x U-(a)
     return pair_y, valid & ~with_anchor                                                         # M(a) = U+(a) x U-(a)
@@ -343,16 +368,25 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
     if not len(used):
         return z.new_zeros(())
     i, j, lam = (t[used] for t in (i, j, lam))
+
+    def compare(v):                                 # linear in v: (M, D) -> (M, A) similarities, or (M, C) logits
+        return OF_QUERIES[kind](v, proxies, **hyper) if kind in OF_QUERIES else v @ anchor_z.T
+
     if mixing.mixup == 'input':
         # Eq. (4), input mixup: f(lam x + (1 - lam) x'). Trained BatchNorm sees these images as well.
-        v = model(mix(images, i, j, lam))
-    elif mixing.mixup == 'feature':
-        v = model.project(mix_features(f, i, j, lam, model.pool))
+        s = compare(model(mix(images, i, j, lam)))                                              # (M, A)
+    elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
+        s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
     else:
-        v = mix_embeddings(end_z, i, j, lam)
+        u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))          # (E, D)
+        s = mix_similarities(compare(u), u, i, j, lam)
     if kind in OF_QUERIES:                          # the anchors only served to choose the pairs
-        return OF_QUERIES[kind](v, y[i], y[j], lam, proxies, **hyper)
-    return labelled_loss(anchor_z @ v.T, pair_y[:, used], valid[:, used], kind, **hyper).mean()         # Eq. (9)
+        return mixed_cross_entropy(s, y[i], y[j], lam)
+    # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So it gets V columns, which are the
+    # mixtures that it has; where another anchor has more, they are filled up with any that are not valid for it.
+    valid = valid.index_select(1, used)
+    v = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                            # (A, V)
+    return labelled_loss(s.gather(0, v.T).T, pair_y.gather(1, used[v]), valid.gather(1, v), kind, **hyper).mean()
 
 
 @contextmanager

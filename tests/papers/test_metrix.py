@@ -219,6 +219,64 @@ def test_metrix_eq4_embedding_in_half_precision():
     expect_raised(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
 
 
+def short_and_long(a, u, i, j, lam):
+    """s(a, v) from those of the ends, and by the mixtures' vectors; each with its gradients by a and u"""
+    def with_gradients(similarities):
+        leaves = [t.clone().requires_grad_() for t in (a, u)]
+        s = similarities(*leaves)
+        return s.detach(), *torch.autograd.grad(s, leaves, torch.linspace(-1, 1, s.numel()).view(s.shape).to(s.dtype))
+    return (with_gradients(lambda a, u: train_metrix.mix_similarities(u @ a.T, u, i, j, lam)),
+            with_gradients(lambda a, u: mix_embeddings(u, i, j, lam) @ a.T))
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_metrix_eq4_similarities_of_mixtures_follow_from_their_ends(dtype, tolerance):
+    """Ends from 0.01 to 100 long, lambda 0 and 1 among the shares; all mixtures are 0.1 of their ends, or longer."""
+    a, u = unit(5, dtype=dtype), unit(9, seed=1, dtype=dtype) * torch.logspace(-2, 2, 9, dtype=dtype)[:, None]
+    i, j = torch.triu_indices(9, 9, 1)
+    lam = shares(len(i), dtype=dtype)
+    lam[:2] = torch.tensor([0, 1])
+    assert (train_metrix.mix(u, i, j, lam).norm(dim=1) > 0.1 * (lam * u.norm(dim=1)[i])).all()
+    for ours, theirs, what in zip(*short_and_long(a, u, i, j, lam), ('s(a, v)', 'gradient by a', 'gradient by u')):
+        scale = theirs.abs().amax(dim=1, keepdim=True)      # short ends have large gradients
+        expect(ours / scale, theirs / scale, f'Metrix Eq. (4), {what}, {dtype}', tolerance)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_metrix_eq4_similarities_of_mixtures_of_opposite_ends_are_finite(dtype):
+    """Where |v| is 0, or as small as its rounding error; and of embeddings that are 0"""
+    a, u = unit(5, dtype=dtype), unit(50, dtype=dtype)
+    u = torch.cat([u, -u, -u * (1 + 1e-6), torch.zeros(50, 6, dtype=dtype)])
+    i, j = torch.arange(50).repeat(3), torch.arange(50, 200)
+    for lam in (0.5, 0.5 + 1e-7, 0.499):
+        ours, theirs = short_and_long(a, u, i, j, torch.full((150,), lam, dtype=dtype))
+        assert all(t.isfinite().all() for t in ours)
+        assert ours[0].abs().max() < 2, 'no cosine is far above 1'
+    expect(ours[0][100:], theirs[0][100:], 'Metrix Eq. (4), similarities of mixtures with an embedding that is 0', 1e-5)
+    zero = torch.zeros_like(u)
+    assert not train_metrix.mix_similarities(zero @ a.T, zero, i, j, torch.full((150,), 0.3)).any(), 'of two zeros'
+
+
+def test_metrix_eq4_mixtures_of_embeddings_and_of_average_pooled_features_have_no_vectors(before_training, monkeypatch):
+    """Those of images, of maxima, and behind LayerNorm have."""
+    vectors = []
+
+    def noting(name, real):
+        return lambda *args: vectors.append(name) or real(*args)
+    for name in ('mix_features', 'mix_embeddings'):
+        monkeypatch.setattr(train_metrix, name, noting(name, getattr(train_metrix, name)))
+    for mixup, pool, layer_norm, expected in (
+            ('embed', 'avg', False, []), ('feature', 'avg', False, []), ('feature', 'avg', True, ['mix_features']),
+            ('feature', 'avg+max', False, ['mix_features'])):
+        for loss in ('ms', 'proxy_anchor', 'proxynca_pp'):
+            with monkeypatch.context() as patch:
+                patch.setattr(common, 'build', partial(common.build, layer_norm=layer_norm))
+                held = before_training(train_metrix, '--loss', loss, '--mixup', mixup, '--pool', pool)
+            held.step(torch.randn(8, 3, 32, 32), torch.arange(8) // 2)
+            assert vectors == expected, (mixup, pool, layer_norm, loss)
+            vectors.clear()
+
+
 # ---- labels
 
 def test_metrix_eq5_and_metrix_eq6_by_hand():
@@ -398,7 +456,10 @@ STEPS = [*product(['contrastive', 'ms'], MIXUP, ['--pairs pos-neg', '--pairs anc
          *product(['contrastive', 'ms', 'proxy_anchor'], MIXUP, ['--pairs pos-pos']),
          *product(['proxy_anchor'], MIXUP, ['--pairs pos-neg'], K),
          *product(['proxy_anchor'], ['--mixup embed'], ['--pairs anc-neg'], K),
-         *product(['proxynca_pp'], MIXUP, K)]
+         *product(['proxynca_pp'], MIXUP, K),
+         # Mixtures need no vectors here, as in proxy_anchor, but behind LayerNorm they do.
+         *product(['ms'], ['--mixup feature --pool avg --pairs pos-neg'], [*K, 'LayerNorm']),
+         *product(['proxynca_pp'], ['--mixup feature --pool avg'], K)]
 
 
 @pytest.mark.parametrize('step', STEPS, ids=' '.join)
@@ -409,8 +470,11 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
         return torch.linspace(0.1, 0.85, *shape, dtype=torch.float64)
     monkeypatch.setattr(Beta, 'sample', sample)
     kind = step[0]
-    held = before_training(train_metrix, '--loss', *' '.join(step).split(), *HYPER[kind].split(), '--alpha', '1.5',
-                           '--strength', '0.7')
+    flags = [*HYPER[kind].split(), '--loss', *' '.join(step).split(), '--alpha', '1.5', '--strength', '0.7']
+    if 'LayerNorm' in flags:
+        flags.remove('LayerNorm')
+        monkeypatch.setattr(common, 'build', partial(common.build, layer_norm=True))
+    held = before_training(train_metrix, *flags)
     args, model = held.args, held.model.double().eval()     # BatchNorm as at evaluation: each image by itself
     for proxies in held.learned.values():
         proxies.data = proxies.data.double()
