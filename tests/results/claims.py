@@ -30,17 +30,17 @@ class Claim(NamedTuple):
 
 def used(run):
     """Utilization by all examples of the training: without mixing, there are no mixed ones"""
-    return run['measured']['utilization' if '--mixup none' in run['command'] else 'utilization, mixed']
+    return measured('utilization' if '--mixup none' in run['command'] else 'utilization, mixed')(run)
 
 
-# {what a claim may be about: the number of a run}. `stopped by folds`: of the run as it was after the epoch that folds
-# choose, and of no other rows than those which folds choose.
+# What a claim may be about: {quantity: the number of a run}. `stopped by folds` is about the rows and the epoch that
+# folds choose.
 STOPPED = ' stopped by folds'
+OF_MEASURED_TABLES = {'alignment': measured('alignment'), 'uniformity': measured('uniformity'),
+                      'utilization by all examples': used, 'P(Pos) - 0.5': measured('P(Pos)', less=0.5),
+                      'distance of the curves - 0.1': measured('Fig. 2', less=0.1)}
 QUANTITIES = {'R@1': last('R@1'), 'MAP@R': last('MAP@R'), 'R@1 after epoch 2': after(2, 'R@1'),
-              'R@1' + STOPPED: last('R@1'), 'MAP@R' + STOPPED: last('MAP@R'),
-              'alignment': measured('alignment'), 'uniformity': measured('uniformity'),
-              'utilization by all examples': used, 'P(Pos) - 0.5': lambda run: measured('P(Pos)')(run) - 0.5,
-              'distance of the curves - 0.1': lambda run: measured('Fig. 2')(run) - 0.1}
+              'R@1' + STOPPED: last('R@1'), 'MAP@R' + STOPPED: last('MAP@R')} | OF_MEASURED_TABLES
 
 
 def read_claims(block, tables):
@@ -64,6 +64,8 @@ def read_claims(block, tables):
             mistake(place, f'{claim.quantity!r} is no quantity; these are {", ".join(QUANTITIES)}')
         if claim.quantity.endswith(STOPPED) and not tables[claim.table].folds:
             mistake(place, f'table `{claim.table}` names no folds')
+        if claim.quantity in OF_MEASURED_TABLES and not tables[claim.table].measured:
+            mistake(place, f'table `{claim.table}` is not measured')
         found.append(claim)
     return found
 

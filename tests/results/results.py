@@ -329,10 +329,11 @@ def main(argv=None):
             continue
         if options.jobs:
             failed += make(specified[name], file, options.jobs)
-        text += tables.section(specified[name], specified, read_runs(file))
+        lines = tables.section(specified[name], specified, read_runs(file))
+        print('\n'.join(lines))
+        text += lines
         if options.draw:
             draw.draw(specified[name], read_runs(file), options.draw)
-    print('\n'.join(text))
     if options.add and text:
         TRIAL.with_suffix('.md').write_text('\n'.join(text) + '\n')
     if failed:

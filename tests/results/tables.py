@@ -70,8 +70,12 @@ def reached(key):
     return number
 
 
-def measured(key):
-    return lambda run: run['measured'][key]
+def measured(key, less=0):
+    """What was measured of the network, less a constant; None if it was not"""
+    def number(run):
+        found = run.get('measured', {}).get(key)
+        return None if found is None else found - less
+    return number
 
 
 def stop(run, epoch):
@@ -214,7 +218,7 @@ def where_run(found):
 def measures(table, found):
     """What was measured of the networks of a table, as lines"""
     every = [run for of_row in found.values() for run in of_row.values()]
-    keys = [key for key in MEASURES if every and all(key in run['measured'] for run in every)]
+    keys = [key for key in MEASURES if every and all(key in run.get('measured', {}) for run in every)]
     return ['', *markdown(grid(found, table.pairs, [Column(key, measured(key), MEASURES[key]) for key in keys]))]
 
 
@@ -236,8 +240,8 @@ def best_epochs(table, found):
 class Choice(NamedTuple):
     on_folds: float         # the highest mean MAP@R of the method on the folds
     steps_on_folds: int     # after which it has that
-    epoch: int              # in this table: the evaluation that is nearest in steps, and its steps; None if not run
-    steps: int
+    epoch: int              # in this table: the evaluation that is nearest in steps
+    steps: int              # and its steps; both are '' where the row has not been run
 
 
 def method(row):
@@ -267,7 +271,7 @@ def choose(table, tables, runs):
 def nearest(table, of_row, steps):
     """The epoch of the runs of a row that is nearest to a number of steps, and its steps"""
     if not of_row:
-        return None, None
+        return '', ''
     run = next(iter(of_row.values()))
     epochs = table.epochs or run['columns']['epoch']
     epoch = min(epochs, key=lambda epoch: abs(epoch * run['steps'] - steps))
