@@ -1,109 +1,308 @@
-"""The page of results: its tables, its picture, and the commands behind it."""
+"""The pages of results: their tables and pictures, what they specify, and the commands behind them."""
 import json
 import math
 import re
 import shutil
-import sys
+from functools import cache
 from types import SimpleNamespace
 
+import claims
+import draw
+import patches
 import pytest
 import results
+import spec
+import tables
 import torch
 from conftest import ROOT, SCRIPTS
 
+import common
 
-def test_a_difference_is_that_of_the_row_to_its_base(monkeypatch):
+
+@cache
+def on_pages():
+    """{name: Table} and [Claim] of the project's pages"""
+    return results.read_pages()
+
+
+def table_of(rows, repeats, **more):
+    """A table of {row: command}, with the same repeats for all rows"""
+    return spec.Table({name: spec.Row(command, repeats, command) for name, command in rows.items()}, **more)
+
+
+def run_of(command='', steps=1, measured=None, **columns):
+    """A run; R and MAP stand for R@1 and MAP@R, plus and minus for s+ and s-"""
+    keys = dict(R='R@1', MAP='MAP@R', plus='s+', minus='s-')
+    columns = {keys.get(key, key): values for key, values in columns.items()}
+    length = len(next(iter(columns.values())))
+    columns = dict(epoch=list(range(length)), minutes=[1] * length) | columns
+    return dict(command=command, machine='a machine', steps=steps, columns=columns, measured=measured or {})
+
+
+# ---- tables
+
+
+def test_a_difference_is_that_of_the_row_to_its_base():
     """A seed that only one of them has does not count."""
-    def line(before, last):
-        rows = [{'R@1': n, 'MAP@R': n, 's+': n / 10, 's-': 0, 'minutes': 1} for n in (before, last)]
-        return dict(rows=rows, machine='a machine')
-    runs = {'t.py --a 1 --c 0': line(1, 6), 't.py --a 2 --c 0': line(2, 4), 't.py --a 1 --c 1': line(1, 9)}
+    def run(before, last):
+        values = [before, last]
+        return run_of(R=values, MAP=values, plus=[n / 10 for n in values], minus=[0, 0])
+    runs = {'t.py --a 1 --c 0': run(1, 6), 't.py --a 2 --c 0': run(2, 4), 't.py --a 1 --c 1': run(1, 9)}
     rows = {'with': 't.py --a 1', 'without': 't.py --a 2', 'not run': 't.py --a 3'}
-    table = results.Table(['--c 0', '--c 1'], rows, [('with', 'without'), ('not run', 'with')])
-    monkeypatch.setattr(results, 'TABLES', {'made up': table})
-    monkeypatch.setattr(results, 'finished', lambda: runs)
-    out = '\n'.join(results.tables('made up'))
-    assert '| without | 1 | 2.0 | 4.0 | 2.0 | 2.0 | 4.0 | 2.0 | 0.40 | 0.00 | 0.40 | `--a 2` |' in out
-    assert '| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |' in out
-    assert '| with - without | 1 | 2.0 | 2.0 | 0.20 |' in out and 'not run' not in out
-    assert results.cell([1, 1.1, 1.2], bold=True) == '**1.1 ± 0.2**' and results.cell([1, -1], bold=True)[0] != '*'
+    pairs = [('with', 'without'), ('not run', 'with')]
+    table = table_of(rows, ['--c 0', '--c 1'], pairs=pairs, settings='its settings')
+    out = tables.section(table, {}, runs)
+    assert out[0] == 'its settings' and '3 runs of 1.0 to 1.0 minutes, each on a machine.' in out
+    assert '| without | 1 | 2.0 | 4.0 | 2.0 | 2.0 | 4.0 | 2.0 | 0.40 | 0.00 | 0.40 | `t.py --a 2` |' in out
+    assert any(line.startswith('| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |') for line in out)
+    assert '| with - without | 1 |  | 2.0 |  |  | 2.0 |  |  |  | 0.20 |  |' in out
+    assert '| not run | 0 |' + '  |' * 9 + ' `t.py --a 3` |' in out and '| not run - with | 0 |' + '  |' * 10 in out
+    assert tables.cell([1, 1.1, 1.2], bold=True) == '**1.1 ± 0.2**' and tables.cell([1, -1], bold=True)[0] != '*'
 
 
-def test_the_best_epoch_on_the_test_set_beside_the_last(monkeypatch, tmp_path):
+def test_the_best_epoch_on_the_test_set_beside_the_last(tmp_path):
     """The first number of a run is that of the network before training, which is no epoch to choose."""
-    def line(*recalls):
-        rows = [{'epoch': epoch, 'R@1': r, 'MAP@R': epoch, 'minutes': 2 * epoch} for epoch, r in enumerate(recalls)]
-        return dict(rows=rows)
-    runs = {'t.py --a 1 --seed 0': line(9, 5, 8, 7, 6), 't.py --a 2 --seed 0': line(9, 1, 2, 3, 4)}
-    rows = {'with': 't.py --a 1', 'without': 't.py --a 2'}
-    monkeypatch.setattr(results, 'TABLES', {'long': results.Table(['--seed 0'], rows, [('with', 'without')])})
-    monkeypatch.setattr(results, 'finished', lambda: runs)
-    assert results.choosing('long')[-4:-1] == [
+    def run(*recalls):
+        minutes = [2 * epoch for epoch in range(5)]
+        return run_of(R=list(recalls), MAP=[0, 1, 2, 3, 4], minutes=minutes, plus=[0] * 5, minus=[0] * 5)
+    runs = {'t.py --a 1 --seed 0': run(9, 5, 8, 7, 6), 't.py --a 2 --seed 0': run(9, 1, 2, 3, 4)}
+    table = table_of({'with': 't.py --a 1', 'without': 't.py --a 2'}, ['--seed 0'], pairs=[('with', 'without')])
+    assert tables.section(table, {}, runs)[-4:-1] == [
         '| with | 1 | 6.0 | 8.0 | 2.0 | 4.0 | 8.0 |', '| without | 1 | 4.0 | 4.0 | 0.0 | 4.0 | 8.0 |',
         '| with - without | 1 | 2.0 | 4.0 | 2.0 | 0.0 | 0.0 |']
-    runs['t.py --a 1 --seed 0']['rows'][3]['MAP@R'] = 3.9
-    assert results.choosing('long')[-4].endswith('| 3.0 | 6.0 |')
+    runs['t.py --a 1 --seed 0']['columns']['MAP@R'][3] = 3.9
+    assert tables.section(table, {}, runs)[-4].endswith('| 3.0 | 6.0 |')
     pytest.importorskip('matplotlib')
-    results.draw('long', tmp_path / 'x.png')
+    draw.draw(table, runs, tmp_path / 'x.png')
     assert (tmp_path / 'x.png').exists()
 
 
-def test_a_table_by_epoch(monkeypatch, tmp_path):
+def test_a_table_by_epoch(tmp_path):
     """Of two rows and three seeds, one of which the second row lacks"""
-    def line(*values):
-        rows = [{'epoch': epoch, 'MAP@R': value, 'R@1': 2 * value} for epoch, value in zip((0, 2, 9), values)]
-        return dict(rows=rows, machine='a machine')
-    runs = {'t.py --a 1 --seed 0': line(9, 5, 8), 't.py --a 1 --seed 1': line(9, 7, 8),
-            't.py --a 1 --seed 2': line(9, 6, 8),
-            't.py --a 2 --seed 0': line(9, 4, 2), 't.py --a 2 --seed 1': line(9, 6, 1)}
-    table = results.Table([f'--seed {n}' for n in range(3)], {'ms, with': 't.py --a 1', 'ms, without': 't.py --a 2'},
-                          [('ms, with', 'ms, without')], (0, 2, 9))
-    monkeypatch.setattr(results, 'TABLES', {'x': table})
-    monkeypatch.setattr(results, 'finished', lambda: runs)
-    out = results.section('x')
+    def run(*values):
+        return run_of(epoch=[0, 2, 9], MAP=list(values), R=[2 * value for value in values])
+    runs = {'t.py --a 1 --seed 0': run(9, 5, 8), 't.py --a 1 --seed 1': run(9, 7, 8),
+            't.py --a 1 --seed 2': run(9, 6, 8),
+            't.py --a 2 --seed 0': run(9, 4, 2), 't.py --a 2 --seed 1': run(9, 6, 1)}
+    table = table_of({'ms, with': 't.py --a 1', 'ms, without': 't.py --a 2'}, [f'--seed {n}' for n in range(3)],
+                     pairs=[('ms, with', 'ms, without')], epochs=[0, 2, 9])
+    out = tables.section(table, {}, runs)
     assert '| MAP@R after epoch | runs | 0 | 2 | 9 | command |' in out
-    assert '| ms, with | 3 | 9.0 ± 0.0 | 6.0 ± 2.5 | 8.0 ± 0.0 | `--a 1` |' in out
-    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 1.0 ± 0.0 | 6.5 ± 6.4 | |' in out, 'in MAP@R'
-    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 2.0 ± 0.0 | 13.0 ± 12.7 | |' in out, 'in R@1'
+    assert '| ms, with | 3 | 9.0 ± 0.0 | 6.0 ± 2.5 | 8.0 ± 0.0 | `t.py --a 1` |' in out
+    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 1.0 ± 0.0 | 6.5 ± 6.4 |  |' in out, 'in MAP@R'
+    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 2.0 ± 0.0 | 13.0 ± 12.7 |' in out, 'in R@1'
     pytest.importorskip('matplotlib')
-    results.draw_epochs('x', tmp_path / 'x.png')
+    draw.draw(table, runs, tmp_path / 'x.png')
     assert (tmp_path / 'x.png').exists()
 
 
-def test_the_page_of_results_is_that_of_the_finished_runs():
-    page = results.page()
-    assert page == results.PAGE.read_text(), 'write it: python tests/results/results.py'
-    places = re.findall(r'(?m)^<!-- (?!end)([\w-]+) -->$', page)
-    assert sorted(places) == sorted([*results.TABLES, 'claims', 'spread'])
-    commands = [json.loads(line)['command'] for line in results.LINES.read_text().splitlines()]
-    shown = {f'{command} {flag}' for table in results.TABLES.values() for command in table.rows.values()
-             for flag in table.repeats}
-    joined = {f'eval.py {command}' for table in results.TABLES.values() if table.paper
-              for command in table.rows.values()}
+def test_folds_choose_where_the_runs_of_a_table_are_shown():
+    """On two folds of 10 steps an epoch, the mean MAP@R is highest after epoch 2, so after 20 steps: that is epoch 1 of
+    runs with 22. A row without folds is left out, and so is one that lacks a fold."""
+    runs = {'t.py --a 1 --fold 0/2': run_of(steps=10, MAP=[1, 5, 4]),
+            't.py --a 1 --fold 1/2': run_of(steps=10, MAP=[1, 2, 6]),
+            't.py --a 1 --seed 0': run_of(steps=22, MAP=[1, 7, 3], R=[10, 70, 30]),
+            't.py --a 2 --seed 0': run_of(steps=22, MAP=[1, 2, 9], R=[10, 20, 90])}
+    both = {'folds': table_of({'x': 't.py --a 1'}, ['--fold 0/2', '--fold 1/2'], epochs=[0, 1, 2]),
+            'seeds': table_of({'x': 't.py --a 1', 'y': 't.py --a 2'}, ['--seed 0'], pairs=[('y', 'x')],
+                              epochs=[0, 1, 2], folds='folds')}
+    assert tables.choose(both['seeds'], both, runs) == {'x': tables.Choice(5, 20, 1, 22)}
+    assert tables.section(both['seeds'], both, runs)[-2] == '| x | 1 | 5.0 | 20 | 22 | 7.0 | 70.0 |'
+    del runs['t.py --a 1 --fold 1/2']
+    assert tables.choose(both['seeds'], both, runs) == {}
+    assert not any('steps on folds' in line for line in tables.section(both['seeds'], both, runs))
+
+
+def test_folds_choose_setting_and_epoch_of_each_method_together():
+    """`b @ 2` is best after epoch 1. `b @ 1` has more then on one fold, but less in the mean, and stopped there.
+    The table of seeds has a row `b @ 1`, which is not shown, and none for `b @ 2`, which is wanted."""
+    folds = {'a @ 1': ([1, 3, 2], [1, 3, 2]), 'b @ 1': ([1, 2, 3], [1, 9]), 'b @ 2': ([1, 7, 6], [1, 7, 6])}
+    commands = {row: f't.py --row {row.replace(" @ ", "")}' for row in folds}
+    runs = {f'{commands[row]} --fold {n}/2': run_of(steps=10, MAP=values)
+            for row, both in folds.items() for n, values in enumerate(both)}
+    for row in ('a @ 1', 'b @ 1'):
+        runs[f'{commands[row]} --seed 0'] = run_of(steps=10, MAP=[1, 4, 5], R=[1, 40, 50])
+    of_folds = table_of(commands, ['--fold 0/2', '--fold 1/2'], epochs=[0, 1, 2])
+    of_seeds = table_of({row: commands[row] for row in ('a @ 1', 'b @ 1')}, ['--seed 0'], epochs=[0, 1, 2],
+                        folds='folds')
+    both = dict(folds=of_folds, seeds=of_seeds)
+    assert tables.choose(of_seeds, both, runs) == {'a @ 1': tables.Choice(3, 10, 1, 10),
+                                                   'b @ 2': tables.Choice(7, 10, '', '')}
+    out = tables.section(of_seeds, both, runs)
+    assert out[-3:-1] == ['| a @ 1 | 1 | 3.0 | 10 | 10 | 4.0 | 40.0 |', '| b @ 2 | 0 | 7.0 | 10 |  |  |  |']
+
+
+def test_seeds_that_are_crossed_with_folds_count_once():
+    """Seed 0 has differences 1 and 3 on two folds, seed 1 one of 5."""
+    values = {'--fold 0/2': 1, '--fold 1/2': 3, '--fold 0/2 --seed 1': 5}
+    runs = {f't.py --a 1 {repeat}': run_of(R=[value]) for repeat, value in values.items()}
+    runs |= {f't.py --a 2 {repeat}': run_of(R=[0]) for repeat in values}
+    table = table_of({'with': 't.py --a 1', 'without': 't.py --a 2'}, list(values))
+
+    def differences():
+        return tables.counted(tables.differences(tables.runs_of(table, runs), 'with', 'without', tables.last('R@1')))
+    assert differences() == [2, 5]
+    del runs['t.py --a 1 --fold 0/2 --seed 1']
+    assert differences() == [1, 3], 'one seed: folds count'
+
+
+def test_how_much_seeds_move():
+    """Two commands with deviations 1 and 3 around their own means: sqrt((2 * 1 + 2 * 9) / 4). Folds do not count."""
+    def runs_of(command, *values):
+        return {f'{command} --seed {n}': run_of(R=[value], MAP=[0]) for n, value in enumerate(values)}
+    runs = (runs_of('train_t.py --a 1', 1, 2, 3) | runs_of('train_t.py --a 2', 50, 53, 56)
+            | runs_of('train_t.py --fold 0/4', 0, 50, 100) | runs_of('t.py --steps 1 --lr 1e-30', 1, 50, 99)
+            | runs_of('t.py --data data/cub50', 7, 7, 7) | runs_of('t.py --data data/omniglot', 1, 9))
+    assert tables.spread(runs)[2:] == ['| `shapes` | 2 | 6 | 2.24 | 0.00 |', '| `data/cub50` | 1 | 3 | 0.00 | 0.00 |']
+
+
+# ---- claims
+
+
+def claim_of(row, base='', there='3', **more):
+    return claims.Claim('a claim', 'a paper', there, 'x', row, base, what=f'`x`, {row} - {base}', **more)
+
+
+def judge(claim, runs):
+    """The cells of a claim on a table `x` with {row: {seed: run}}"""
+    table = table_of({row: f't.py --a {row}' for row in runs}, ['--seed 0', '--seed 1'])
+    named = {f't.py --a {row} --seed {seed}': run for row, of_row in runs.items() for seed, run in of_row.items()}
+    return claims.judged(claim, dict(x=table), named)
+
+
+def test_verdicts_on_claims():
+    """The interval of 1, 2, 3 is 2 ± 2.5, that of 2, 2.1, 2.2 is 2.1 ± 0.2."""
+    assert claims.verdict('2', [2, 2.1, 2.2]) == 'seen here'
+    assert claims.verdict('1', [2, 2.1, 2.2]) == 'seen here; more than there'
+    assert claims.verdict('3', [2, 2.1, 2.2]) == 'seen here; less than there'
+    assert claims.verdict('3', [1, 2, 3]) == 'not seen here', 'it holds 0 and the number of the paper'
+    assert claims.verdict('5', [1, 2, 3]) == 'not seen here; less than there'
+    assert claims.verdict('3', [-2, -2.1, -2.2]) == 'the other way here'
+    assert claims.verdict('-2', [-2, -2.1, -2.2]) == 'seen here'
+    assert claims.verdict('-0.5', [2, 2.1, 2.2]) == 'the other way here'
+    assert claims.verdict('-0.5', [-2, -2.1, -2.2]) == 'seen here; more than there'
+    assert claims.verdict('> 0', [2, 2.1, 2.2]) == 'seen here' != claims.verdict('> 0', [1, 2, 3])
+    assert claims.verdict('< 0', [-2, -2.1, -2.2]) == 'seen here'
+
+
+def test_a_gain_between_two_networks_below_no_training_says_so():
+    def runs_of(before, *last):
+        return {n: run_of(R=[before, value], plus=[0, value]) for n, value in enumerate(last)}
+    runs = {'with': runs_of(9, 5.0, 5.1), 'without': runs_of(9, 2.0, 2.2)}
+    claim = claim_of('with', 'without', '> 0')
+    assert judge(claim, runs)[1:] == [2, 'seen here; both below no training']
+    assert judge(claim._replace(verdict='by construction'), runs)[2] == 'by construction; both below no training'
+    runs['with'] = runs_of(9, 9.5, 9.6)
+    assert judge(claim, runs)[2] == 'seen here'
+
+
+def test_below_no_training_is_about_r_at_1_alone():
+    runs = {row: {n: run_of(R=[9, 1], measured=dict(alignment=value + n / 10)) for n in (0, 1)}
+            for row, value in (('with', 5), ('without', 2))}
+    assert judge(claim_of('with', 'without', '> 0', quantity='alignment'), runs) == ['3.00 ± 0.00', 2, 'seen here']
+
+
+def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one():
+    def run(*values, **more):
+        return run_of('t.py', MAP=list(values), R=[2 * value for value in values], **more)
+    runs = {'with': {0: run(1, 5, 9.4, 10, measured={'P(Pos)': 0.8}),
+                     1: run(1, 9.5, 9.4, 10, measured={'P(Pos)': 0.9})},
+            'without': {0: run(1, 2, 3, 4), 1: run(1, 4, 4, 4)}}
+    claim = claim_of('with', 'without')
+    assert judge(claim, runs) == ['12.0 ± 0.0', 2, 'seen here; more than there']
+    assert judge(claim._replace(quantity='R@1 after epoch 2'), runs)[0] == '11.8 ± 12.7', '12.8 and 10.8'
+    assert judge(claim_of('with', quantity='P(Pos) - 0.5', there='> 0'), runs)[0] == '0.35 ± 0.64', '0.3 and 0.4'
+    used = {'utilization': 0.5, 'utilization, mixed': 0.4}
+    for command, number in (('t.py --mixup none', 0.5), ('t.py --mixup feature', 0.4)):
+        assert claims.QUANTITIES['utilization by all examples'](run_of(command, R=[1], measured=used)) == number
+    del runs['without'][1]
+    assert judge(claim, runs) == ['', 1, 'not run yet']
+
+
+def test_a_claim_on_rows_that_folds_stop():
+    """Both rows are highest on the fold after epoch 1, where the difference is 3 for each seed; at the end it is -5."""
+    runs = {f't.py --a {row} --fold 0/2': run_of(MAP=[1, 2, 1]) for row in (1, 2)}
+    for seed in (0, 1):
+        runs[f't.py --a 1 --seed {seed}'] = run_of(MAP=[0, 0, 0], R=[1, 8 + seed, 1])
+        runs[f't.py --a 2 --seed {seed}'] = run_of(MAP=[0, 0, 0], R=[1, 5 + seed, 6])
+    rows = {'with': 't.py --a 1', 'without': 't.py --a 2'}
+    both = dict(folds=table_of(rows, ['--fold 0/2']), x=table_of(rows, ['--seed 0', '--seed 1'], folds='folds'))
+    claim = claim_of('with', 'without')
+    assert claims.judged(claim._replace(quantity='R@1 stopped by folds'), both, runs)[0] == '3.0 ± 0.0'
+    assert claims.judged(claim, both, runs)[0] == '-5.0 ± 0.0'
+
+
+def test_verdicts_are_counted():
+    cells = [['a: x', 'p', '3', '1', 2, 'seen here; less than there', ''],
+             ['a: y', 'p', '3', '1', 2, 'not seen here', ''], ['b', 'p', '3', '1', 2, 'not seen here', '']]
+    assert claims.count_verdicts(cells).startswith(
+        'These are 3 comparisons on 2 claims: 2 *not seen here*, 1 *seen here*.')
+
+
+# ---- the pages of the project
+
+
+def test_the_pages_of_results_are_those_of_the_finished_runs():
+    specified, claimed = on_pages()
+    runs = results.read_runs(results.RUNS)
+    for page in results.pages():
+        text = results.filled(page, specified, claimed, runs)
+        assert text == page.read_text(), 'write it: python tests/results/results.py'
+    others = [block.lines[0] for page in results.pages() for block in spec.blocks(page)
+              if not block.lines[0].startswith('**Table')]
+    assert sorted(others) == sorted(spec.OTHERS), 'each stands on one page'
+    commands = [json.loads(line)['command'] for line in results.RUNS.read_text().splitlines()]
+    shown = {f'{row.command} {repeat}' for table in specified.values() for row in table.rows.values()
+             for repeat in row.repeats}
+    joined = {f'eval.py {row.command}' for table in specified.values() for row in table.rows.values() if row.paper}
     assert len(set(commands)) == len(commands) and set(commands) <= shown | joined
 
 
+def test_a_number_that_does_not_follow_from_the_runs_is_written_anew(tmp_path):
+    """A number of a table, or a verdict, that is changed by hand"""
+    specified, claimed = on_pages()
+    runs = results.read_runs(results.RUNS)
+    for name, right, wrong in [('fine-tuning.md', '| **1.2 ± 1.0** |', '| **1.3 ± 1.0** |'),
+                               ('README.md', '| the other way here |', '| not seen here |')]:
+        text = (results.FOLDER / name).read_text()
+        assert right in text
+        (tmp_path / name).write_text(text.replace(right, wrong, 1))
+        assert results.filled(tmp_path / name, specified, claimed, runs) == text
+
+
+def test_pages_link_to_pages_and_sections_that_there_are():
+    texts = {page.name: page.read_text() for page in results.pages()}
+    anchors = {name: {re.sub(r'[^\w -]', '', title.lower()).replace(' ', '-')
+                      for title in re.findall(r'(?m)^#+ (.*)$', text)} for name, text in texts.items()}
+    for name, text in texts.items():
+        assert len(text.splitlines()) <= 350, name
+        for path, anchor in re.findall(r'\]\((?!http)([\w./-]*)#?([\w-]*)\)', text):
+            assert (results.FOLDER / path).exists(), f'{name}: {path}'
+            assert not anchor or anchor in anchors[path or name], f'{name}: {path}#{anchor}'
+    assert all(name in texts['README.md'] for name in texts if name != 'README.md'), 'the first page links to all'
+
+
 @pytest.mark.parametrize('name', ['README.md', 'tests/course/README.md', *(f'{script}.py' for script in SCRIPTS)])
-def test_intervals_in_texts_stand_on_the_page_of_results(name):
+def test_intervals_in_texts_stand_on_the_pages_of_results(name):
     """A gain has a sign in README. Tables of eval.py, which have two digits, are examples of what it prints."""
-    page = results.PAGE.read_text()
+    text = '\n'.join(page.read_text() for page in results.pages())
     for number in re.findall(r'-?\d+\.\d ± \d+\.\d\b', (ROOT / name).read_text()):
-        assert number in page, f'{name}: {number}'
+        assert number in text, f'{name}: {number}'
 
 
-def test_the_commands_of_the_results_are_commands():
-    """Each row of tests/results/results.py, as its script reads it"""
-    for table in results.TABLES.values():
-        for command in table.rows.values():
-            script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
-            words += [*table.repeats[0].split(), '--device', 'cpu']
-            args = __import__(script.removesuffix('.py')).get_args(words)
-            assert args.seed in range(3) and args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars')
-        assert {row for pair in table.pairs for row in pair} <= table.rows.keys()
-        assert not table.paper or table.paper.keys() == table.rows.keys()
+def test_the_commands_of_the_pages_are_commands():
+    """Each row, as its script reads it"""
+    for name, table in on_pages()[0].items():
+        for row in table.rows.values():
+            args = results.read_flags(f'{row.command} {row.repeats[0]}')
+            assert args.seed == 0 and args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars'), name
+            patch = re.search(r'--patched (\w+)', row.command)
+            assert not patch or patch[1] in patches.PATCHES
+    with pytest.raises(common.UsageError, match='--no-such'):
+        results.read_flags('train_ms.py --no-such 3 --seed 0')
 
 
-def test_experiments_of_the_course_are_runs_on_the_page_of_results():
+def test_experiments_of_the_course_are_runs_on_the_pages_of_results():
     """Whatever the order of the flags, and whether a default is typed"""
     def read(command):
         patch, script, words = re.match(r'(?:.*--patched (\S+) )?(train_\w+)\.py(.*)', command).groups()
@@ -111,8 +310,8 @@ def test_experiments_of_the_course_are_runs_on_the_page_of_results():
         return patch, script, {flag: value for flag, value in args.items() if flag != 'changed'}
     page = (ROOT / 'tests/course/README.md').read_text()
     named = set(re.findall(r'`(\w+)`\)', page))
-    rows = [read(f'{command} {flag}') for name in named for command in results.TABLES[name].rows.values()
-            for flag in results.TABLES[name].repeats]
+    rows = [read(f'{row.command} {repeat}') for name in named for row in on_pages()[0][name].rows.values()
+            for repeat in row.repeats]
     commands = []
     for block in re.findall(r'(?s)```\n(.*?)```', page):
         for variable, values, loop in re.findall(r'for (\w+) in (.*?); do (.*?); done', block):
@@ -124,13 +323,130 @@ def test_experiments_of_the_course_are_runs_on_the_page_of_results():
         assert read(command.removeprefix('python ')) in rows, command
 
 
+def test_claims_in_the_readme_are_the_first_of_each_paper_and_their_repetitions():
+    """claim, paper, there, here, verdict; the page has the number of pairs and the table as well"""
+    specified, claimed = on_pages()
+    lines = claims.section(claimed, specified, results.read_runs(results.RUNS))
+    page = [[*cells[:4], cells[5]] for cells in (line[2:-2].split(' | ') for line in lines[4:-3])]
+    papers = {}
+    for row in page:
+        papers.setdefault(row[1].split(',')[0], []).append(row)
+    wanted = [row for rows in papers.values() for row in rows
+              if row is rows[0] or row[0] == f'{rows[0][0]}, the same seeds on another machine']
+    text = (ROOT / 'README.md').read_text()
+    shown = [line[2:-2].split(' | ') for line in text.splitlines() if re.search(r' here(; .*)? \|$', line)]
+    assert shown == wanted and len(papers) == 4 and len(page) == len(claimed)
+    comparisons, counts = re.match(r'These are (.*?): (.*?)\. ', lines[-2]).groups()
+    assert comparisons in ' '.join(text.split()) and counts in ' '.join(text.split())
+
+
+# ---- what a page specifies
+
+
+MINE = """# Mine
+
+**Table `mine`**, repeats `--seed 0..1`, flags `--epochs 1`
+
+| | command |
+|---|---|
+| none | `train_metrix.py --mixup none` |
+| push | `tests/results/results.py --patched push train_metrix.py` | `--seed 3, --fold 0..1/4 --seed 5` |
+| push - none | |
+
+<!-- end -->
+
+<!-- claims -->
+
+| claim | paper | there | table, difference |
+|---|---|---|---|
+| it helps | a paper | 3.6 | `mine`, push - none |
+| it is larger: a lot | a paper | < 0 | `mine`, push: MAP@R; another question |
+
+<!-- end -->
+"""
+
+
+@pytest.fixture
+def page(monkeypatch, tmp_path):
+    """A page in a folder of its own, of which results.py thinks that it is that of the pages"""
+    monkeypatch.setattr(results, 'FOLDER', tmp_path)
+    monkeypatch.setattr(results, 'RUNS', tmp_path / 'runs.jsonl')
+    (tmp_path / 'runs.jsonl').touch()
+    (tmp_path / 'page.md').write_text(MINE)
+    return tmp_path / 'page.md'
+
+
+def test_a_page_says_which_runs_there_are(page):
+    specified, claimed = results.read_pages()
+    rows, push = specified['mine'].rows, 'tests/results/results.py --patched push train_metrix.py'
+    assert rows['none'].command == 'train_metrix.py --epochs 1 --mixup none'
+    assert rows['push'].command == f'{push} --epochs 1'
+    assert rows['none'].repeats == ['--seed 0', '--seed 1']
+    assert rows['push'].repeats == ['--seed 3', '--fold 0/4 --seed 5', '--fold 1/4 --seed 5']
+    assert spec.expand('--fold 0..1/4 --seed 5..6') == ['--fold 0/4 --seed 5', '--fold 0/4 --seed 6',
+                                                        '--fold 1/4 --seed 5', '--fold 1/4 --seed 6']
+    assert specified['mine'].pairs == [('push', 'none')]
+    assert claimed[0][:8] == ('it helps', 'a paper', '3.6', 'mine', 'push', 'none', 'R@1', '')
+    assert claimed[1][3:8] == ('mine', 'push', '', 'MAP@R', 'another question')
+
+
+def test_a_page_that_is_written_twice_stays_as_it_is_and_takes_a_new_row(page):
+    results.main([])
+    once = page.read_text()
+    assert once != MINE and '|  | runs | R@1 before |' in once and '`--seed 3, --fold 0..1/4 --seed 5`' in once
+    results.main([])
+    assert page.read_text() == once
+    page.write_text(once.replace('| push - none |', '| new | `train_ms.py` |\n| push - none |'))
+    assert results.read_pages()[0]['mine'].rows['new'].command == 'train_ms.py --epochs 1'
+    results.main([])
+    assert results.read_pages()[0]['mine'].rows['new'].typed == 'train_ms.py'
+
+
+@pytest.mark.parametrize('old, new, place, text', [
+    ('push - none | |', 'push - nothing | |', 9, "no row 'nothing'"),
+    ('`train_metrix.py --mixup none`', '', 7, "row 'none' needs a command"),
+    ('`train_metrix.py --mixup none`', '`--mixup none`', 7, "row 'none' needs a command"),
+    ('| push - none | |\n', '| none | `train_ms.py` |\n', 9, "has a row 'none' already"),
+    ('| push - none | |\n\n', '\n<!-- end -->\n\n**Table `mine`**\n\n| | c |\n|---|---|\n\n', 12,
+     'there is a table `mine` already: page.md, line 3'),
+    ('repeats `--seed 0..1`, ', '', 7, "row 'none' needs repeats"),
+    ('flags `--epochs 1`', 'flag `--epochs 1`', 3, 'flag is no setting'),
+    ('flags `--epochs 1`', 'flags --epochs 1', 3, 'a table begins with'),
+    ('flags `--epochs 1`', 'epochs `0, 1`', 3, 'epochs are numbers'),
+    ('flags `--epochs 1`', 'folds `yours`', 3, 'folds `yours` is no table'),
+    ('flags `--epochs 1`', 'measured `no`', 3, 'measured is `yes`'),
+    ('| | command |\n|---|---|\n', '', 3, 'a table has to follow'),
+    ('<!-- end -->\n\n<!-- claims', '<!-- claims', 3, 'does not end'),
+    ('| | command |\n|---|---|\n', '| | paper | command |\n|---|---|---|\n', 7, "in the column 'paper'"),
+    ('`mine`, push - none', '`yours`, push - none', 17, 'there is no table `yours`'),
+    ('`mine`, push - none', '`mine`, push - nothing', 17, "no row 'nothing'"),
+    (': MAP@R', ': luck', 18, "'luck' is no quantity"),
+    (': MAP@R', ': R@1 stopped by folds', 18, 'names no folds'),
+    (': MAP@R', ': P(Pos) - 0.5', 18, 'is not measured'),
+    ('| 3.6 |', '| much |', 17, 'the difference there'),
+    ('`mine`, push - none', 'mine: push - none', 17, 'the last cell'),
+])
+def test_a_mistake_on_a_page_is_one_line_with_its_place(page, capsys, old, new, place, text):
+    assert MINE.count(old) == 1
+    page.write_text(MINE.replace(old, new))
+    with pytest.raises(SystemExit) as stop:
+        common.cli(lambda: results.main([]))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count('\n') == 1
+    assert error.startswith(f'error: page.md, line {place}: ') and text in error
+    assert page.read_text() == MINE.replace(old, new), 'nothing is written'
+
+
+# ---- making runs
+
+
 @pytest.fixture
 def trial(monkeypatch, tmp_path):
-    """A place for lines, and a run that does nothing: {command: whether it succeeds}, which is True where not said"""
-    outcome, made = {}, []
-    monkeypatch.setattr(results, 'LINES', tmp_path / 'lines.jsonl')
+    """A file for runs, and a run that does nothing: {command: whether it succeeds}, which is True where not said"""
+    outcome, made, file = {}, [], tmp_path / 'lines.jsonl'
     monkeypatch.setattr(results, 'ROOT', tmp_path)
-    (tmp_path / 'lines.jsonl').touch()
+    monkeypatch.setattr(results, 'RUNS', file)
+    file.touch()
     monkeypatch.setattr(results.common, 'download', lambda *args: made.append(args))
 
     def start(words, **environment):
@@ -142,41 +458,90 @@ def trial(monkeypatch, tmp_path):
             return SimpleNamespace(returncode=0, stdout='a line\n' + json.dumps(dict(rows=rows)))
         folder = tmp_path / 'runs' / words[-1]
         folder.mkdir(parents=True)
-        rows = [{'R@1': n, 'MAP@R': n / 2, 'epoch': n, 'minutes': 1.0} for n in (1, 70, 60)]
+        rows = [{'R@1': n, 'MAP@R': n / 2, 's+': 0.5, 's-': 0.1234567, 'epoch': n, 'minutes': 1.0, 'img/s': 3}
+                for n in (1, 70, 60)]
         (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-        return SimpleNamespace(returncode=not outcome.get(command.split(' --name')[0], True), stdout='it went wrong')
+        succeeds = outcome.get(command.split(' --name')[0], True)
+        printed = '8 epochs, of 1,046 batches of 32 images, on cpu' if succeeds else 'it went wrong'
+        return SimpleNamespace(returncode=not succeeds, stdout=printed)
     monkeypatch.setattr(results, 'start', start)
-    return SimpleNamespace(outcome=outcome, made=made)
+    return SimpleNamespace(outcome=outcome, made=made, file=file)
+
+
+def test_a_table_of_two_rows_is_added_by_editing_one_page(trial, page, monkeypatch, capsys):
+    monkeypatch.setattr(results, 'RUNS', trial.file)
+    results.main(['mine'])
+    assert '| none | 2 | 1.0 | 60.0 ± 0.0 | 59.0 ± 0.0 |' in capsys.readouterr().out
+    assert [command.split(' --name')[0] for command, _ in trial.made][:3] == [
+        'train_metrix.py --epochs 1 --mixup none --seed 0', 'train_metrix.py --epochs 1 --mixup none --seed 1',
+        'tests/results/results.py --patched push train_metrix.py --epochs 1 --seed 3']
+    results.main([])
+    assert '| none | 2 | 1.0 | 60.0 ± 0.0 | 59.0 ± 0.0 |' in page.read_text()
+    results.main(['mine'])
+    assert len(trial.made) == 5, 'nothing is made twice'
+
+
+def test_a_line_has_the_columns_that_pages_show(trial):
+    table = table_of({'x': 'train_ms.py'}, ['--seed 0'])
+    assert results.make(table, trial.file, 1) == []
+    line = results.read_runs(trial.file)['train_ms.py --seed 0']
+    assert line['columns'] == {'R@1': [1, 70, 60], 'MAP@R': [0.5, 35, 30], 's+': [0.5] * 3, 's-': [0.123457] * 3,
+                               'epoch': [1, 70, 60], 'minutes': [1, 1, 1]}
+    assert line['steps'] == 1046 and line['torch'] == torch.__version__ and {'commit', 'machine'} <= line.keys()
+    trial.file.write_text('')
+    shutil.rmtree(results.ROOT / 'runs')
+    results.make(table._replace(epochs=[1, 60]), trial.file, 1)
+    assert results.read_runs(trial.file)['train_ms.py --seed 0']['columns']['R@1'] == [1, 60]
 
 
 def test_papers_tables_go_past_a_failure_and_on_after_a_stop(trial, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'a card')
-    bad = 'train_ms.py --dataset cub --seed 1'
+    table, bad = on_pages()[0]['cub'], 'train_ms.py --dataset cub --seed 1'
     trial.outcome[bad] = False
-    assert results.make('cub', jobs=2) == [bad]
+    assert results.make(table, trial.file, jobs=2) == [bad]
     assert 'it went wrong' in capsys.readouterr().out
     assert trial.made[0] == ('cub', results.ROOT / 'data'), 'the data are fetched first'
     assert {environment['CUDA_VISIBLE_DEVICES'] for _, environment in trial.made[1:]} == {'0', '1'}
-    assert len(trial.made) == 22 and results.missing('cub') == [bad]
+    assert len(trial.made) == 22 and results.missing(table, results.read_runs(trial.file)) == [bad]
     trial.outcome.clear()
     shutil.rmtree(results.ROOT / 'runs')
-    assert results.make('cub', jobs=1) == [] == results.missing('cub') and len(trial.made) == 24
-    assert ('| ms | 3 | 65.7 | Multi-Similarity, with BN-Inception | 60.0 ± 0.0 | 70.0 ± 0.0 | -5.7 ± 0.0 | '
-            '`train_ms.py --dataset cub` |') in results.papers('cub')
+    assert results.make(table, trial.file, jobs=1) == [] and len(trial.made) == 24
+    runs = results.read_runs(trial.file)
+    assert results.missing(table, runs) == []
+    assert ('| ms | 3 | 60.0 ± 0.0 | 70.0 ± 0.0 | -5.7 ± 0.0 | 65.7 | Multi-Similarity, with BN-Inception | '
+            '`train_ms.py` |') in tables.section(table, {}, runs)
 
 
 def test_folds_of_the_reality_check_are_joined_by_eval(trial):
-    bad = f'{results.TABLES["reality-check-cub"].rows["ms"]} --fold 2/4'
+    table = on_pages()[0]['reality-check-cub']
+    bad = f'{table.rows["ms"].command} --fold 2/4'
     trial.outcome[bad] = False
-    assert results.make('reality-check-cub', jobs=1) == [bad]
+    assert results.make(table, trial.file, jobs=1) == [bad]
     joined = [command for command, _ in trial.made if command.startswith('eval.py')]
     assert len(joined) == 4 and all(command.count('runs/results-') == 4 for command in joined)
-    table = results.papers_on_folds('reality-check-cub')
-    assert table[2].startswith('| contrastive | 4 | separated | 59.73, 31.98, 21.18 | Reality Check, Table 4, with '
-                               'BN-Inception | 50.00, 20.00, 10.00 | -9.7 |')
-    assert '| ms | 3 | concatenated | 65.04, 35.40, 24.70 |' in table[5] and '| not run yet |' in table[5]
+    lines = tables.section(table, {}, results.read_runs(trial.file))
+    assert lines[4].startswith('| contrastive | 4 | 50.00, 20.00, 10.00 | -9.7 | 60.00, 30.00, 20.00 | -8.1 | '
+                               '59.73, 31.98, 21.18 | 68.13, 37.24, 26.53 | Reality Check, Table 4')
+    assert lines[5].startswith('| ms | 3 |  |  |  |  | 57.60, 30.84, 20.15 | 65.04, 35.40, 24.70 |')
+
+
+def test_a_plan_says_what_is_missing(trial, capsys):
+    results.main(['cub', '--plan'])
+    out = capsys.readouterr().out.splitlines()
+    assert '2,880 steps, 345,600 images: python train_proxy_anchor.py --dataset cub --seed 0' in out
+    assert len(out) == 22 and out[-1].startswith('cub: 21 runs, ')
+    assert not trial.made
+
+
+def test_a_trial_has_more_flags_and_files_of_its_own(trial, monkeypatch, tmp_path):
+    monkeypatch.setattr(results, 'TRIAL', tmp_path / 'runs/trial.jsonl')
+    results.main(['hse-cub', '--add', '--steps 3 --arch resnet18'])
+    assert not trial.file.read_text()
+    lines = (tmp_path / 'runs/trial.jsonl').read_text().splitlines()
+    assert len(lines) == 24 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
+    assert '| npair, alone | 3 | 60.0 ± 0.0 |' in (tmp_path / 'runs/trial.md').read_text()
 
 
 def test_measures_are_read_from_what_the_analyses_print(monkeypatch):
@@ -192,13 +557,29 @@ the figure: runs/x/positivity.png
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=0, stdout=printed[words[0]]))
     ended = SimpleNamespace(returncode=0)
     done, measures = results.measure(ended, 'runs/x/last.pt', True, {})
-    assert done is ended and measures == {
+    assert done is ended and measures == dict(measured={
         'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60, 'utilization, mixed': 0.4, 'P(Pos)': 0.6,
-        'Fig. 2': pytest.approx(0.08)}
-    assert results.measure(ended, 'runs/x/last.pt', False, {})[1].keys() == {
+        'Fig. 2': pytest.approx(0.08)})
+    assert results.measure(ended, 'runs/x/last.pt', False, {})[1]['measured'].keys() == {
         'alignment', 'uniformity', 'utilization', 'NMI'}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=2, stdout=''))
     assert results.measure(ended, 'runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
+
+
+# ---- patches
+
+
+def test_a_patch_replaces_a_function_of_the_script(monkeypatch):
+    """`softer` hands its three numbers to the mixed loss, whatever the flags say."""
+    seen = []
+    monkeypatch.setattr(patches.train_metrix, 'mixed_loss', lambda kind, hyper, *args: seen.append((kind, hyper)))
+    monkeypatch.setattr(patches.train_metrix, 'main', lambda words: patches.train_metrix.mixed_loss('ms', {}) or words)
+    results.main(['--patched', 'softer:2:10:0.5', 'train_metrix.py', '--mixup', 'feature'])
+    assert seen == [('ms', dict(beta=2, gamma=10, m=0.5))]
+    for words in (['pull', 'train_metrix.py'], ['push', 'train_ms.py'], ['softer:2', 'train_metrix.py'],
+                  ['softer:2:10:x', 'train_metrix.py']):
+        with pytest.raises(common.UsageError):
+            results.main(['--patched', *words])
 
 
 def test_the_released_loss_of_ms_by_hand():
@@ -225,7 +606,7 @@ def test_the_released_loss_of_ms_by_hand():
     # of anchor 0 and row 1, anchor 0 and row 0, anchor 1 and row 3, anchor 1 and row 2
     mixed = [1 + plus(cosine(a, mixture(p, n))) for a, p, n in ((0, 1, 3), (0, 1, 2), (1, 0, 3), (1, 0, 2))]
     wanted = sum(math.log(a + 0.4 * b) / beta + math.log(c) / gamma for a, b, c in zip(pull, mixed, push)) / 8
-    found = results.released_loss(torch.tensor(z, dtype=torch.float64), torch.tensor([0, 0, 1, 1]), lam, beta, gamma, m,
+    found = patches.released_loss(torch.tensor(z, dtype=torch.float64), torch.tensor([0, 0, 1, 1]), lam, beta, gamma, m,
                                   epsilon=2)
     assert found.item() == pytest.approx(wanted, abs=1e-15) and wanted == pytest.approx(0.2022, abs=1e-4)
 
@@ -234,145 +615,6 @@ def test_the_released_loss_of_few_rows_is_finite():
     """One class, and classes of one image: no rows, and clean sums without a term"""
     z = torch.eye(4, dtype=torch.float64).requires_grad_()
     for y in ([0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 1]):
-        loss = results.released_loss(z, torch.tensor(y), 0.3, 18.0, 75.0, 0.77)
+        loss = patches.released_loss(z, torch.tensor(y), 0.3, 18.0, 75.0, 0.77)
         loss.backward()
         assert loss.isfinite() and z.grad.isfinite().all()
-
-
-def test_a_gain_between_two_networks_below_no_training_says_so(monkeypatch):
-    def lines(before, *last):
-        return {f'--seed {n}': dict(rows=[{'R@1': before, 's+': 0}, {'R@1': value, 's+': value}])
-                for n, value in enumerate(last)}
-    runs = {'with': lines(9, 5.0, 5.1), 'without': lines(9, 2.0, 2.2)}
-    monkeypatch.setattr(results, 'runs_of', lambda name: runs)
-    claim = results.Claim('a claim', 'a paper', '> 0', 'x', 'with', 'without')
-    assert results.judged(claim)[1:] == (2, 'seen here; both below no training')
-    assert results.judged(claim._replace(quantity='s+'))[2] == 'seen here', 'it is about R@1 alone'
-    assert results.judged(claim._replace(verdict='by construction'))[2] == 'by construction; both below no training'
-    runs['with'] = lines(9, 9.5, 9.6)
-    assert results.judged(claim)[2] == 'seen here'
-
-
-def test_verdicts_on_claims():
-    """The interval of 1, 2, 3 is 2 ± 2.5, that of 2, 2.1, 2.2 is 2.1 ± 0.2."""
-    assert results.verdict('2', [2, 2.1, 2.2]) == 'seen here'
-    assert results.verdict('1', [2, 2.1, 2.2]) == 'seen here; more than there'
-    assert results.verdict('3', [2, 2.1, 2.2]) == 'seen here; less than there'
-    assert results.verdict('3', [1, 2, 3]) == 'not seen here', 'it holds 0 and the number of the paper'
-    assert results.verdict('5', [1, 2, 3]) == 'not seen here; less than there'
-    assert results.verdict('3', [-2, -2.1, -2.2]) == 'the other way here'
-    assert results.verdict('-2', [-2, -2.1, -2.2]) == 'seen here'
-    assert results.verdict('-0.5', [2, 2.1, 2.2]) == 'the other way here'
-    assert results.verdict('-0.5', [-2, -2.1, -2.2]) == 'seen here; more than there'
-    assert results.verdict('> 0', [2, 2.1, 2.2]) == 'seen here' != results.verdict('> 0', [1, 2, 3])
-    assert results.verdict('< 0', [-2, -2.1, -2.2]) == 'seen here'
-
-
-def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one(monkeypatch):
-    def line(*values, **more):
-        return dict(command='t.py', rows=[{'epoch': epoch, 'MAP@R': value, 'R@1': 2 * value} | more
-                                          for epoch, value in enumerate(values)])
-    runs = {'t.py --a 1 --seed 0': line(1, 5, 9.4, 10), 't.py --a 1 --seed 1': line(1, 9.5, 9.4, 10, **{'P(Pos)': 0.9}),
-            't.py --a 2 --seed 0': line(1, 2, 3, 4), 't.py --a 2 --seed 1': line(1, 4, 4, 4)}
-    table = results.Table(['--seed 0', '--seed 1'], {'with': 't.py --a 1', 'without': 't.py --a 2'}, [])
-    monkeypatch.setattr(results, 'TABLES', {'x': table})
-    monkeypatch.setattr(results, 'finished', lambda: runs)
-    claim = results.Claim('a claim', 'a paper', '3', 'x', 'with', 'without')
-    assert results.differences(claim) == [12, 12]
-    assert results.differences(claim._replace(quantity='R@1 after epoch 2')) == pytest.approx([12.8, 10.8])
-    assert results.quantity(runs['t.py --a 1 --seed 1'], 'P(Pos) - 0.5') == pytest.approx(0.4)
-    used = {'utilization': 0.5, 'utilization, mixed': 0.4}
-    for command, number in (('t.py --mixup none', 0.5), ('t.py --mixup feature', 0.4)):
-        assert results.quantity(dict(command=command, rows=[used]), 'utilization by all examples') == number
-    monkeypatch.setattr(results, 'CLAIMS', [claim, claim._replace(text='not run', row='another')])
-    assert results.claims()[2:4] == [
-        '| a claim | a paper | 3 | 12.0 ± 0.0 | 2 | seen here; more than there | `x`, with - without |',
-        '| not run | a paper | 3 |  | 0 | not run yet | `x`, another - without |']
-    assert results.claims()[-2].startswith('These are 2 comparisons on 2 claims: 1 *seen here*, 1 *not run yet*.')
-
-
-def test_folds_say_where_the_runs_of_a_table_stop(monkeypatch):
-    """On two folds of 10 steps an epoch, the mean MAP@R is highest after epoch 2, so after 20 steps: that is epoch 1 of
-    a run with 22. A row without folds is left out."""
-    def line(per_epoch, values):
-        rows = [{'epoch': epoch, 'MAP@R': value, 'R@1': 10 * value} for epoch, value in values.items()]
-        return dict(rows=rows, recipe=f'9 epochs, of {per_epoch} batches of 4 images')
-    runs = {'t.py --a 1 --fold 0/2': line(10, {0: 1, 1: 5, 2: 4}),
-            't.py --a 1 --fold 1/2': line(10, {0: 1, 1: 2, 2: 6}),
-            't.py --a 1 --seed 0': line(22, {0: 1, 1: 7, 2: 3}), 't.py --a 2 --seed 0': line(22, {0: 1, 1: 2, 2: 9})}
-    rows = {'x': 't.py --a 1', 'y': 't.py --a 2'}
-    monkeypatch.setattr(results, 'TABLES', {
-        'folds': results.Table(['--fold 0/2', '--fold 1/2'], {'x': 't.py --a 1'}, [], (0, 1, 2)),
-        'seeds': results.Table(['--seed 0'], rows, [('y', 'x')], (0, 1, 2), folds='folds')})
-    monkeypatch.setattr(results, 'finished', lambda: runs)
-    assert results.stopping_epochs('seeds') == {'x': (20, 1, 22)}
-    assert results.stopped('seeds')[4:] == ['| x | 1 | 20 | 22 | 7.0 | 70.0 |']
-    for command in list(runs)[:2]:
-        del runs[command]
-    assert results.stopped('seeds') == []
-
-
-def test_seeds_that_are_crossed_with_folds_count_once(monkeypatch):
-    """Seed 0 has differences 1 and 3 on two folds, seed 1 one of 5."""
-    values = {' --fold 0/2': 1, ' --fold 1/2': 3, ' --fold 0/2 --seed 1': 5}
-    runs = {f't.py --a 1{flag}': dict(command='', rows=[{'R@1': value}]) for flag, value in values.items()}
-    runs |= {f't.py --a 2{flag}': dict(command='', rows=[{'R@1': 0}]) for flag in values}
-    monkeypatch.setattr(results, 'TABLES', {
-        'x': results.Table([flag.strip() for flag in values], {'with': 't.py --a 1', 'without': 't.py --a 2'}, [])})
-    monkeypatch.setattr(results, 'finished', lambda: runs)
-    assert results.differences(results.Claim('', '', '', 'x', 'with', 'without')) == [2, 5]
-    del runs['t.py --a 1 --fold 0/2 --seed 1']
-    assert results.differences(results.Claim('', '', '', 'x', 'with', 'without')) == [1, 3], 'one seed: folds count'
-
-
-def test_claims_are_about_rows_that_there_are():
-    for claim in results.CLAIMS:
-        rows = results.TABLES[claim.table].rows
-        assert claim.row in rows and (claim.base in rows or claim.base == '')
-        assert claim.paper in ('< 0', '> 0') or float(claim.paper)
-
-
-def test_claims_in_the_readme_are_the_first_of_each_paper_and_their_repetitions():
-    """claim, paper, there, here, verdict; the page has the number of pairs and the table as well"""
-    page = [[*cells[:4], cells[5]] for cells in (line[2:-2].split(' | ') for line in results.claims()[2:-3])]
-    papers = {}
-    for row in page:
-        papers.setdefault(row[1].split(',')[0], []).append(row)
-    wanted = [row for rows in papers.values() for row in rows
-              if row is rows[0] or row[0] == f'{rows[0][0]}, the same seeds on another machine']
-    text = (ROOT / 'README.md').read_text()
-    shown = [line[2:-2].split(' | ') for line in text.splitlines() if re.search(r' here(; .*)? \|$', line)]
-    assert shown == wanted and len(papers) == 4
-    comparisons, counts = re.match(r'These are (.*?): (.*?)\. ', results.claims()[-2]).groups()
-    assert comparisons in ' '.join(text.split()) and counts in ' '.join(text.split())
-
-
-def test_how_much_seeds_move(monkeypatch):
-    """Two commands with deviations 1 and 3 around their own means: sqrt((2 * 1 + 2 * 9) / 4). Folds do not count."""
-    def lines(command, *values):
-        return {f'{command} --seed {n}': dict(rows=[{'R@1': value, 'MAP@R': 0}]) for n, value in enumerate(values)}
-    runs = (lines('train_t.py --a 1', 1, 2, 3) | lines('train_t.py --a 2', 50, 53, 56)
-            | lines('train_t.py --fold 0/4', 0, 50, 100)
-            | lines('t.py --data data/cub50', 7, 7, 7) | lines('t.py --data data/omniglot', 1, 9)
-            | lines('t.py --dataset cub', 1, 50, 99))
-    monkeypatch.setattr(results, 'finished', lambda: runs)
-    assert results.spread()[2:-1] == ['| birds | 1 | 3 | 0.00 | 0.00 |', '| shapes | 2 | 6 | 2.24 | 0.00 |']
-
-
-def test_a_plan_says_what_is_missing(trial, capsys):
-    results.plan('cub')
-    out = capsys.readouterr().out.splitlines()
-    assert out[2] == '2,880 steps, 345,600 images: python train_proxy_anchor.py --dataset cub --seed 0'
-    assert len(out) == 22 and out[-1].startswith('cub: 21 runs, ')
-    assert not trial.made
-
-
-def test_a_trial_has_more_flags_and_files_of_its_own(trial, monkeypatch, tmp_path):
-    monkeypatch.setattr(results, 'TRIAL', tmp_path / 'runs/trial.jsonl')
-    monkeypatch.setattr(results, 'TABLES', dict(results.TABLES))
-    monkeypatch.setattr(sys, 'argv', 'results.py hse-cub --add'.split() + ['--steps 3 --arch resnet18'])
-    results.main()
-    assert not (tmp_path / 'lines.jsonl').read_text()
-    lines = (tmp_path / 'runs/trial.jsonl').read_text().splitlines()
-    assert len(lines) == 24 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
-    assert '| npair, alone | 3 | 51.3 |' in (tmp_path / 'runs/trial.md').read_text()

@@ -1,0 +1,54 @@
+"""Draws the runs of a table over their epochs: python tests/results/results.py NAME --draw PNG. Needs matplotlib."""
+from tables import after, numbers, runs_of
+
+from eval import interval
+
+
+def draw(table, runs, path):
+    """Draws MAP@R of a table with epochs, and R@1 of any other one, and writes the picture to `path`."""
+    from matplotlib.figure import Figure
+    found = {row: of_row for row, of_row in runs_of(table, runs).items() if of_row}
+    if table.epochs:
+        losses = list(dict.fromkeys(row.split(', ')[0] for row in found))
+        figure = Figure(figsize=(2.5 * len(losses), 3), layout='constrained')
+        panels = figure.subplots(1, len(losses), sharey=True, squeeze=False)[0]
+        for axes, loss in zip(panels, losses):
+            rows = {row: of_row for row, of_row in found.items() if row.split(', ')[0] == loss}
+            draw_means(axes, loss, rows, table.epochs)
+        panels[0].set_ylabel('MAP@R on the test classes')
+        panels[0].legend()
+    else:
+        figure = Figure(figsize=(8, 4.5), layout='constrained')
+        draw_runs(figure.subplots(), found)
+    figure.savefig(path, dpi=100)
+
+
+def draw_means(axes, loss, rows, epochs):
+    """Mean and interval of each row of a loss; the dotted line is the network before training."""
+    for number, (row, of_row) in enumerate(rows.items()):
+        found = [interval(list(numbers(of_row, after(epoch, 'MAP@R')).values())) for epoch in epochs]
+        middle = [mean for mean, _ in found]
+        low = [mean - (half or 0) for mean, half in found]
+        high = [mean + (half or 0) for mean, half in found]
+        label = row.removeprefix(f'{loss}, ')
+        axes.plot(epochs, middle, 'o-', color=f'C{number}', markersize=3, label=label)
+        axes.fill_between(epochs, low, high, color=f'C{number}', alpha=0.2)
+    axes.axhline(middle[0], color='grey', linestyle=':')
+    axes.set(title=loss, xlabel='epoch', xscale='symlog', xlim=(-0.2, 1.2 * epochs[-1]))
+    axes.set_xticks(epochs[::2], map(str, epochs[::2]))
+    axes.minorticks_off()
+
+
+def draw_runs(axes, found):
+    """The mean of each row, and its runs in a paler colour. A circle is a run's best epoch, a square its last one."""
+    for number, (row, of_row) in enumerate(found.items()):
+        colour = f'C{number}'
+        curves = [run['columns']['R@1'] for run in of_row.values()]
+        epochs = next(iter(of_row.values()))['columns']['epoch']
+        for curve in curves:
+            best = max(range(1, len(curve)), key=curve.__getitem__)
+            axes.plot(epochs, curve, '-', color=colour, alpha=0.3)
+            axes.plot(epochs[best], curve[best], 'o', epochs[-1], curve[-1], 's', color=colour, alpha=0.3)
+        axes.plot(epochs, [sum(values) / len(values) for values in zip(*curves)], color=colour, label=row)
+    axes.set(xlabel='epoch', ylabel='R@1 on the test classes; circle: best epoch, square: last')
+    axes.legend()

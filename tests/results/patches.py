@@ -1,0 +1,116 @@
+"""Runs of train_metrix.py whose step is changed: python tests/results/results.py --patched NAME train_metrix.py FLAGS
+
+A patch is a function that returns the functions of train_metrix.py which it replaces, by their names. `softer:2:10:0.5`
+gives the patch `softer` three numbers. The docstrings of the patches stand on the page that is named why.md.
+"""
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+import common
+import train_metrix
+import train_ms
+
+
+def with_kind(kind, **hyper):
+    """mixed_loss with a kind and hyper-parameters of its own; the clean loss keeps those of the flags"""
+    real = train_metrix.mixed_loss
+    return dict(mixed_loss=lambda _kind, _hyper, *args, **kwargs: real(kind, hyper, *args, **kwargs))
+
+
+def softer(beta, gamma, m):
+    """`mixed_loss('ms', dict(beta=..., gamma=..., m=...), ...)`: the clean loss keeps 18, 75 and 0.77"""
+    return with_kind('ms', beta=beta, gamma=gamma, m=m)
+
+
+def contrast(m):
+    """`mixed_loss('contrastive', dict(m=0.5), ...)`: the mixed loss is contrastive, the clean one is ms"""
+    return with_kind('contrastive', m=m)
+
+
+def push():
+    """`1 / gamma log(1 + sum (1 - y) exp(gamma (s - m)))`: mixtures only push, without the term that pulls"""
+    real = train_metrix.mixed_loss
+
+    def labelled_loss(s, y, valid, kind, beta, gamma, m):
+        exponents = gamma * (s - m) + ((1 - y) * valid).log()                                   # (A, V)
+        return F.pad(exponents, (1, 0)).logsumexp(dim=1) / gamma                                # exp(0) is the 1
+
+    def mixed_loss(*args, **kwargs):                        # the clean loss keeps its pull
+        with mock.patch.object(train_metrix, 'labelled_loss', labelled_loss):
+            return real(*args, **kwargs)
+    return dict(mixed_loss=mixed_loss)
+
+
+def mined():
+    """`valid & mined`: what is mixed for an anchor are a positive and a negative that the miner keeps (epsilon 0.39)"""
+    real, real_mixtures = train_metrix.mixed_loss, train_metrix.label_mixtures
+
+    def mixed_loss(kind, hyper, mixing, model, images, f, z, y, **kwargs):
+        kept, negatives_kept = train_ms.mine(z @ z.T, y, 0.39)                                  # (B, B)
+
+        def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
+            pair_y, valid = real_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives & negatives_kept)
+            positive_end = torch.where(y[i] == anchor_y[:, None], i, j)                         # (A, M)
+            return pair_y, valid & (kept.gather(1, positive_end) | (positive_end == anchor[:, None]))
+        with mock.patch.object(train_metrix, 'label_mixtures', label_mixtures):
+            return real(kind, hyper, mixing, model, images, f, z, y, **kwargs)
+    return dict(mixed_loss=mixed_loss)
+
+
+def released():
+    """The loss of the code released for ms with embedding mixing (github.com/billpsomas/metrix, b679703), in place of
+    both terms: mixtures only pull, and a mask meets wrong pairs, see `released_loss`"""
+    def mixed_loss(kind, hyper, mixing, model, images, f, z, y):
+        lam = torch.distributions.Beta(mixing.alpha, mixing.alpha).sample().item()              # one for the batch
+        return released_loss(z.float(), y, lam, **hyper)
+    return dict(mixed_loss=mixed_loss, clean_loss=lambda *args, **kwargs: 0)
+
+
+def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
+    """What the code that was released for ms computes of unit embeddings z (B, D) with classes y (B,)
+
+    Anchor a keeps the positives P(a) and negatives N(a) of the miner. For each of its positives and each n of N(a)
+    there is a row (a, p, n), but p is always the least similar of P(a). Row r has the mixture v = unit(lam p + (1 -
+    lam) n). In the clean sums, lam and 1 - lam also multiply the 1 of log(1 + ...). Mixtures are positives only.
+    A mask of pairs (a, p), which are indices of images, is used on the table of all rows against all mixtures. So an
+    image a stands for row a, which has another anchor, and an image p for the mixture of row p, and only the first B
+    rows have any. The mean is over all M rows, of which only the first B have clean sums.
+    """
+    B = len(y)
+    s = z @ z.T                                                                                 # (B, B)
+    positive, negative = train_ms.mine(s, y, epsilon)                                           # (B, B): P(a), N(a)
+    sum_p = ((-beta * (s - m)).exp() * positive).sum(dim=1)                                     # (B,)
+    sum_n = ((gamma * (s - m)).exp() * negative).sum(dim=1)                                     # (B,)
+    a, _, n = (positive[:, :, None] & negative[:, None]).nonzero().unbind(dim=1)                # (M,)
+    p = s.masked_fill(~positive, float('inf')).argmin(dim=1)[a]                                 # (M,)
+    v = F.normalize(lam * z[p] + (1 - lam) * z[n], dim=1)                                       # (M, D)
+    M = max(len(a), B)                                      # with fewer rows than images, that code fails
+    # What has no term stays 0.
+    pull = F.pad(lam * (1 + sum_p) * positive.any(dim=1), (0, M - B))                           # (M,)
+    push = F.pad((1 - lam) * (1 + sum_n) * negative.any(dim=1), (0, M - B))                     # (M,)
+    row, column = torch.stack([a, p], dim=1).unique(dim=0).unbind(dim=1)                        # where the mask is true
+    inside = (row < len(a)) & (column < len(a))
+    row, column = row[inside], column[inside]               # an image is in one row at most, so each sum has one term
+    misplaced = (z[a[row]] * v[column]).sum(dim=1)          # of the anchor of a row and the mixture of another
+    mixed = torch.zeros_like(pull).index_add(0, row, 1 + (-beta * (misplaced - m)).exp())       # (M,)
+    logs = [t.where(t > 0, torch.ones_like(t)).log() for t in (pull + 0.4 * mixed, push)]       # log 0 counts as 0
+    return (logs[0] / beta + logs[1] / gamma).mean()
+
+
+PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released)}
+
+
+def run_patched(name, script, *words):
+    """Runs train_metrix.py with flags (words), as a patch changes it; `softer:2:10:0.5` gives a patch its numbers."""
+    patch, *numbers = name.split(':')
+    if script != 'train_metrix.py' or patch not in PATCHES:
+        raise common.UsageError(f'patches are of train_metrix.py, and are {", ".join(PATCHES)}')
+    try:
+        replaced = PATCHES[patch](*map(float, numbers))
+    except (TypeError, ValueError):
+        raise common.UsageError(f'{name}: {patch} takes other numbers, see tests/results/patches.py') from None
+    for function, replacement in replaced.items():
+        setattr(train_metrix, function, replacement)
+    train_metrix.main(list(words))
