@@ -253,10 +253,8 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
     folder = args.resume or from_main_process(None if rank() else new_folder(args, data))
     with held(folder):
-        if args.resume:
-            first, rows, began = resume(args, data, states, per_epoch, total)
-        else:
-            first, rows, began = begin(args, data, sampler, folder)
+        first, rows, began = (resume(args, data, states, per_epoch, total) if args.resume else
+                              begin(args, data, sampler, folder))
         print_recipe(args, model, data, sampler, epochs)
         for epoch in range(first, epochs + 1):
             if out_of_patience(args, rows):
@@ -975,9 +973,9 @@ def save_vectors(folder, data, train, query=None, gallery=None, paths=()):
     >>> vectors = [common.embed(net, images) for images in (data.train, data.query) if images]
     >>> common.save_vectors('my_vectors', data, *vectors)
 
-    `python train_proxy_anchor.py --dataset vectors --data my_vectors` then trains a linear head in seconds. Epoch 0 is
-    the result of the features themselves: without --dim, the head begins as the identity. Folds, eval.py and mixing
-    work as with images, unless they draw or mix these. Files of your own need the arrays `embeddings` (N, c), `labels`
+    Any script with --dataset vectors --data my_vectors then trains a linear head in seconds. Epoch 0 is the result of
+    the features themselves: without --dim, the head begins as the identity. Folds and eval.py work as with images,
+    unless they draw these. Files of your own need the arrays `embeddings` (N, c), `labels`
     (N,), from 0 on, and `classes`, their names.
 
     data                   what load_dataset returned
@@ -2155,12 +2153,12 @@ def make_optimizer(args, groups, **options):
 # ---- 13. devices and processes ---------------------------------------------------------------------
 
 # What to type on which machine, beside the commands of README. Results stay the same up to rounding.
-#   one large GPU    python train_proxy_anchor.py --dataset cub --data data --compile
+#   one large GPU    python SCRIPT --dataset cub --data data --compile
 #                    torch.compile of the trunk. Not run yet
-#   several GPUs     torchrun --nproc-per-node 4 train_proxy_anchor.py --dataset sop --data data
+#   several GPUs     torchrun --nproc-per-node 4 SCRIPT --dataset sop --data data
 #                    each process runs the trunk on a share of each batch, and computes the loss of the whole batch. Run
 #                    as two processes on a CPU, which need --freeze-bn
-#   a small GPU      python train_proxy_anchor.py --dataset sop --data data --batch-size 1000 --freeze-bn --chunk 64
+#   a small GPU      python SCRIPT --dataset sop --data data --batch-size 1000 --freeze-bn --chunk 64
 #                    a large batch by chunks: a second forward pass in place of memory. Needs --freeze-bn, which the
 #                    recipe of SOP lacks. Run on a CPU
 #   a Mac            --device cpu, where torch lacks something on its GPU. Not run yet
