@@ -975,8 +975,8 @@ def save_vectors(folder, data, train, query=None, gallery=None, paths=()):
 
     Any script with --dataset vectors --data my_vectors then trains a linear head in seconds. Epoch 0 is the result of
     the features themselves: without --dim, the head begins as the identity. Folds and eval.py work as with images,
-    unless they draw these. Files of your own need the arrays `embeddings` (N, c), `labels`
-    (N,), from 0 on, and `classes`, their names.
+    unless they draw these. Files of your own need the arrays `embeddings` (N, c), `labels` (N,), from 0 on, and
+    `classes`, their names.
 
     data                   what load_dataset returned
     train, query, gallery  (N, c), (Q, c), (G, c) vectors of its images, by any network: tensors or arrays. Query and
