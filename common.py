@@ -1744,13 +1744,11 @@ def written_whole(path):
     temporary = path.with_name(f'{mark}{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob('*.tmp'):              # of this file, by a killed process of this machine
-            process = left.stem.removeprefix(mark)
-            if left.stem.startswith(mark) and process.isdigit():
-                try:
-                    os.getpgid(int(process))
-                except ProcessLookupError:
-                    left.unlink()
+        for left in path.parent.glob(f'{mark}[0-9]*.tmp'):  # of this file, by a killed process of this machine
+            try:
+                os.getpgid(int(left.stem.removeprefix(mark)))
+            except ProcessLookupError:
+                left.unlink()
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
