@@ -18,8 +18,8 @@ Equation, averaged over the batch
     CCL Eq. (5)    L = L_contrast + lambda L_center, where
                    L_contrast = -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
                    L_center   = ||x - c_y||^2
-    The paper writes L_contrast with the margin m only in the second line of Eq. (5), which joins both terms
-    in one logarithm. Section 3.3 compares this loss with earlier ones: Eq. (6) to (9), (11) and (14).
+    In Eq. (2) L_contrast has no margin m. It comes in with the second line of Eq. (5), which joins both
+    terms in one logarithm. Section 3.3 compares this loss with earlier ones: Eq. (6) to (9), (11), (14).
 
 Symbols
     paper       here        flag          meaning
@@ -168,7 +168,7 @@ def corrupt_labels(labels, noise, generator=None):
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
         return labels % classes                                          # plus 1 to C - 1: never the own class
     order = torch.randperm(classes, generator=generator)                 # the first of these classes are dissolved
-    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # in the first class, the first two, ...
+    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # of the first class, the first two, ...
     num_gone = min(int((images <= rate * total).sum()), classes - 2)     # two classes always remain
     new_number = torch.zeros(classes, dtype=torch.long)                  # of a class that remains
     new_number[order[num_gone:]] = torch.arange(classes - num_gone)
@@ -255,10 +255,10 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
     model = common.build(args, data=data, head_init='default', normalize=args.variant != 'center_loss')
-    # The centres begin with random directions, and with length 1, for this reason. All losses but center_loss see only
-    # the direction of a centre. If its length is r, its gradient is r times smaller than at length 1, and a step of the
-    # same size turns it r times less. So with SGD it turns r^2 times more slowly. Of centres drawn from N(0, 1), r^2
-    # would be about D, which is 512 on the benchmarks, and they would hardly turn.
+    # All losses but center_loss see only the direction of a centre. If its length is r, its gradient is r times smaller
+    # than at length 1, and a step of the same size turns it r times less. So with SGD it turns r^2 times more slowly.
+    # Of centres drawn from N(0, 1), r^2 would be about D, which is 512 on the benchmarks, and they would hardly turn.
+    # This is why they begin with length 1, in random directions.
     centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.variant != 'cluster')
     learned = dict(centers=centers)
@@ -300,7 +300,7 @@ What differs from the paper, or is not stated in it
     1. In the second case of the gradient that is printed below Eq. (10), the numerator should be
        exp(S(x, c) - S(x, c_y)), where S(x, c) is s c.x. The loss here has that gradient.
     2. Label smoothing changes the labels of a softmax, so only softmaxes are smoothed. L_center is none, and
-       neither is Eq. (9), whose denominator lacks the own class.
+       neither is Eq. (9), whose denominator lacks the own class: they stay as they are.
     3. The paper does not state the lambda of Table 2 (it is 2 in Section 4.4 and Fig. 4, and in Fig. 5 the R@1 that
        Table 2 has for SOP is at the largest lambda, 2), the m of its CCL*, how the centres start, or the mu of
        Eq. (14). What else it leaves open is listed above CUB in this file.
@@ -315,10 +315,11 @@ What differs from the paper, or is not stated in it
        learning rate and lambda. So both are here.
 What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e863)
     9. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
-       stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. It also has a BatchNorm without affine
-       weights behind the pooling on Cars, SOP and In-Shop, and no weight decay on biases and on the affine weights
-       of BatchNorm. Here all weights decay alike. It reports its best epoch on the test set. Its smoothed loss is a
-       KL divergence: lower than the cross-entropy here by a constant, and its gradient is equal.
+       stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. The base code also has a BatchNorm
+       without affine weights behind the pooling on Cars, SOP and In-Shop, which is missing here. It has no weight
+       decay on biases and on the affine weights of BatchNorm; here all weights decay alike. It reports its best
+       epoch on the test set. Its smoothed loss is a KL divergence, which is lower than the cross-entropy here by a
+       constant and has the same gradient.
 Tables and figures of the paper
     Table 1: --variant stop_grad --margin M. Table 2: --lam 0 is the baseline, no flag is CCL, --margin M is CCL*,
     where M is not stated.

@@ -12,7 +12,7 @@ Idea
     All pairs of a batch take part, and most of them are negative: a random batch of 100 CUB images
     has about 97 positive and 9,800 negative pairs, where (a, b) and (b, a) both count. So positive
     pairs have a mean of their own, and negative pairs have another. Most negative pairs are far enough
-    apart, so a mean over all of them would be almost 0. So the mean is only over the pairs that miss
+    apart, and a mean over all of them would be almost 0. So each mean is only over the pairs that miss
     their goal. (Both are choices of the code that HSE and Metrix released. The equations below are
     those of single pairs, or sums.)
 

@@ -7,8 +7,8 @@ Idea
     place: it looks like each parent and is of none of their classes. Half a label of each parent would mean
     little, because the half cut from an image may show only its background. So a hybrid has no label, and
     HSE asks for less: it should be nearer to some image of its parents' classes than to any image of
-    another class in the batch. For this the network has to see what a hybrid shares with its parents. Of the
-    parents' classes only one image and the hybrid are pulled together: the image that is nearest anyway.
+    another class in the batch. For this the network has to see what a hybrid shares with its parents. The
+    hybrid and only one image of the parents' classes are pulled together, the one that is nearest anyway.
 
 Equations
     HSE Eq. (7)     x_hn, hard negative: of the images that are of no parent's class, the nearest to x_H
@@ -73,8 +73,8 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     # Eq. (9) is -alpha log(1 / (1 + exp(s_hn) / exp(s_ewp))). With t = s_ewp - s_hn, the argument of the logarithm is
     # 1 / (1 + exp(-t)), the sigmoid of t. Here both similarities have been divided by the temperature.
-    # Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(), which also averages over the two log-probabilities.
-    # That loss is least where s_ewp = s_hn, which cannot be meant.
+    # Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(). That mean includes the log-probability of s_hn, so
+    # this loss would be least where s_ewp = s_hn, which cannot be meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
@@ -296,14 +296,15 @@ class SuperClassSampler:
         # A sampler of one super-class may end before the epoch does. So it is started again and again.
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
-            # In random order: else --hybrids replace, which drops the last images, always drops the same super-classes.
+            # Super-classes come in random order. Otherwise --hybrids replace would always drop the last one's images.
             order = torch.randperm(len(streams)).tolist()
             parts = [[members[i] for i in next(stream)] for members, stream in zip(self.members, streams)]
             yield [image for number in order for image in parts[number]]
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The released code trains all base losses with the loop of Proxy-Anchor. Batch sizes are those of Tables 2 and 3.
+# The released code trains all base losses with the loop of Proxy-Anchor. These rows have the settings of its commands,
+# but the batch sizes of Tables 2 and 3.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=128, per_class=8,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5,
            clip=10.0, proxy_lr_mult=100, hybrids='replace', combinations=1)

@@ -107,7 +107,7 @@ def mine(s, y, epsilon):
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The authors released their settings for CUB only: 3,000 iterations, learning rate x0.1 after 1,200 and after 2,400.
-# Here it counts in epochs. One of CUB has 73 iterations, so 41 are about 3,000 iterations, and 16 are about 1,200.
+# An epoch of CUB has 73 iterations, so 41 epochs are about 3,000 iterations, and 16 epochs are about 1,200.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=41, batch_size=80,
            per_class=5, optimizer='adam', lr=3e-5, weight_decay=5e-4, schedule='step', decay_epochs=16,
            decay_rate=0.1, warmup=0, clip=0.0)
@@ -160,8 +160,8 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The network is a ResNet-50, with average pooling on CUB and Cars, which is the authors' setting
-       for it. Their published results are those of BN-Inception with max pooling.
+    1. The network is a ResNet-50. On CUB and Cars it has average pooling, as in the authors' configuration
+       of a ResNet-50. Their published results are those of BN-Inception with max pooling.
     2. On CUB and Cars, lambda is 0.5, as in the released code. According to two re-implementations, one
        of them in issue 4 of its repository, the paper has 1.
     3. For Cars, SOP and In-Shop nothing was released. Cars takes the settings of CUB, the other two take

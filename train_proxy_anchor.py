@@ -102,9 +102,9 @@ def new_proxies(num_classes, dim):
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# CUB and Cars are the authors' commands for ResNet-50. The paper trains 40 epochs there, and varies
-# the batch from 30 to 180 (Table 5). Decays count from the first epoch of the run, but the trunk learns only after the
-# 5 epochs of warm-up. So on CUB it begins with half of lr, and after the 20th epoch it has 1/16 of it.
+# CUB and Cars are the authors' commands for ResNet-50. The paper trains 40 epochs there, and varies the batch from 30
+# to 180 (Table 5). Decays count from the first epoch of the run, but the trunk learns only after the 5 epochs of
+# warm-up. So on CUB it begins with half of lr, and after the 20th epoch it has 1/16 of it.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=120, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)

@@ -167,15 +167,15 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. The authors first train on half of the training classes, and measure R@1 and NMI (which scores
-       clusters) on the other half. They note at which epochs these stop rising, and which epoch is best.
-       Then they train on all classes, lower the learning rate at the former epochs and stop at the latter.
-       Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), which is the most that theirs have,
-       and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code. Their
-       5 epochs of warm-up come before the 40; here they are the first 5 of them.
+       clusters) on the other half. They note the epochs at which these stop rising, and the best epoch.
+       Then they train on all classes: they lower the learning rate at the epochs noted, and stop at the
+       best one. Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), which is the most that
+       theirs have, and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
+       Their 5 epochs of warm-up come before the 40; here they are the first 5 of them.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
        (--dim 2048), and the paper reports both.
-    3. The learning rates are those of the released configurations. The author says that those in the
-       paper's first version are misprints.
+    3. The learning rates are those of the released configurations. In issue 2 of its repository, the
+       author says that those in the paper's first version are misprints.
 What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has
        a separate optimizer for these epochs. Here one optimizer serves all, so its running averages
