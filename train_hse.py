@@ -296,7 +296,8 @@ class SuperClassSampler:
         # A sampler of one super-class may end before the epoch does. So it is started again and again.
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
-            # Super-classes come in random order. Otherwise --hybrids replace would always drop the last one's images.
+            # Super-classes come in random order. Otherwise --hybrids replace, which drops the last images of a batch,
+            # would always drop those of the same super-classes.
             order = torch.randperm(len(streams)).tolist()
             parts = [[members[i] for i in next(stream)] for members, stream in zip(self.members, streams)]
             yield [image for number in order for image in parts[number]]
