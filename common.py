@@ -14,7 +14,7 @@ tests or is left out; 8 shapes, the built-in dataset; 9 runs, their rows, and wh
 weights, writing; 11 command line: the flags that all scripts share, and their recipes; 12 putting together what the
 flags name; 13 devices and processes; 14 errors.
 
-All files write shapes with these letters. Those of formulas, and further ones, are in the table of each script.
+All files write shapes with these letters. Each script has a table of further ones, and of those of its formulas.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
@@ -77,8 +77,9 @@ class Embedder(nn.Module):
                 is about five times smaller. identity: embeddings begin as the pooled features
     precision   bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
     chunk       in training, the trunk takes so many images at a time, and computes each chunk once more in the
-                backward pass. So it never holds the activations of more images; 0: the whole batch at once
-    channels    of the input: 3 for images;  length: by what stored vectors are divided, see make_trunk
+                backward pass. So it never holds the activations of more images. 0: the whole batch at once
+    channels    of the input: 3 for images, and for stored vectors the size of a vector
+    length      mean length of the stored vectors for training; the trunk divides vectors by it
     """
 
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
@@ -124,14 +125,16 @@ class Embedder(nn.Module):
             module.requires_grad_(False)
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map (B, c, h, w); a ResNet's is behind a ReLU, so never negative. Stored
-        vectors are maps (B, c, 1, 1), which are divided by the mean length of the training vectors."""
+        """Images (B, 3, S, S) -> last feature map (B, c, h, w). That of a ResNet comes after a ReLU, so it is never
+        negative. Stored vectors (B, c, 1, 1) keep their shape, and are divided by `length`."""
         B, channels, *_ = x.shape
         if channels != self.config['channels']:
             raise UsageError(f'the network takes {self.config["channels"]} channels (3 of images, or the length of '
                              f'stored vectors), and got {channels}')
-        if torch.is_grad_enabled():                         # in training; else `embed` has shared out the images
-            x = x.tensor_split(world())[rank()]             # under torchrun this process' share, else the whole batch
+        # In training, each process of torchrun takes its share of the batch; a single process takes all of it. Without
+        # gradients `embed` has shared out the images before.
+        if torch.is_grad_enabled():
+            x = x.tensor_split(world())[rank()]
         x = x.contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
@@ -142,7 +145,7 @@ class Embedder(nn.Module):
         return gather(f, B) if torch.is_grad_enabled() else f
 
     def pool_features(self, f):
-        """(B, c, h, w) -> (B, c)"""
+        """Feature map (B, c, h, w) -> pooled features (B, c)"""
         f = at_least_float32(f)
         p = 0
         if 'avg' in self.pool:
@@ -200,8 +203,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def deal(deck, items, number):
-            """Takes `number` items from the top of a deck of cards. Under a deck that is too short come the items that
-            are not in it, shuffled; or if all are in it, all of them again."""
+            """Takes `number` items from the top of a deck of cards. If the deck is too short, first the items that are
+            not in it are shuffled and put under it; or all items, if it holds them all."""
             while len(deck) < number:
                 others = [item for item in items if item not in deck]
                 if not others:
@@ -222,9 +225,9 @@ class BalancedSampler(Sampler):
 def learning_rate_factor(iteration, args, per_epoch, total):
     """What all learning rates are multiplied with at `iteration`, which runs from 0 to total - 1.
 
-    step      --decay-rate to the power of the number of decays, one every --decay-epochs
-    cosine    half a cosine, from 1 to 0. At the start, a straight ramp from 0 to 1 limits it; it takes a tenth of the
-              run, but 100 iterations at most
+    step      --decay-rate to the power of the number of decays so far; there is one after every --decay-epochs
+    cosine    the lower one of two curves: half a cosine, which falls from 1 to 0 over the run, and a straight ramp,
+              which rises from 0 to 1 over the first tenth of the run, or over 100 iterations if these are fewer
     constant  1.  A schedule of one's own is a further branch here, and a further choice of --schedule
     """
     if args.schedule == 'step':
@@ -238,9 +241,9 @@ def learning_rate_factor(iteration, args, per_epoch, total):
 def train(args, model, data, step, optimizer, learned=None, sampler=None):
     """Trains, evaluates, logs and saves. Returns the last row of the log, a dict; with --fold the best row.
 
-    step       step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S) are the
-               whole batch, augmented and normalised; labels (B,); both on the device. Its graph must stay as it was
-               computed: backward runs after it returns. args.step is the number of steps before this one
+    step       step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S), the whole
+               batch, augmented and normalised, and labels (B,) are on the device. The backward pass runs after step
+               returns, so step must change nothing in place that it needs. args.step counts the steps before this one
     optimizer  over the weights of the model and of whatever else the method learns
     learned    {name: parameter or module}: what the method learns beside the model; it goes into the checkpoint
     sampler    yields lists of indices; None: the batches of --batch-size and --per-class
@@ -271,13 +274,12 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             row = from_main_process(row)                    # under torchrun, all processes keep the row of the first
             if 'R@1' in row or not data.query:
                 rows.append(row)
-            # Saved before it is printed, because printing may fail. And best.pt comes first: if the process is killed
-            # between the two, --resume repeats the epoch and writes both.
+            # best.pt is written first: if the process is killed before last.pt is, --resume repeats the epoch.
             if args.fold and epoch > 0 and best_row(rows) is row:
                 save_epoch(folder / 'best.pt', args, data, states, row, rows)
             save_epoch(folder / 'last.pt', args, data, states, row, rows)
             write_log(folder, rows)
-            show_row(args, data, folder, row, rows, titles=epoch == first)
+            show_row(args, data, folder, row, rows, titles=epoch == first)      # last, because printing may fail
     return summary(args, data, folder, rows)
 
 
@@ -303,7 +305,7 @@ def train_epoch(args, data, sampler, step, optimizer, epoch, total):
         optimizer.step()
         args.step += 1
         losses.append(loss.detach())
-        same = (y[:, None] == y).sum(dim=1)                             # (B,) images of one's class, oneself included
+        same = (y[:, None] == y).sum(dim=1)                 # (B,) for each image, the images of its class, with itself
         without_positive += (same == 1).sum()
         if number == 1 and steps > 1:                       # restart the clock: compiling and tuning slow down step 1
             start = time.time()
@@ -352,9 +354,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, for the first hit may be a duplicate.
-    2. Of similarities that are equal in float32 (rounding may part equal vectors, and join those with a cosine above
-       1 - 1e-6), non-matches come first. If not all of them fit among the retrieved ones, a fixed random order decides
-       which do. So a network that maps all images to one point scores about chance or less, not 100.
+    2. Of results with equal similarities (in float32, whose rounding may tell equal vectors apart), non-matches come
+       first. If images with equal similarities do not all fit among the results, a fixed random order decides which do.
+       So a network that maps all images to one point scores about chance or less, not 100.
     3. A query without a match is a miss in R@K, left out of RP and MAP@R (0 if all are), and counted as 'unmatched'.
     """
     within = gallery is None                                             # queries are searched in themselves
@@ -366,8 +368,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     present = torch.bincount(searched_labels, minlength=int(query_labels.max()) + 1)    # (C,) images of each class
     matches = present[query_labels] - itself                             # (N,) R of each query
     depth = min(max(*ks, int(matches.max())), len(searched) - itself)    # enough for the largest K and R
-    found = Counter()                                                    # {k: queries with a match among k}
-    precision, average = [], []                                          # of the queries that have a match
+    found = Counter()                                                    # {k: queries with a match among k results}
+    precision, average = [], []                                          # RP and MAP@R of the queries with a match
     for rows, s, index in k_nearest(query, gallery, depth):              # b queries at a time
         hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
         hit = ranked_hits(s, hit)                                        # (b, depth)
@@ -430,7 +432,7 @@ def k_nearest(query, gallery, k):
         index = order[index]
         if within:
             itself = index == rows[:, None]
-            # If many images equal the query, it may not be among its own results. Then the last one is dropped.
+            # If many images equal a query, it may be missing from its own results. Then the last of them is dropped.
             itself[:, -1] |= ~itself.any(dim=1)
             s = s[~itself].view(-1, k)
             index = index[~itself].view(-1, k)
@@ -442,8 +444,8 @@ def mean_similarities(z, y):
     z = F.normalize(z.double(), dim=1)
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
-    # The cosines of all N x N pairs of vectors add up to the squared length of the vectors' sum. N pairs are a vector
-    # with itself: their cosines, 1 each, are subtracted. So no (N, N) matrix is needed.
+    # The cosines of all pairs of vectors, be it within a class or in the whole set, add up to the squared length of the
+    # vectors' sum. N of these pairs are a vector with itself: their cosines, 1 each, are subtracted.
     positive = sums.square().sum().item() - len(z)
     positives = counts.square().sum().item() - len(z)
     negative = z.sum(dim=0).square().sum().item() - len(z) - positive

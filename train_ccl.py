@@ -5,21 +5,21 @@ announce code, but none was found. They say that it is adapted from the code of 
 unifying mutual information view of metric learning (ECCV 2020), which is called the base code here.
 
 Idea
-    A memory bank, embeddings kept from earlier batches, offers many samples to contrast with, but
-    they go stale while the network moves.
-    CCL keeps one vector per class instead, its centre, as a parameter that every step updates. A
-    softmax over all centres separates the classes, but its pull to the own centre fades once this
-    centre is the nearest. With two classes and cosines times 16, the derivative by the cosine with the
-    own centre has size 8.0 where both cosines are equal, and 0.6 where this one is larger by 0.2. A
-    second term goes on pulling, the squared distance to the own centre: it "minimizes the intra-class
-    variations" (Section 3.2).
+    A memory bank, which keeps embeddings of earlier batches, offers many samples to contrast with, but
+    they go stale while the network changes. CCL keeps one vector per class instead, its centre, as a
+    parameter that every step updates. A softmax over all centres separates the classes, but its pull
+    to the own centre, that of an image's class, fades once this centre is the nearest. For example,
+    with two classes and cosines times 16, the derivative by the cosine with the own centre has size 8.0
+    if both cosines are equal, and only 0.6 if that with the own centre is larger by 0.2. A second term
+    goes on pulling, the squared distance to the own centre: it "minimizes the intra-class variations"
+    (Section 3.2).
 
 Equation, averaged over the batch
-    CCL Eq. (5), whose first line is written out here
-                               L = L_contrast + lambda L_center
-                                 = -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
-                                   + lambda ||x - c_y||^2
-    Section 3.3 of the paper compares it with earlier losses: Eq. (6) to (9), (11) and (14).
+    CCL Eq. (5)    L = L_contrast + lambda L_center, where
+                   L_contrast = -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
+                   L_center   = ||x - c_y||^2
+    In Eq. (2) L_contrast has no margin m. It comes in with the second line of Eq. (5), which joins both
+    terms in one logarithm. Section 3.3 compares this loss with earlier ones: Eq. (6) to (9), (11), (14).
 
 Symbols
     paper       here        flag          meaning
@@ -28,9 +28,10 @@ Symbols
     s = 1/tau   s           --s           1 / temperature; the paper also calls it radius of the hypersphere
     m           margin      --margin      margin on the cosine of the own class
     lambda      lam         --lam         weight of the centre term
-    epsilon     smoothing   --smoothing   label smoothing: the probability that all other classes share
+    epsilon     smoothing   --smoothing   label smoothing: the own class has the label 1 - epsilon, and each other
+                                          class an equal part of epsilon
     mu          mu          --mu          weight of the old centre in Eq. (14), --variant cluster
-    N           C           -             number of classes; here N is the number of images
+    N           C           -             number of classes; in this file N is the number of images
 
 Run
     python train_ccl.py                                     # offline, a few minutes on two CPU cores
@@ -55,9 +56,9 @@ import common
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
     """L_contrast + lam * L_center, CCL Eq. (5).
 
-    The first line of Eq. (5) is at the top of this file. The second line is equal to it but for a constant, 2 lambda:
+    The first line of Eq. (5) is at the top of this file. The second line is lower by a constant, 2 lambda:
         -log( exp(s (c_y.x - m) + 2 lambda c_y.x) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
-    Trap: exp(2 lambda c_y.x) multiplies the numerator alone. Added to the own logit, 2 lambda c_y.x would be in the
+    Trap: 2 lambda c_y.x stands in the numerator alone. Added to the own logit of a softmax, it would be in the
     denominator too, which is another loss.
 
     z          (B, D) embeddings of unit length, or about that after dropout; half precision is raised to float32
@@ -67,7 +68,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     margin     >= 0, on the cosine
     lam        >= 0, weight of the centre term
     smoothing  in [0, 1), of the labels of L_contrast, see smooth_labels
-    stop_grad  L_contrast takes the centres as constants, as in Table 1
+    stop_grad  True: L_contrast takes the centres as constants (Table 1), so that only L_center moves them
     returns    scalar, the mean over the batch, without overflow; >= 0 for z of unit length. With one class, C = 1,
                L_contrast is 0
     """
@@ -79,11 +80,11 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     # Without smoothing, L_contrast, (B,), is
     #     -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) ).
     # For m = 0 it is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a margin
-    # it is Eq. (11), whose m is s times the margin of Eq. (5), since it is subtracted from s c_y.x.
+    # it is Eq. (11), which subtracts its m from s c_y.x and not from c_y.x: so m is s times the margin of Eq. (5).
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # L_center, (B,), is |x - c_y|^2, the second line of Eq. (2), called Eq. (3) in the text. For x of unit length it is
-    # 2 - 2 c_y.x, Eq. (4). After dropout x has another length, and the two differ. Eq. (4) is linear in x, so its
-    # expected value is the one without dropout.
+    # 2 - 2 c_y.x, Eq. (4). After dropout x has another length, and the two differ. Eq. (4) is computed here: it is
+    # linear in x, so its mean over all draws of the dropout is its value without dropout.
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -91,7 +92,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
 def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     """1 - smoothing for the own class, smoothing / (C - 1) for each other one.  (B,) -> (B, C)
 
-    Not torch's label_smoothing, which shares it among all C classes. With a single class, that class gets 1.
+    Torch's label_smoothing is another one: it shares `smoothing` among all C classes, the own one included. With a
+    single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
     extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # (1 - smoothing) - other
@@ -99,10 +101,12 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
 
 
 def scaled_proxynca_loss(z, y, centers, s=16.0):
-    """CCL Eq. (9), Proxy-NCA: a softmax whose denominator leaves out the own class, averaged over the batch; can be
-    negative. Its exponents are cosines times s; those of Proxy-Anchor Eq. (1) are the cosines themselves.
+    """CCL Eq. (9), Proxy-NCA:  -log( exp(s c_y.x) / sum_{j != y} exp(s c_j.x) ),  averaged over the batch.
 
-    Arguments as above. With a single class the denominator is empty, and only the pull is left.
+    The own class is not in the denominator, so the loss can be negative. In Proxy-Anchor Eq. (1) the exponents lack the
+    factor s.
+
+    The arguments are those of center_contrastive_loss. With a single class only the numerator is left.
     """
     z, centers = common.same_precision(z, centers)
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
@@ -110,13 +114,15 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
     if len(centers) == 1:
         return -logits.mean()
     others = logits.masked_fill(own, float('-inf'))                      # exp(-inf) is 0: the own class is out
-    return (others.logsumexp(dim=1) - logits[own]).mean()                # Eq. (9)
+    return (others.logsumexp(dim=1) - logits[own]).mean()                # Eq. (9), as a difference of logarithms
 
 
 def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
-    """CCL Eq. (7), a whole loss, and not L_center above: cross-entropy of a linear classifier, Eq. (6), plus lam times
-    the squared distance to centres that are separate parameters; averaged over the batch. z (B, D) and centers (C, D)
-    are not normalised; weight (C, D), bias (C,)."""
+    """CCL Eq. (7), averaged over the batch. It is a whole loss, and not the term L_center of Eq. (5):
+        -log( exp(W_y.x + b_y) / sum_j exp(W_j.x + b_j) ) + lambda ||x - c_y||^2
+    The first term, cross-entropy of a linear classifier, is Eq. (6). Its weights W and the centres c are separate
+    parameters.  z (B, D) and centers (C, D), both not normalised; weight (C, D), bias (C,) -> scalar
+    """
     z, weight, bias, centers = common.same_precision(z, weight, bias, centers)
     logits = F.linear(z, weight, bias)                                   # (B, C)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
@@ -126,7 +132,8 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 
 
 def momentum_centers(centers, z, y, mu):
-    """CCL Eq. (14): the centres of the classes in a batch move towards the mean of their images.
+    """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y, where x_y is the mean of the images of class y in the batch. The
+    centre of a class without images stays.
 
     centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D).
     """
@@ -145,8 +152,9 @@ def corrupt_labels(labels, noise, generator=None):
                longtail:RATE   random classes, together at most this share of the images, are dissolved: the
                                images of each, in dataset order, are cut into groups of 5, and each group joins
                                one of the classes that remain. These are numbered anew, in random order.
-                               With 0.25, if class 1 is dissolved, its only group joins class 3, and 3, 0, 2
-                               become 0, 1, 2: then 0 0 1 1 2 2 3 3 becomes 1 1 0 0 2 2 0 0.
+                               An example with 0.25: class 1 is dissolved, its only group joins class 3, and
+                               the classes 3, 0, 2 that remain get the numbers 0, 1, 2. Then 0 0 1 1 2 2 3 3
+                               becomes 1 1 0 0 2 2 0 0.
     generator  None: torch's global generator
     returns    (N,) labels 0..C'-1; longtail leaves C' = C minus the classes that were dissolved
     """
@@ -160,7 +168,7 @@ def corrupt_labels(labels, noise, generator=None):
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
         return labels % classes                                          # plus 1 to C - 1: never the own class
     order = torch.randperm(classes, generator=generator)                 # the first of these classes are dissolved
-    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # of the first, of the first two, ...
+    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # of the first class, the first two, ...
     num_gone = min(int((images <= rate * total).sum()), classes - 2)     # two classes always remain
     new_number = torch.zeros(classes, dtype=torch.long)                  # of a class that remains
     new_number[order[num_gone:]] = torch.arange(classes - num_gone)
@@ -176,8 +184,8 @@ def corrupt_labels(labels, noise, generator=None):
 # CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule (with the ramp that
 # momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has square crops,
 # jitter 0.3 and a change of hue, here it is as on CUB. The paper does not say from which size its 256 px are cut (the
-# base code mostly cuts 224 from 256); here it is 288 px, as in ProxyNCA++. Section 1 says one fifth of the epochs of
-# others, which would be 20 beside Metrix's 100.
+# base code mostly cuts 224 from 256); here it is 288 px, as in ProxyNCA++. Of the epochs, Section 1 only says that they
+# are "one-fifth" of those of earlier methods such as Metrix. Metrix has 100, so this would be 20.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -190,10 +198,13 @@ DEFAULTS = {
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
-    'reality-check': dict(per_class=1, center_lr_mult=4500),             # as N. Softmax in its released results
+    # In the Reality Check a batch for losses with weights of their own has one image per class (Section 3.1). The rate
+    # of the centres is that of N. Softmax in its released results.
+    'reality-check': dict(per_class=1, center_lr_mult=4500),
 }
-# Embeddings that are not normalised lie far from their centres: with lam = 2, the gradient of the centre term
-# by the network's weights is about 60 times that of the cross-entropy (shapes, before training).
+# The embeddings of center_loss are not normalised, and lie far from their centres. With lam = 2, the gradient of its
+# second term by the network's weights would be about 60 times that of its first (measured on shapes, before training).
+# With 0.03 both are about equal.
 DEFAULTS |= {(dataset, 'center_loss'): dict(lam=0.03) for dataset in DEFAULTS}
 
 # The flags that the loss of each variant reads
@@ -244,9 +255,10 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
     model = common.build(args, data=data, head_init='default', normalize=args.variant != 'center_loss')
-    # Centres of length 1, uniform on the sphere. Except for center_loss, the losses see only directions. So at length r
-    # the gradient is r times smaller, and the same step turns a longer centre r times less: with SGD it turns r^2 times
-    # more slowly. Drawn from N(0, 1), r^2 would be about D, and centres would hardly move.
+    # All losses but center_loss see only the direction of a centre. If its length is r, its gradient is r times smaller
+    # than at length 1, and a step of the same size turns it r times less. So with SGD it turns r^2 times more slowly.
+    # Of centres drawn from N(0, 1), r^2 would be about D, which is 512 on the benchmarks, and they would hardly turn.
+    # This is why they begin with length 1, in random directions.
     centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.variant != 'cluster')
     learned = dict(centers=centers)
@@ -255,7 +267,8 @@ def main(argv=None):
         classifier = learned['classifier'] = torch.nn.Linear(args.dim, classes).to(args.device)
         params += classifier.parameters()
     groups = [dict(params=params), dict(params=[centers], lr=args.lr * args.center_lr_mult)]
-    # Only SGD has Nesterov acceleration. torch refuses it without momentum, and CUB and Cars have none.
+    # Of the optimizers here only SGD has Nesterov acceleration. torch refuses it without momentum, which CUB and Cars
+    # do not have.
     nesterov = dict(nesterov=args.momentum > 0) if args.optimizer == 'sgd' else {}
     optimizer = common.make_optimizer(args, groups, **nesterov)
 
@@ -280,35 +293,40 @@ Variants: CCL, and losses with which the paper compares it
     ccl           Eq. (5)
     proxynca      Eq. (9): the own class is not in the denominator
     center_loss   Eq. (7), on embeddings that are not normalised: classifier and centres are separate
-    stop_grad     L_contrast takes the centres as constants, as in Table 1, whose row CCL is CCL* of Table 2
+    stop_grad     L_contrast takes the centres as constants, as in the first row of Table 1 (its second row, CCL, has
+                  the numbers of CCL* in Table 2, so it has a margin)
     cluster       Eq. (14): the centres are running means of their images, not parameters
 What differs from the paper, or is not stated in it
     1. In the second case of the gradient that is printed below Eq. (10), the numerator should be
        exp(S(x, c) - S(x, c_y)), where S(x, c) is s c.x. The loss here has that gradient.
-    2. Label smoothing changes target probabilities, so only the softmax is smoothed. The centre term
-       and Eq. (9) are no probabilities and stay as they are.
-    3. Not stated: the lambda of Table 2 (Section 4.4, Fig. 4 and, for SOP, Fig. 5 point to 2), the m of its CCL*,
-       how the centres start, and the mu of Eq. (14).
+    2. Label smoothing changes the labels of a softmax, so only softmaxes are smoothed. L_center is none, and
+       neither is Eq. (9), whose denominator lacks the own class: they stay as they are.
+    3. The paper does not state the lambda of Table 2 (it is 2 in Section 4.4 and Fig. 4, and in Fig. 5 the R@1 that
+       Table 2 has for SOP is at the largest lambda, 2), the m of its CCL*, how the centres start, or the mu of
+       Eq. (14). What else it leaves open is listed above CUB in this file.
     4. --variant cluster averages the images that a class has in the batch, and then applies Eq. (14).
     5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
     6. Dropout comes after the normalisation, as in the base code, and --dropout 0.2 divides what stays by 0.8. So in
        training an embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
     7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
-    8. The paper calls stop_grad equivalent to cluster contrastive methods (Section 3.3.6), and Table 1 has it in
-       their place. Both turn a centre in the same direction (but for dropout), and Eq. (14) changes its length, too.
-       In stop_grad the learning rate and lambda set the step, in Eq. (14) mu. So both are here.
+    8. The paper calls stop_grad equivalent to cluster contrastive methods, which have Eq. (14), and Table 1 compares
+       CCL with stop_grad in their place (Section 3.3.6). Both turn a centre in the same direction, but for dropout.
+       But Eq. (14) also changes its length, and its step is set by mu, while that of stop_grad is set by the
+       learning rate and lambda. So both are here.
 What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e863)
     9. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
-       stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. It also has a BatchNorm without affine
-       weights behind the pooling on Cars, SOP and In-Shop, and no weight decay on biases and on the affine weights
-       of BatchNorm. Here all weights decay alike. It reports its best epoch on the test set. Its smoothed loss is a
-       KL divergence: lower than the cross-entropy here by a constant, and its gradient is equal.
+       stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. The base code also has a BatchNorm
+       without affine weights behind the pooling on Cars, SOP and In-Shop, which is missing here. It has no weight
+       decay on biases and on the affine weights of BatchNorm; here all weights decay alike. It reports its best
+       epoch on the test set. Its smoothed loss is a KL divergence, which is lower than the cross-entropy here by a
+       constant and has the same gradient.
 Tables and figures of the paper
-    Table 1: --variant stop_grad --margin M. Table 2: --lam 0 is the baseline, no flag is CCL, --margin M is CCL*.
+    Table 1: --variant stop_grad --margin M. Table 2: --lam 0 is the baseline, no flag is CCL, --margin M is CCL*,
+    where M is not stated.
     Table 3: --label-noise, with an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
-    --protocol reality-check: --lam 0 --smoothing 0 is the N. Softmax of the Reality Check, and with --margin its
-    CosFace, for which the released results have a rate of 2.5e-3 on CUB (--center-lr-mult 2500), and a scale --s of
-    their own.
+    --protocol reality-check: --lam 0 --smoothing 0 is the N. Softmax of the Reality Check, and with --margin it is its
+    CosFace, whose centres have a rate of 2.5e-3 on CUB in the released results (--center-lr-mult 2500). Both have a
+    scale --s of their own there.
 """
 
 

@@ -10,10 +10,11 @@ Idea
     margin apart. A pair that has reached this goal costs nothing and gets no gradient. (With cosines,
     --form similarity, positives are always pulled.)
     All pairs of a batch take part, and most of them are negative: a random batch of 100 CUB images
-    has about 97 positive and 9,800 negative pairs, where (a, b) and (b, a) both count. So each kind
-    has a mean of its own. And most negative pairs are far enough apart: a mean over all of them would
-    be almost 0. So the mean is over the pairs that miss their goal. (This is the choice of the released
-    code; the equations below are of single pairs, or sums.)
+    has about 97 positive and 9,800 negative pairs, where (a, b) and (b, a) both count. So positive
+    pairs have a mean of their own, and negative pairs have another. Most negative pairs are far enough
+    apart, and a mean over all of them would be almost 0. So each mean is only over the pairs that miss
+    their goal. (Both are choices of the code that HSE and Metrix released. The equations below are
+    those of single pairs, or sums.)
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -84,8 +85,8 @@ def distances(z):
     s = z @ z.T                                                          # (B, B)
     length2 = s.diagonal()                           # squared lengths; not quite 1 where z was in half precision
     d2 = length2[:, None] + length2[None, :] - 2 * s
-    # A squared distance is a difference of numbers near 2, each rounded to about eps. Up to 16 eps it is noise; in
-    # float32 that is a distance of 0.0014.
+    # A squared distance is a difference of numbers near 2, each rounded to about eps. Up to 16 eps it is noise: in
+    # float32, distances up to 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
     # Trap: the slope of sqrt at 0 is infinite. The clamp keeps it finite, and where() makes both value and
     # gradient 0. The condition is d2 <= floor, because NaN does not fulfil it: so NaN is kept, and shows in the loss.
@@ -183,10 +184,11 @@ What differs from the papers
     2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB. No distance reaches a margin below 0. With --power 1 it has the gradient of margin 0 and adds
-       a constant, except that two positives on one point then count in the mean. The Reality Check
-       reports P@1, which is R@1, of 59.7 on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with
-       four such networks concatenated 68.1, 81.8 and 73.1.
+       CUB. Since no distance is below -0.20, each positive pair is pulled, as with margin 0, and costs
+       0.20 more (with --power 1). The gradient is that of margin 0, unless two positives lie on one point:
+       then this pair costs 0.20, and so it counts in the mean. The Reality Check reports P@1, which is
+       R@1: 59.7 on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with the embeddings of four
+       such networks concatenated 68.1, 81.8 and 73.1.
 What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)
     4. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on

@@ -7,19 +7,21 @@ Idea
     place: it looks like each parent and is of none of their classes. Half a label of each parent would mean
     little, because the half cut from an image may show only its background. So a hybrid has no label, and
     HSE asks for less: it should be nearer to some image of its parents' classes than to any image of
-    another class in the batch. So the network has to see what a hybrid shares with its parents. Only
-    one image is pulled towards the hybrid: that image of the parents' classes which is nearest anyway.
+    another class in the batch. For this the network has to see what a hybrid shares with its parents. The
+    hybrid and only one image of the parents' classes are pulled together, the one that is nearest anyway.
 
 Equations
-    HSE Eq. (7)     x_hn, hard negative: the nearest to x_H of the images of no parent's class
-    HSE Eq. (8)     x_ewp, easy weak positive: the nearest to x_H of the images of a parent's class
-    HSE Eq. (9)     L_Hy = -alpha log( 1 / (1 + exp(s_hn) / exp(s_ewp)) ),  s_hn = f(x_H) . f(x_hn), s_ewp alike
+    HSE Eq. (7)     x_hn, hard negative: of the images that are of no parent's class, the nearest to x_H
+    HSE Eq. (8)     x_ewp, easy weak positive: of the images that are of a parent's class, the nearest to x_H
+    HSE Eq. (9)     L_Hy = -alpha log( 1 / (1 + exp(s_hn) / exp(s_ewp)) )
+                    with the inner products s_hn = f(x_H) . f(x_hn) and s_ewp = f(x_H) . f(x_ewp)
     HSE Eq. (10)    L = L_m + L_Hy, with L_m any loss on the labelled images
 
 Symbols
     paper       here          flag            meaning
     x_H         hybrids, h    --kind          (H, 3, S, S) images of H hybrids, (H, D) their embeddings
     x_A, x_B    sources       --num           (H, num) positions of the parents in the batch
+    f(x)        z             -               (B, D) embeddings of the labelled images, of unit length like h
     C(x)        y             -               (B,) labels
     Nsize       per_class     --per-class     images per class in a batch
     Cnum        combinations  --combinations  sets of `num` classes that are joined. Each gives Nsize hybrids:
@@ -67,12 +69,12 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """
     h, z = common.same_precision(h, z)
     s = h @ z.T / temperature                                            # (H, B)
-    s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
+    s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     # Eq. (9) is -alpha log(1 / (1 + exp(s_hn) / exp(s_ewp))). With t = s_ewp - s_hn, the argument of the logarithm is
-    # 1 / (1 + exp(-t)), the sigmoid of t. Both similarities are divided by the temperature here.
-    # Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(), so it takes the log-probability of s_hn, too. That
-    # loss is least where s_ewp = s_hn, which cannot be meant.
+    # 1 / (1 + exp(-t)), the sigmoid of t. Here both similarities have been divided by the temperature.
+    # Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(). That mean includes the log-probability of s_hn, so
+    # this loss would be least where s_ewp = s_hn, which cannot be meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
@@ -80,24 +82,27 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 def most_similar(s, allowed):
     """For each row of s, its largest allowed similarity, and whether any is allowed: (A, B), (A, B) -> (A,), (A,)
 
-    For unit vectors the nearest is the most similar. A row without an allowed entry returns one that is not allowed,
-    a finite number, so that the caller can multiply it by 0.
+    For unit vectors the nearest is the most similar. Of a row without an allowed entry, one that is not allowed is
+    returned: a finite number, which the caller can multiply by 0.
     """
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (A, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
 
 def candidates(y, sources):
-    """For each hybrid, the images from which Eq. (8) and Eq. (7) choose: its weak positives, which include its sources,
-    and its negatives. Other hybrids are in neither mask.  y (B,), sources (H, num) -> (H, B), (H, B)"""
+    """For each hybrid, the images among which Eq. (8) and Eq. (7) choose, as bool masks: its weak positives, which
+    include its sources, and its negatives. Both are labelled images, never hybrids.
+
+    y (B,), sources (H, num) -> (H, B), (H, B)
+    """
     of_parent = y[sources][:, :, None] == y         # (H, num, B), whether C(x) is the class of this parent
     weak_positive = of_parent.any(dim=1)            # HSE Eq. (8): C(x) = C(x_A) or C(x) = C(x_B)
     return weak_positive, ~weak_positive            # HSE Eq. (7): neither
 
 
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
-    """L = L_m + L_Hy, HSE Eq. (10); if base_loss is contrastive_loss, it is HSE Eq. (11). base_loss(z, y) is L_m, on
-    the labelled images only; z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
+    """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss this is
+    HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
     return base_loss(z, y) + hybrid_loss(h, z, *candidates(y, sources), alpha, temperature)
 
 
@@ -134,8 +139,11 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
 def choose_classes(y, num, combinations, groups=None, generator=None):
     """Draws `combinations` sets of `num` different classes; with groups, those of a set are from one group.
 
-    Sets are dealt from a shuffled deck of classes for each group, and new decks follow when all are used up. So on
-    SOP, with two classes of each super-class in a batch, 12 combinations are one for each.  -> list of (num,)
+    The classes of each group are shuffled and cut into sets of `num`, and the sets of all groups are drawn in random
+    order. Once they are used up, the classes are shuffled and cut again. So on SOP, where a batch has two classes of
+    each of the 12 super-classes, 12 combinations of two are one for each super-class.
+
+    y (B,), groups (B,) or None -> list of (num,)
     """
     groups = torch.zeros_like(y) if groups is None else groups
     pools = [y[groups == group].unique() for group in groups.unique()]
@@ -174,8 +182,9 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
 
 # ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar
 
-# Here alpha is the weight of L_Hy and nothing else. So what train_ms.py calls alpha and beta is sharp_pos and
-# sharp_neg, and what train_proxy_anchor.py calls alpha and delta is scale and margin.
+# In this file alpha is the weight of L_Hy and nothing else. So the parameters of the base losses have other names:
+# sharp_pos and sharp_neg are alpha and beta of train_ms.py, scale and margin are alpha and delta of
+# train_proxy_anchor.py.
 
 
 def pairs(y):
@@ -205,16 +214,17 @@ def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=
 
 
 def contrastive_loss(z, y, margin=0.5):
-    """HSE Eq. (2), squared as printed (the released code does not square). Positive and negative pairs are
-    averaged separately, each over the pairs that miss their goal; train_contrastive.py explains it."""
+    """HSE Eq. (2), of one pair: y d^2 + (1 - y) [m - d]_+^2, where y is 1 for a positive pair and else 0. It is squared
+    as printed; the released code does not square. Positive and negative pairs are averaged separately, each over the
+    pairs that miss their goal; train_contrastive.py explains it."""
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal()[None, :] - 2 * s           # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
     floor = 16 * torch.finfo(d2.dtype).eps          # up to here d2 is rounding: distance 0, gradient 0
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
-    pull = d.square() * positive                                         # HSE Eq. (2) for a positive pair
-    push = (margin - d).clamp_min(0).square() * negative                 # for a negative pair
+    pull = d.square() * positive                                         # HSE Eq. (2) for y = 1: d^2
+    push = (margin - d).clamp_min(0).square() * negative                 # HSE Eq. (2) for y = 0: [m - d]_+^2
     return sum(term.sum() / (term > 0).sum().clamp_min(1) for term in (pull, push))
 
 
@@ -231,8 +241,9 @@ def proxy_anchor_loss(z, y, proxies, scale=32.0, margin=0.1):
 def epshn_loss(z, y, temperature=0.1):
     """Easy positive, semi-hard negative (Xuan et al., WACV 2020), averaged over the anchors that have both.
 
-    The positive of an anchor is the most similar image of its class, its negative the most similar image of
-    another class that is less similar than this positive.
+    The positive of an anchor is the most similar image of its class. Its negative is the most similar one of those
+    images of other classes that are less similar than this positive. With the similarities s_p and s_n to them, the
+    anchor adds -log sigmoid((s_p - s_n) / temperature), which has the form of HSE Eq. (9).
 
     z (B, D) of unit length, half precision is raised to float32; y (B,); temperature > 0 -> scalar >= 0, without
     overflow; 0 if no anchor has both
@@ -249,7 +260,8 @@ def epshn_loss(z, y, temperature=0.1):
 def npair_loss(z, y):
     """N-pair (Sohn, NIPS 2016): the first image of a class must find its second one among those of all classes.
 
-    Cross-entropy over cosines without a temperature, averaged over the P classes with two images or more.
+    Cross-entropy over cosines without a temperature, averaged over the P classes that have two images or more in the
+    batch. Further images of a class are not used.
     """
     z = common.at_least_float32(z)
     same = y[:, None] == y[None, :]                                      # (B, B)
@@ -284,14 +296,16 @@ class SuperClassSampler:
         # A sampler of one super-class may end before the epoch does. So it is started again and again.
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
-            # In random order: else --hybrids replace, which drops the last images, always drops the same super-classes.
+            # Super-classes come in random order. Otherwise --hybrids replace, which drops the last images of a batch,
+            # would always drop those of the same super-classes.
             order = torch.randperm(len(streams)).tolist()
             parts = [[members[i] for i in next(stream)] for members, stream in zip(self.members, streams)]
             yield [image for number in order for image in parts[number]]
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The released code trains all base losses with the loop of Proxy-Anchor. Batch sizes are those of Tables 2 and 3.
+# The released code trains all base losses with the loop of Proxy-Anchor. These rows have the settings of its commands,
+# but the batch sizes of Tables 2 and 3.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=128, per_class=8,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5,
            clip=10.0, proxy_lr_mult=100, hybrids='replace', combinations=1)
@@ -307,10 +321,11 @@ DEFAULTS = {
     'reality-check': dict(proxy_lr_mult=6000),      # 4 images per class stay, also with proxies: hybrids need them
 }
 # What depends on the base loss, {loss: {datasets: defaults}}. On CUB and Cars the paper states alpha for ms (0.05) and
-# Proxy-Anchor (2; the released command for Cars has 0.5, and batches of 30 classes x 4); all other rows take these
-# values, too. On SOP alpha is that of the released commands: 0.3 for ms, 1 for EPSHN, and 2 for Proxy-Anchor as well.
-# Where neither says anything it is 0.1, the default of the released flag. EPSHN has 16 images per class on Cars and 8
-# on CUB, each the better of Table 2, where N-pair has 64 dimensions.
+# for Proxy-Anchor (2; the released command for Cars has 0.5, and batches of 30 classes x 4). On SOP alpha is that of
+# the released commands: 0.3 for ms, 1 for EPSHN, 2 for Proxy-Anchor. In-Shop takes the values of SOP, and the datasets
+# that are no benchmarks take those of CUB. Where neither paper nor commands say anything, alpha is 0.1, the default of
+# the released flag. EPSHN has 16 images per class on Cars and 8 on CUB, each the better of Table 2. There N-pair has
+# 64 dimensions.
 OF_LOSS = {
     'ms': {'shapes folder reality-check': dict(alpha=0.05), 'cub cars': dict(alpha=0.05, batch_size=80, per_class=5),
            'sop inshop': dict(alpha=0.3)},
@@ -358,7 +373,8 @@ def check_batch(args, num_classes, groups=None):
     """Refuses a batch that is too small: beside the `num` classes of a hybrid, one must stay for its negative. With
     super-classes, groups (N,), each of them must have `num` classes in a batch."""
     classes = min(args.batch_size // args.per_class, num_classes) if args.per_class else 0
-    replaced = args.combinations if args.hybrids == 'replace' else 0     # the Nsize hybrids of a set replace one class
+    # The hybrids of one combination are as many as the images of one class, and so they replace one class.
+    replaced = args.combinations if args.hybrids == 'replace' else 0
     classes -= replaced
     if num_classes - replaced <= args.num:
         raise common.UsageError(f'hybrids need {args.num + 1 + replaced} training classes with these flags, and there '
@@ -438,26 +454,31 @@ learned within the classes.
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and the values of alpha in its
        commands belong to that. --temperature 1 is Eq. (9) as printed.
-    2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars. Here the classes are drawn at
-       random, as Section 1 says, from those that stay in the batch. Only --hybrids replace relies on the order of the
-       batch, class by class, because it replaces the last ones.
+    2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars, and both replace the last
+       Nsize images of the batch, which are those of one class. Here the last images are replaced, too, or none
+       (--hybrids append). But the classes that are joined are drawn at random, as Section 1 says, from the images that
+       stay in the batch.
     3. On the benchmarks the network is a ResNet-50 for every loss; the paper has BN-Inception for ms on CUB and Cars.
-       The paper takes over the learning rates of the base losses; here they are those of the released code.
-    4. GridMask: the paper does not say where the blocks are. Here they form a chessboard; with three or four images,
-       diagonals of blocks take turns. Blocks of 250 px (Table 4) need crops of more than 250 px: --image-size 256.
+       The paper says that it keeps the learning rates of the base losses (Section 4). Here they are those of the
+       released code.
+    4. GridMask: the paper does not say where the blocks are. With two images they form a chessboard here; with three or
+       four, each diagonal of blocks is from one image, and the images take turns. Blocks of 250 px (Table 4) need crops
+       of more than 250 px: --image-size 256.
     5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch.
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis left-right). Here
        CutMix joins a top and a bottom half by default, as the text says.
     7. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With Proxy-Anchor it
        takes ten random images of each super-class, and negatives from the same ten. Here a batch has two classes of
-       each super-class for every loss, so the negatives of a hybrid all come from other super-classes.
-    8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. Here it stays. It also drops
-       positives above 0.9999, keeps negatives that are just as similar as the positive, and is NaN without anchors.
+       each super-class for every loss. A hybrid joins both, so all its negatives come from other super-classes.
+    8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less; here that anchor stays. The
+       released code also drops positives above a similarity of 0.9999, keeps negatives that are just as similar as the
+       positive, and returns NaN if no anchor is left.
     9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen.
 Tables and figures of the paper
     Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:
-    --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N. Fig. 6: --combinations N.
+    --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N, with a --loss that the text does not name.
+    Fig. 6: --loss ms --combinations N.
 """
 
 

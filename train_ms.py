@@ -11,11 +11,11 @@ Idea
     The loss has two of them: one over the positives, of how dissimilar they are, and one over the
     negatives, of how similar they are. How much a pair counts is the derivative of the loss by its
     similarity. For a negative n of the anchor a this is
-        exp(beta (s(a,n) - lambda)) / (1 + sum over all negatives m of exp(beta (s(a,m) - lambda))).
-    So a negative counts by its own similarity, and relative to the anchor's other negatives. The loss
-    never compares it with the positives. Only a miner does that, before the loss: it drops a negative
-    that is less similar than every positive by a tolerance or more, and a positive that is more similar
-    than every negative by a tolerance or more.
+        exp(beta (s(a,n) - lambda)) / (1 + sum over all negatives n' of exp(beta (s(a,n') - lambda))).
+    So a negative counts the more, the more similar it is, and the less, the more similar the anchor's
+    other negatives are. The loss never compares it with the positives. Only a miner does that, before
+    the loss: it drops a negative that is less similar than every positive by a tolerance or more, and a
+    positive that is more similar than every negative by a tolerance or more.
 
 Equation, for an anchor a; the loss is the mean of l(a) over the B images of the batch
     Metrix Eq. (2)    l(a) = 1/alpha log(1 + sum_{p in P(a)} exp(-alpha (s(a,p) - lambda)))    pull
@@ -55,7 +55,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0; the larger, the more weight the least similar positives get
     beta     > 0; the larger, the more weight the most similar negatives get
     lam      in [-1, 1]; positives should be above this similarity, negatives below
-    epsilon  tolerance of the miner, a similarity. None, the default here but not in the script: all pairs count
+    epsilon  tolerance of the miner, a similarity; None: no miner, all pairs count (--epsilon has another default)
     returns  scalar >= 0, without overflow; an anchor without any pair adds 0
     """
     z = common.at_least_float32(z)
@@ -107,11 +107,11 @@ def mine(s, y, epsilon):
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The authors released their settings for CUB only: 3,000 iterations, learning rate x0.1 after 1,200 and after 2,400.
-# An epoch of CUB has 73 iterations. So 41 epochs are about 3,000 iterations, and 16 epochs are about 1,200.
+# An epoch of CUB has 73 iterations, so 41 epochs are about 3,000 iterations, and 16 epochs are about 1,200.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=41, batch_size=80,
            per_class=5, optimizer='adam', lr=3e-5, weight_decay=5e-4, schedule='step', decay_epochs=16,
            decay_rate=0.1, warmup=0, clip=0.0)
-# The MS baseline in the released code of Metrix, with its loss parameters
+# SOP and In-Shop have the MS baseline in the released code of Metrix, with its loss parameters
 METRIX = dict(dim=512, pool='avg+max', freeze_bn=False, min_crop=0.08, epochs=60, batch_size=100, per_class=5,
               optimizer='adam', lr=6e-4, weight_decay=1e-4, schedule='step', decay_epochs=20, decay_rate=0.25,
               warmup=1, clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
@@ -120,10 +120,10 @@ DEFAULTS = {
     'folder': dict(),
     'vectors': dict(epochs=3),
     'cub': CUB,
-    # Our choice: about as many iterations as on CUB; an epoch of Cars has 100 of them. In the issues of the
-    # released code, a user says that the paper's 84.1 needs batches of more than 450.
+    # Our choice: about as many iterations as on CUB; an epoch of Cars has 100 of them. In issue 6 of the released
+    # code's repository, where somebody gets 78.4 instead of the paper's 84.1, a user advises batches of more than 450.
     'cars': CUB | dict(epochs=30, decay_epochs=12),
-    # In the same issues, a user who cites the appendix of the paper reports batches of 1,000 on SOP.
+    # In issue 16 there, a user who cites the appendix of the paper reports batches of 1,000 on SOP.
     'sop': METRIX,
     'inshop': METRIX,
 }
@@ -160,25 +160,25 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The network is a ResNet-50, with average pooling on CUB and Cars, which is the authors' setting
-       for it. Their published results are those of BN-Inception with max pooling.
-    2. On CUB and Cars, lambda is 0.5, as in the released code.
-       According to two re-implementations, one in issue 4 of its repository (see below), the paper has 1.
+    1. The network is a ResNet-50. On CUB and Cars it has average pooling, as in the authors' configuration
+       of a ResNet-50. Their published results are those of BN-Inception with max pooling.
+    2. On CUB and Cars, lambda is 0.5, as in the released code. According to two re-implementations, one
+       of them in issue 4 of its repository, the paper has 1.
     3. For Cars, SOP and In-Shop nothing was released. Cars takes the settings of CUB, the other two take
        the commands of Metrix's MS baseline (github.com/billpsomas/metrix, b679703): Adam, a rate of 6e-4,
        60 epochs. The paper of Metrix has AdamW, 3e-5 on SOP and 1e-4 on In-Shop, and 100 epochs: that is
-       train_metrix.py --mixup none. The 17.97, 75.66, 0.77 and 0.39 of the commands are what the Reality
-       Check found for CUB; for SOP it found 15.94, 156.61, 0.72 and 0.34.
+       train_metrix.py --mixup none. The commands' 17.97, 75.66, 0.77 and 0.39 (alpha, beta, lambda, epsilon)
+       are what the Reality Check found for CUB; for SOP it found 15.94, 156.61, 0.72 and 0.34.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
     4. On CUB and Cars, beta is 50, as in the two re-implementations. The released code has 40.
     5. The released code does not recognise the pair of an image with itself by its index, but drops
        all positives above a similarity of 1 - 1e-5, and so exact duplicates too. It stops with an
-       error at an anchor without positives, or without negatives. Here an anchor without positives
-       adds only its push, or 0 with the miner, and is counted in the mean, as is an anchor of which the
-       miner keeps nothing, in the released code as well.
+       error at an anchor without positives, or without negatives. Here an anchor without positives adds
+       only its push, or with the miner 0. In both codes the mean is over all anchors of the batch, also
+       those that add 0.
     6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
        stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
-Table 4 of the Reality Check: --protocol reality-check, and the best values of its released results for CUB
+Table 4 of the Reality Check: --protocol reality-check, with the values that its released results name for CUB
     MS+Miner   --alpha 17.97 --beta 75.66 --lam 0.77 --epsilon 0.39
     MS         --alpha 0.01 --beta 50.60 --lam 0.56 --epsilon off
 """

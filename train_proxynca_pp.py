@@ -7,9 +7,9 @@ CVPR 2020, arXiv:2003.13911).
 
 Idea
     A proxy is a learned vector that stands for one class. The loss is a softmax over the proxies: it
-    asks that an image is nearer to the proxy of its class than to the others. Proxy-NCA leaves the
-    own proxy out of the denominator, and so pulls with the same force however near the image is.
-    ProxyNCA++ puts the own proxy back, so the loss is minus the log of the probability of the right
+    asks that an image is nearer to its own proxy, that of its class, than to the others. Proxy-NCA
+    leaves the own proxy out of the denominator, and so pulls with the same force however near the image
+    is. ProxyNCA++ puts the own proxy back, so the loss is minus the log of the probability of the own
     proxy. It also divides the squared distances by a low temperature: undivided they span only 0 to
     4, and with many classes that probability could not come near 1. Beside the loss, ProxyNCA++ has
     max pooling, LayerNorm, and proxies that learn faster than the network.
@@ -20,10 +20,10 @@ Equations
                                   l(X) = sum_x -log( exp(s(x,p+)) / sum_{p- in P-} exp(s(x,p-)) )
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
-    For a p of unit length, |x - p|^2 = 2 - 2 s(x,p), so a softmax of -|x - p|^2 / T is one of
-    2 s(x,p) / T; and Eq. (1), whose exponents are s(x,p), has T = 2. Papers call three losses
-    Proxy-NCA: Eq. (1); CCL Eq. (9), whose exponents are s times a scale, so T = 2 / scale; and that of
-    the Reality Check, see note 8.
+    x and p have unit length here, so |x - p|^2 = 2 - 2 s(x,p), and the exponents -|x - p|^2 / T differ
+    from 2 s(x,p) / T by a constant, which cancels. So Eq. (1), whose exponents are s(x,p), has T = 2.
+    Three losses are called Proxy-NCA in papers: Eq. (1); CCL Eq. (9), which multiplies these exponents
+    by a scale, so that T = 2 / scale; and that of the Reality Check, see note 8.
 
 Symbols
     paper    here          flag            meaning
@@ -75,7 +75,8 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     returns      scalar, the sum over the batch, which may be negative; with one class only the pull is left
 
     Proxy-Anchor Eq. (3) is its gradient, with T = 2: dl/ds(x,p+) = -1, however near x is to its proxy, and dl/ds(x,p-)
-    is the softmax over the other proxies. With another T, all of it is multiplied by 2 / T.
+    is the softmax over the other proxies, exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-. With another T, the
+    exponents are 2 s / T, and both derivatives are multiplied by 2 / T.
     """
     logits = 2 / temperature * cosines(z, proxies)                             # (B, C), s(x,p) if T = 2
     own = torch.arange(len(proxies), device=y.device) == y[:, None]            # (B, C)
@@ -83,7 +84,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
         return -logits.sum()
     others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) is 0: the sum is over P-
     # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2): sum over x of -s(x,p+) + log sum_{p-} exp(s(x,p-)). The
-    # own logit stands only behind the minus, so its derivative is the -1 of Proxy-Anchor Eq. (3).
+    # own logit stands only behind the minus, so its derivative is -1: the first case of Proxy-Anchor Eq. (3).
     return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
@@ -96,7 +97,7 @@ def cosines(z, proxies):
 def new_proxies(num_classes, dim):
     """Proxies (C, D) from a normal distribution with std 1/8, as in the authors' code.
 
-    The loss sees only directions, so the std only sets how fast a proxy turns.
+    The loss sees only directions, so the std only sets how fast a proxy turns: the longer it is, the more slowly.
     """
     return torch.randn(num_classes, dim) / 8
 
@@ -104,14 +105,14 @@ def new_proxies(num_classes, dim):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The benchmark rows are the released configurations, except for dim and schedule (notes 1 and 2 at
 # the end). Adam divides its steps by eps + the root of its running mean of squared gradients. With
-# eps = 1 the divisor is about 1, and it acts like SGD with momentum. This is why the proxies can have
-# learning rates of 240 to 2,400.
+# eps = 1 this divisor is about 1, and Adam acts like SGD with momentum. This is why the proxies can
+# have learning rates of 240 to 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
            decay_epochs=20, decay_rate=0.1, warmup=5, clip=10.0)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, proxy_lr_mult=1e4, decay_epochs=40)
 DEFAULTS = {
-    # The optimizer is an ordinary AdamW, so the proxies get only 10 times --lr.
+    # In these three rows the optimizer is AdamW with the usual small eps, so the proxies get only 10 times --lr.
     'shapes': dict(pool='max', proxy_lr_mult=10),
     'folder': dict(pool='max', proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10, epochs=12),
@@ -119,10 +120,12 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
-    'reality-check': dict(per_class=1, proxy_lr_mult=6000),         # as Proxy-NCA in its released results
+    # In the Reality Check a batch for losses with weights of their own has one image per class (Section 3.1). The rate
+    # of the proxies is that of Proxy-NCA in its released results.
+    'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
 DEFAULTS |= {(dataset, 'proxynca'): dict(temperature=2.0) for dataset in DEFAULTS}
-DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # the scale in its released results
+DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # see note 8
 
 
 def get_args(argv=None):
@@ -144,7 +147,7 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation. The networks
-    # of the Reality Check have no LayerNorm, and heads on stored vectors neither (common.build).
+    # of the Reality Check have no LayerNorm, and common.build leaves it out on stored vectors.
     model = common.build(args, data=data, layer_norm=not args.protocol, head_init='default')
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
     options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)           # SGD has no eps
@@ -163,34 +166,35 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The authors first train on half of the training classes, note at which epochs R@1 and NMI (which
-       scores clusters) on the other half stop rising, and then train on all classes, lowering the
-       learning rate at these epochs and stopping at the best one. Here the schedule is fixed: 40 epochs
-       (80 on SOP and In-Shop), as theirs have at most, and x0.1 once after half of them. On In-Shop the
-       rate stays constant, as in their code. Their 5 epochs of warm-up come before the 40, here they are
-       the first 5 of them.
+    1. The authors first train on half of the training classes, and measure R@1 and NMI (which scores
+       clusters) on the other half. They note the epochs at which these stop rising, and the best epoch.
+       Then they train on all classes: they lower the learning rate at the epochs noted, and stop at the
+       best one. Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), which is the most that
+       theirs have, and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
+       Their 5 epochs of warm-up come before the 40; here they are the first 5 of them.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
        (--dim 2048), and the paper reports both.
-    3. The learning rates are those of the released configurations. The author says that those in the
-       paper's first version are misprints.
+    3. The learning rates are those of the released configurations. In issue 2 of its repository, the
+       author says that those in the paper's first version are misprints.
 What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has
        a separate optimizer for these epochs. Here one optimizer serves all, so its running averages
-       carry over. Clipping includes the proxies here, and only the network in the released code. At the
-       start the gradients of proxies are at most about 2 / (T |p|) = 6.4, since |p| is about
-       sqrt(512) / 8 = 2.8, so clipping at 10 does not change them.
+       carry over. Here the gradients of the proxies are clipped, too, and in the released code only those
+       of the network. A gradient of a proxy p is at most about 2 / (T |p|), which is 6.4 at the start,
+       when |p| is about sqrt(512) / 8 = 2.8. So clipping at 10 does not change it then.
     5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
     6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
-       training normalises them. Its loss is wrong for one or two classes, whose labels it turns into
-       a single column.
+       training normalises them. With one or two classes its loss is wrong: it makes one-hot labels by
+       label_binarize of scikit-learn, which returns a single column then.
 About --loss proxynca
     7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++ at the
        start of training. On the benchmarks Adam has eps = 1, so its steps are proportional to the
        gradients, and this loss needs a higher --lr there for a fair comparison.
-    8. The Reality Check calls its Proxy-NCA a cross entropy of distances, so the own proxy is in the
-       denominator. In its library, pytorch-metric-learning, the distances are squared and multiplied by a
-       scale, which is 13.98 on CUB: --protocol reality-check --loss proxynca_pp --temperature 0.0715. With
-       --loss proxynca, the protocol has the same temperature, 1/13.98, without the own proxy.
+    8. In the Reality Check (Section 1.3), Proxy-NCA is cross-entropy applied to Euclidean distances, so the
+       own proxy is in the denominator. In the library of its authors, pytorch-metric-learning, the distances
+       are squared and multiplied by a scale, which is 13.98 on CUB in the released results. This is
+       --protocol reality-check --loss proxynca_pp --temperature 0.0715. With --loss proxynca, the
+       protocol's temperature is the same, 1/13.98, but the own proxy is not in the denominator.
 """
 
 
