@@ -3,13 +3,16 @@
 The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
 Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
 
-If a folder has train/ and test/ (or val/), all of test/ is evaluated; if it has query/ and gallery/, the images of
-query/ are searched in gallery/. Where the networks were trained or validated on some of these classes, whose names the
-checkpoints hold, new_R@1 and so on are of the queries of other classes, searched in images of other classes; where on
-all, there is a warning, and "seen": true in the last line. Of a folder without such parts, the classes of the training
-are left out. --query searches all images of a folder, those of train/ included; where there is a gallery/, only those.
-Of images that are in no folders of classes, nothing can be measured, but --query searches them, and --embed embeds
-them.
+Which images of a folder are evaluated depends on its parts:
+    train/ and test/ (or val/)    all images of test/
+    query/ and gallery/           those of query/, searched in gallery/
+    none of these                 those of the classes that the network does not know
+A network knows the classes that it was trained or validated on; its checkpoint holds their names. If it knows some of
+the classes to evaluate, new_R@1 and so on are measured without them: they are left out of the queries and of what is
+searched. If it knows all of them, there is a warning, and the last line has "seen": true.
+
+--query searches all images of a folder, those of train/ included; where there is a gallery/, it searches that alone. Of
+images that are not sorted into classes nothing can be measured, but --query searches them, and --embed embeds them.
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
 95 % confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
@@ -31,9 +34,9 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         optimistic.
     balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
-With a gallery, the test images here are the queries. Alignment needs two queries of one class, and the threshold a
-match; without them they are left out.
-The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix, and adds mixed examples to Eq. (12).
+With a gallery, the test images here are the queries. Alignment is left out if no two queries are of one class, and the
+threshold if no query has a match. The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix, and
+adds mixed examples to Eq. (12).
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -65,7 +68,7 @@ from common import UsageError, flag
 def uniformity(z):
     """log of the mean of exp(-2 d^2) over all pairs of different images.  z (N, D) -> float from -8 to 0"""
     z = F.normalize(z.double(), dim=1)
-    # In chunks of rows, so that the (N, N) matrix never exists as a whole; -2 d^2 = -2 (2 - 2 s) = 4 (s - 1)
+    # -2 d^2 = -2 (2 - 2 s) = 4 (s - 1). In chunks of rows, so that the (N, N) matrix of s never exists as a whole.
     total = sum((4 * (rows @ z.T - 1)).exp().sum() for rows in z.split(1024))
     # Of these pairs, N are an image with itself: d = 0, which adds exp(0) = 1 for each.
     return ((total - len(z)) / (len(z) * (len(z) - 1))).log().item()
@@ -102,14 +105,14 @@ def clusters(z, k):
 def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     """The similarity that best tells same from different: z (N, D), y (N,) -> threshold, accuracy
 
-    The pairs are those of queries, or with a gallery (G, D) of a query and an image of it. A pair is called the same
-    if its similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in
-    percent, is balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
+    A pair is two queries, or with a gallery (G, D) a query and an image of the gallery. It is called the same if its
+    similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in percent, is
+    balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
     """
     searched, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
     z, searched = (F.normalize(t, dim=1) for t in (z, searched))
     b = 2 ** 24 // len(searched)                                         # queries at a time
-    counts = 0                                                           # of negative pairs, then of positive ones
+    counts = 0      # (2 steps,) how many pairs have each similarity: first the negative pairs, then the positive ones
     for part, part_labels in zip(z.split(b), y.split(b)):
         level = ((part @ searched.T + 1) * steps / 2).long().clamp(0, steps - 1)        # (b, G)
         level += steps * (part_labels[:, None] == labels)
@@ -117,7 +120,7 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     if gallery is None:
         counts[-1] -= len(z)                                             # each image with itself, of similarity 1
     counts = counts.view(2, steps).double()
-    # Of the negative and of the positive pairs, the shares below each threshold
+    # The shares of negative and of positive pairs that are below each threshold, both (steps,)
     negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True)
     accuracy = (negative + 1 - positive) / 2
     return 2 * int(accuracy.argmax()) / steps - 1, 100 * accuracy.max().item()
@@ -127,14 +130,14 @@ def analyse(z, training, data, result, gallery=None):
     """The measures of --analyse -> {name: number}
 
     z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the row with R@1
-    gallery (G, D)             of data.gallery; None where queries are searched in themselves
+    gallery (G, D)             those of data.gallery; None where queries are searched in themselves
     """
     y = data.query.labels.to(z.device)
     p = result['R@1'] / 100
     measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'uniformity': uniformity(z),
                 'utilization': utilization(z, training)}
     if 's+' in result:
-        measures['alignment'] = 2 - 2 * result['s+']        # squared distances of unit vectors from their cosines
+        measures['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
     if result.get('unmatched', 0) < len(y):
         measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
     if common.import_faiss():
@@ -148,21 +151,22 @@ def analyse(z, training, data, result, gallery=None):
 
 GREEN = (0, 160, 0)
 RED = (220, 0, 0)
-ROWS = 8                                                    # queries on a sheet
 BORDER = 4                                                  # its width, in pixels
+ROWS = 8                                                    # queries on a sheet, at most
 
 
 def real(paths):
-    """The paths of files without links, an array (N,), so that one file has one path"""
+    """Paths (N,) with all links followed: however a file is named, it has one such path."""
     return np.array([os.path.realpath(path) for path in paths])
 
 
 def draw_sheet(path, queries, gallery, rows, s, index, hit=None):
-    """A PNG with a query in each row, and then its nearest images: green border if of its class, red if not. Prints
-    the classes and paths of these images.
+    """Writes a PNG: each row is a query and then its nearest images, with a green border if they are of its class, and
+    a red one if not. Prints the classes and paths of these images.
 
     queries, gallery  Images;  rows  the Q queries to draw
-    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; None: not known, no colours
+    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match. hit None: that is not
+                      known, so there are no colours
     Raises UsageError where `path` is one of these images: a photo is never replaced.
     """
     if path.exists() and os.path.realpath(path) in real([*queries.paths, *gallery.paths]):
@@ -219,8 +223,8 @@ def read_photos(paths, side, image_size):
 
 
 def embed_once(model, images):
-    """The embeddings of `images` (N, D). They are kept beside the file of the decoded images, whose name changes with
-    them; that of the embeddings has a hash of the network and of what it is given as well."""
+    """The embeddings (N, D) of `images`. They are kept in a file beside that of the decoded images. Its name has the
+    name of that file, which changes with the images, and a hash of the network, its precision and the crop."""
     if images.file is None:                                 # drawn images have none
         return common.embed(model, images)
     key = hashlib.sha256(f'{images.image_size} {model.precision}'.encode())
@@ -462,7 +466,7 @@ def place_of_test_set(args, trainings):
 
 
 def load_training_set(args, model):
-    """The images that the network was trained on: where they were then, or in --data if that is not there any more"""
+    """The images that the network was trained on, from the folder of the training; if that is gone, from --data"""
     trained = model.args
     folder = trained['data']
     if args.data and not os.path.isdir(folder):
@@ -487,7 +491,7 @@ def save_embeddings(path, data, z, gallery):
 
 
 def evaluate_one(args):
-    """One checkpoint: what the flags ask for"""
+    """What the flags ask for, of one checkpoint. Returns the last line that is printed, a dict."""
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
@@ -500,7 +504,7 @@ def evaluate_one(args):
     if args.query:
         return search(args, model, load)
     data = load(known=model.classes, only='embed' if args.embed else None)
-    measured = len(data.query.classes) > 1                  # else, only --embed comes here
+    measured = len(data.query.classes) > 1                  # if not, only --embed gets this far
     if not measured:
         common.refuse(args, ['analyse', 'sheet'], f'{folder}, which has fewer than two classes')
     training = load_training_set(args, model) if args.analyse else None
@@ -518,7 +522,7 @@ def evaluate_one(args):
 
 
 def measure(model, data, z, gallery, training):
-    """The metrics of a test set; with Images of the training, the further measures as well. Prints them."""
+    """Prints and returns the metrics of a test set; with Images of the training, the further measures as well."""
     metrics = common.score(data, z, gallery)
     if training:
         metrics |= analyse(z, common.embed(model, training).to(z.device), data, metrics, gallery)
@@ -534,7 +538,7 @@ def measure(model, data, z, gallery, training):
 
 
 def evaluate_several(args):
-    """The table of several checkpoints; with --against, the differences of two recipes as well"""
+    """The table of several checkpoints; with --against, the differences of two recipes as well. Returns a dict, too."""
     students_t()                                            # if it is missing, that shows here and not at the end
     runs = read_runs([*args.checkpoint, *args.against])
     recipes = group(runs)
@@ -544,7 +548,7 @@ def evaluate_several(args):
             raise UsageError('--against compares two recipes in the same seeds and folds, and these are '
                              + '; '.join(f'{name} ({folds_of(seeds)})' for name, seeds in recipes.items()))
     dataset, folder = place_of_test_set(args, [run.args for run in runs])
-    known = set().union(*(run.classes for run in runs))     # left out for all, so that they see the same classes
+    known = set().union(*(run.classes for run in runs))     # left out for all, so that all see the same classes
     load = cache(partial(common.load_dataset, dataset, folder, cache=args.cache, known=known))
     scores = {}                                             # {recipe: {seed: {setting: row}}}
     for recipe, seeds in recipes.items():
