@@ -151,7 +151,7 @@ def analyse(z, training, data, result, gallery=None):
 
 GREEN = (0, 160, 0)
 RED = (220, 0, 0)
-BORDER = 4                                                  # its width, in pixels
+BORDER = 4                                                  # width of a border, in pixels
 ROWS = 8                                                    # queries on a sheet, at most
 
 
@@ -223,8 +223,9 @@ def read_photos(paths, side, image_size):
 
 
 def embed_once(model, images):
-    """The embeddings (N, D) of `images`. They are kept in a file beside that of the decoded images. Its name has the
-    name of that file, which changes with the images, and a hash of the network, its precision and the crop."""
+    """The embeddings (N, D) of `images`, which are kept in a file beside that of the decoded images. Its name begins
+    with the name of the latter, which changes with the images, and ends with a hash of the network, its precision and
+    the size of the crop."""
     if images.file is None:                                 # drawn images have none
         return common.embed(model, images)
     key = hashlib.sha256(f'{images.image_size} {model.precision}'.encode())
@@ -294,8 +295,8 @@ def concatenate(parts):
 
 
 def read_runs(paths):
-    """What the checkpoints say of their runs: a list of objects with path, script, args, seed, fold, classes, epoch and
-    recipe.
+    """What the checkpoints say of their runs: a list of objects with path, script, args, seed, fold ('i/n' or 'none'),
+    classes, epoch and recipe.
 
     A recipe is a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs
     of a recipe may differ. A flag that a run lacks, because it was added later, has its default: that of another
@@ -320,9 +321,9 @@ def read_runs(paths):
 
 
 def group(runs):
-    """{name of a recipe: {seed: {fold: run}}}, seeds and folds in order, where a fold is 'i/n' or 'none'. The name is
-    that of the script, with the flags in which the recipe differs from the others of this script. Raises UsageError
-    where a mean over these runs would say nothing."""
+    """{name of a recipe: {seed: {fold: run}}}, with seeds and folds in order. The name is that of the script, with the
+    flags in which the recipe differs from the others of this script. Raises UsageError where a mean over the runs would
+    say nothing."""
     groups = {}
     for recipe in dict.fromkeys(run.recipe for run in runs):
         own = [run for run in runs if run.recipe == recipe]
@@ -376,7 +377,8 @@ def score_seed(args, runs, load):
 
 
 def differences(ours, theirs):
-    """{setting: row} of one recipe less that of another, whose embeddings may have another size"""
+    """{setting: row} of one recipe minus that of another, for one seed. The settings of both come in the same order,
+    but their embeddings may differ in size, which is left out."""
     return {setting.split(' (')[0]: {key: row[key] - other[key] for key in row}
             for (setting, row), other in zip(ours.items(), theirs.values())}
 
