@@ -3,13 +3,16 @@
 The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
 Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
 
-If a folder has train/ and test/ (or val/), all of test/ is evaluated; if it has query/ and gallery/, the images of
-query/ are searched in gallery/. Where the networks were trained or validated on some of these classes, whose names the
-checkpoints hold, new_R@1 and so on are of the queries of other classes, searched in images of other classes; where on
-all, there is a warning, and "seen": true in the last line. Of a folder without such parts, the classes of the training
-are left out. --query searches all images of a folder, those of train/ included; where there is a gallery/, only those.
-Of images that are in no folders of classes, nothing can be measured, but --query searches them, and --embed embeds
-them.
+Which images of a folder are evaluated depends on its parts:
+    train/ and test/ (or val/)    all images of test/
+    query/ and gallery/           those of query/, searched in gallery/
+    none of these                 those of the classes that the network does not know
+A network knows the classes that it was trained or validated on; its checkpoint holds their names. If it knows some of
+the classes to evaluate, new_R@1 and so on are measured without them: they are left out of the queries and of what is
+searched. If it knows all of them, there is a warning, and the last line has "seen": true.
+
+--query searches all images of a folder, those of train/ included; where there is a gallery/, it searches that alone. Of
+images that are not sorted into classes nothing can be measured, but --query searches them, and --embed embeds them.
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
 95 % confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
@@ -31,9 +34,9 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         optimistic.
     balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
-With a gallery, the test images here are the queries. Alignment needs two queries of one class, and the threshold a
-match; without them they are left out.
-The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix, and adds mixed examples to Eq. (12).
+With a gallery, the test images here are the queries. Alignment is left out if no two queries are of one class, and the
+threshold if no query has a match. The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix, and
+adds mixed examples to Eq. (12).
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -47,6 +50,7 @@ import json
 import os
 import sys
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -56,21 +60,16 @@ import torch
 import torch.nn.functional as F
 
 import common
-from common import flag
+from common import UsageError, flag
 
 # ---- measures
 
 
-def alignment(z, y):
-    """Mean squared distance of all positive pairs.  z (N, D), y (N,) -> float from 0 to 4"""
-    return 2 - 2 * common.mean_similarities(z, y)[0]
-
-
-def uniformity(z, t=2.0):
-    """log of the mean of exp(-t d^2) over all pairs of different images.  z (N, D) -> float from -4 t to 0"""
+def uniformity(z):
+    """log of the mean of exp(-2 d^2) over all pairs of different images.  z (N, D) -> float from -8 to 0"""
     z = F.normalize(z.double(), dim=1)
-    # In chunks of rows, so that the (N, N) matrix never exists as a whole; d^2 = 2 - 2 s
-    total = sum((2 * t * (rows @ z.T - 1)).exp().sum() for rows in z.split(1024))
+    # -2 d^2 = -2 (2 - 2 s) = 4 (s - 1). In chunks of rows, so that the (N, N) matrix of s never exists as a whole.
+    total = sum((4 * (rows @ z.T - 1)).exp().sum() for rows in z.split(1024))
     # Of these pairs, N are an image with itself: d = 0, which adds exp(0) = 1 for each.
     return ((total - len(z)) / (len(z) * (len(z) - 1))).log().item()
 
@@ -97,32 +96,32 @@ def normalized_mutual_information(a, b):
 def clusters(z, k):
     """The cluster of each image by the k-means of faiss, with a fixed seed.  z (N, D) -> (N,)"""
     faiss = common.import_faiss()
-    z = F.normalize(z.float().cpu(), dim=1).numpy()
+    z = F.normalize(z.cpu(), dim=1).numpy()
     kmeans = faiss.Kmeans(z.shape[1], k, niter=20, seed=1, min_points_per_centroid=1, max_points_per_centroid=len(z))
     kmeans.train(z)
-    return torch.from_numpy(kmeans.index.search(z, 1)[1][:, 0])
+    return torch.from_numpy(kmeans.assign(z)[1])
 
 
 def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     """The similarity that best tells same from different: z (N, D), y (N,) -> threshold, accuracy
 
-    The pairs are those of queries, or with a gallery (G, D) of a query and an image of it. A pair is called the same
-    if its similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in
-    percent, is balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
+    A pair is two queries, or with a gallery (G, D) a query and an image of the gallery. It is called the same if its
+    similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in percent, is
+    balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
     """
     searched, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
-    z, searched = (F.normalize(t.float(), dim=1) for t in (z, searched))
-    b = max(1, 2 ** 24 // len(searched))                                 # queries at a time
-    counts = torch.zeros(2 * steps, device=z.device, dtype=torch.double)     # of negative pairs, then of positive ones
+    z, searched = (F.normalize(t, dim=1) for t in (z, searched))
+    b = 2 ** 24 // len(searched)                                         # queries at a time
+    counts = 0      # (2 steps,) how many pairs have each similarity: first the negative pairs, then the positive ones
     for part, part_labels in zip(z.split(b), y.split(b)):
         level = ((part @ searched.T + 1) * steps / 2).long().clamp(0, steps - 1)        # (b, G)
         level += steps * (part_labels[:, None] == labels)
         counts += torch.bincount(level.flatten(), minlength=2 * steps)
     if gallery is None:
         counts[-1] -= len(z)                                             # each image with itself, of similarity 1
-    counts = counts.view(2, steps)
-    # Of the negative and of the positive pairs, the shares below each threshold
-    negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
+    counts = counts.view(2, steps).double()
+    # The shares of negative and of positive pairs that are below each threshold, both (steps,)
+    negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True)
     accuracy = (negative + 1 - positive) / 2
     return 2 * int(accuracy.argmax()) / steps - 1, 100 * accuracy.max().item()
 
@@ -131,14 +130,14 @@ def analyse(z, training, data, result, gallery=None):
     """The measures of --analyse -> {name: number}
 
     z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the row with R@1
-    gallery (G, D)             of data.gallery; None where queries are searched in themselves
+    gallery (G, D)             those of data.gallery; None where queries are searched in themselves
     """
     y = data.query.labels.to(z.device)
     p = result['R@1'] / 100
     measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'uniformity': uniformity(z),
                 'utilization': utilization(z, training)}
     if 's+' in result:
-        measures['alignment'] = alignment(z, y)
+        measures['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
     if result.get('unmatched', 0) < len(y):
         measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
     if common.import_faiss():
@@ -152,40 +151,40 @@ def analyse(z, training, data, result, gallery=None):
 
 GREEN = (0, 160, 0)
 RED = (220, 0, 0)
-PLAIN = (255, 255, 255)
-ROWS = 8                                                    # queries on a sheet
-BORDER = 4                                                  # its width, in pixels
+BORDER = 4                                                  # width of a border, in pixels
+ROWS = 8                                                    # queries on a sheet, at most
 
 
 def real(paths):
-    """The paths of files without links, an array (N,), so that one file has one path"""
+    """Paths (N,) with all links followed: however a file is named, it has one such path."""
     return np.array([os.path.realpath(path) for path in paths])
 
 
 def draw_sheet(path, queries, gallery, rows, s, index, hit=None):
-    """A PNG with a query in each row, and then its nearest images: green border if of its class, red if not. Prints
-    the classes and paths of these images.
+    """Writes a PNG: each row is a query and then its nearest images, with a green border if they are of its class, and
+    a red one if not. Prints the classes and paths of these images.
 
     queries, gallery  Images;  rows  the Q queries to draw
-    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; None: not known, no colours
+    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match. hit None: that is not
+                      known, so there are no colours
     Raises UsageError where `path` is one of these images: a photo is never replaced.
     """
     if path.exists() and os.path.realpath(path) in real([*queries.paths, *gallery.paths]):
-        raise common.UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
-    columns = 1 + index.shape[1]
+        raise UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
     side = queries.image_size + 2 * BORDER
-    sheet = torch.empty(len(rows), columns, 3, side, side, dtype=torch.uint8)
+    tiles = []
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
             images = gallery if column else queries
-            border = PLAIN
-            if column > 0 and hit is not None:
-                border = GREEN if hit[n, column - 1] else RED
-            sheet[n, column] = torch.tensor(border)[:, None, None]
-            images.crop(i, None, False, sheet[n, column, :, BORDER:-BORDER, BORDER:-BORDER])
+            tile = torch.full((3, side, side), 255, dtype=torch.uint8)              # white
+            if column and hit is not None:
+                colour = GREEN if hit[n, column - 1] else RED
+                tile[:] = torch.tensor(colour)[:, None, None]
+            images.crop(i, None, False, tile[:, BORDER:-BORDER, BORDER:-BORDER])
+            tiles.append(tile)
             title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
             print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
-    common.save_pictures(path, sheet.flatten(0, 1) / 255, columns)
+    common.save_pictures(path, torch.stack(tiles) / 255, columns=1 + index.shape[1])
     print(f'{len(rows)} queries and their nearest images: {path}')
 
 
@@ -214,18 +213,19 @@ def read_photos(paths, side, image_size):
     """The photos of --query as Images, shorter side `side`"""
     for path in paths:
         if str(path).startswith(('http:/', 'https:/')):     # Path makes one slash of two
-            raise common.UsageError(f'--query takes files, and {path} is on the web: fetch it first')
+            raise UsageError(f'--query takes files, and {path} is on the web: fetch it first')
         if path.is_dir():
-            raise common.UsageError(f'--query takes photos, and {path} is a folder: take {path}/*.jpg, for example')
+            raise UsageError(f'--query takes photos, and {path} is a folder: take {path}/*.jpg, for example')
         if not path.exists():
-            raise common.UsageError(f'--query: there is no file {path}')
+            raise UsageError(f'--query: there is no file {path}')
     pixels = [common.read_image(path, side) for path in paths]
     return common.Images(pixels, torch.zeros(len(paths)), image_size, classes=['photo'], paths=paths)
 
 
 def embed_once(model, images):
-    """The embeddings of `images` (N, D). They are kept beside the file of the decoded images, whose name changes with
-    them; that of the embeddings has a hash of the network and of what it is given as well."""
+    """The embeddings (N, D) of `images`, which are kept in a file beside that of the decoded images. Its name begins
+    with the name of the latter, which changes with the images, and ends with a hash of the network, its precision and
+    the size of the crop."""
     if images.file is None:                                 # drawn images have none
         return common.embed(model, images)
     key = hashlib.sha256(f'{images.image_size} {model.precision}'.encode())
@@ -244,22 +244,30 @@ def embed_once(model, images):
     return z
 
 
-def search(args, model, photos, parts, path):
-    """Prints and draws the images of these sets that are nearest to each photo. One that is among them does not find
-    itself."""
+def search(args, model, load):
+    """--query: prints and draws the images that are nearest to each photo. One that is among them does not find itself.
+
+    load  load(only=...) is a Dataset of the folder to search in
+    """
+    photos = read_photos(args.query, model.args['resize'], model.args['image_size'])
+    data = load(only='search')                              # which may take long
+    parts = [part for part in (data.train, data.gallery) if part]
     images = common.joined(parts)
     print(f'searched are all {len(images):,} images of {os.path.commonpath(images.paths.tolist())}')
     itself = torch.from_numpy(real(photos.paths)[:, None] == real(images.paths))         # (Q, N)
     k = min(args.top, len(images) - int(itself.any()))
     if k == 0:
-        raise common.UsageError(f'{photos.paths[0]} is the only image of the folder: there is nothing to search in')
+        raise UsageError(f'{photos.paths[0]} is the only image of the folder: there is nothing to search in')
     gallery = F.normalize(torch.cat([embed_once(model, part) for part in parts]), dim=1)        # (N, D)
     s = F.normalize(common.embed(model, photos), dim=1) @ gallery.T      # (Q, N)
     s, index = s.masked_fill(itself, -2).topk(k, dim=1)     # -2 is less than any cosine
+    path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
     draw_sheet(path, photos, images, range(len(photos)), s, index)
-    found = [dict(query=str(photo), nearest=[
-        dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=str(images.paths[i]))
-        for similarity, i in zip(*row)]) for photo, *row in zip(photos.paths, s.tolist(), index.tolist())]
+    found = []
+    for photo, *row in zip(photos.paths.tolist(), s.tolist(), index.tolist()):
+        nearest = [dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]],
+                        path=str(images.paths[i])) for similarity, i in zip(*row)]
+        found.append(dict(query=photo, nearest=nearest))
     return found[0] if len(found) == 1 else dict(queries=found)
 
 
@@ -271,7 +279,7 @@ def students_t():
     try:
         from scipy.stats import t
     except ImportError:
-        raise common.UsageError('confidence intervals need scipy: pip install scipy') from None
+        raise UsageError('confidence intervals need scipy: pip install scipy') from None
     return t
 
 
@@ -283,11 +291,12 @@ def interval(values):
 
 def concatenate(parts):
     """Embeddings by several networks, each of unit length, one behind the other: (N, D) each -> (N, sum of all D)"""
-    return F.normalize(torch.cat([F.normalize(part.float(), dim=1) for part in parts], dim=1), dim=1)
+    return F.normalize(torch.cat([F.normalize(part, dim=1) for part in parts], dim=1), dim=1)
 
 
 def read_runs(paths):
-    """What the checkpoints say of their runs: a list of objects with path, script, args, fold, classes, epoch, recipe.
+    """What the checkpoints say of their runs: a list of objects with path, script, args, seed, fold ('i/n' or 'none'),
+    classes, epoch and recipe.
 
     A recipe is a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs
     of a recipe may differ. A flag that a run lacks, because it was added later, has its default: that of another
@@ -299,9 +308,12 @@ def read_runs(paths):
     defaults = {}                                           # {script: {flag: its default}}
     for path in paths:
         saved = common.read_checkpoint(path)
-        runs.append(SimpleNamespace(path=path, script=saved['script'], args=saved['args'], epoch=saved.get('epoch'),
-                                    fold=saved['args'].get('fold') or 'none', classes=saved.get('classes', [])))
-        defaults.setdefault(saved['script'], dict(shared.defaults)).update(saved.get('defaults', {}))
+        script = saved['script']
+        args = saved['args']
+        runs.append(SimpleNamespace(path=path, script=script, args=args, seed=args['seed'],
+                                    fold=args.get('fold') or 'none', classes=saved['classes'],
+                                    epoch=saved.get('epoch')))
+        defaults.setdefault(script, dict(shared.defaults)).update(saved.get('defaults', {}))
     for run in runs:
         flags = defaults[run.script] | run.args | dict(script=run.script, folds=run.fold.split('/')[-1])
         run.recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in left_out)
@@ -309,91 +321,109 @@ def read_runs(paths):
 
 
 def group(runs):
-    """{name of a recipe: {seed: {fold: run}}}, where fold is 'i/n' or 'none'; refuses runs whose mean says nothing. The
-    name is that of the script, with the flags in which the recipe differs from the others of this script."""
+    """{name of a recipe: {seed: {fold: run}}}, with seeds and folds in order. The name is that of the script, with the
+    flags in which the recipe differs from the others of this script. Raises UsageError where a mean over the runs would
+    say nothing."""
     groups = {}
     for recipe in dict.fromkeys(run.recipe for run in runs):
         own = [run for run in runs if run.recipe == recipe]
-        shared = frozenset.intersection(*(run.recipe for run in runs if run.script == own[0].script))
+        script = own[0].script
+        shared = frozenset.intersection(*(run.recipe for run in runs if run.script == script))
         differs = [f'{flag}={value}' for flag, value in sorted(recipe - shared)]
-        name = ' '.join([own[0].script.removeprefix('train_'), *differs])
+        name = ' '.join([script.removeprefix('train_'), *differs])
         if len({frozenset(run.classes) for run in own}) > 1:
-            raise common.UsageError(f'the networks of {name} were trained on different classes, so they are no seeds '
-                                    'of one recipe')
+            raise UsageError(f'the networks of {name} were trained on different classes, so they are no seeds of one '
+                             'recipe')
         if len({run.epoch for run in own if run.fold == 'none'}) > 1:
-            raise common.UsageError(f'the runs of {name} stopped at different epochs: go on with them by --resume')
+            raise UsageError(f'the runs of {name} stopped at different epochs: go on with them by --resume')
         seeds = groups[name] = {}
-        for run in own:
-            folds = seeds.setdefault(run.args.get('seed'), {})
+        for run in sorted(own, key=attrgetter('seed', 'fold')):
+            folds = seeds.setdefault(run.seed, {})
             if run.fold in folds:
-                raise common.UsageError(f'{run.path} and {folds[run.fold].path} have the same recipe, seed and fold')
+                raise UsageError(f'{run.path} and {folds[run.fold].path} have the same recipe, seed and fold')
             folds[run.fold] = run
-        if len({frozenset(folds) for folds in seeds.values()}) > 1:
-            raise common.UsageError(f'{name}: its seeds have different folds: {folds_of(seeds)}')
+        if len({tuple(folds) for folds in seeds.values()}) > 1:
+            raise UsageError(f'{name}: its seeds have different folds: {folds_of(seeds)}')
     return groups
 
 
 def folds_of(seeds):
     """{seed: {fold: run}} as text"""
-    return '; '.join(f'seed {seed} has fold {", ".join(sorted(folds))}' for seed, folds in sorted(seeds.items()))
+    return '; '.join(f'seed {seed} has fold {", ".join(folds)}' for seed, folds in seeds.items())
 
 
-def score_recipe(args, seeds, load):
-    """{setting: {seed: row}} of one recipe, whose runs are {seed: {fold: run}}"""
-    table = {}
-    for seed, folds in sorted(seeds.items()):
-        rows = []
-        embeddings = []
-        for _, run in sorted(folds.items()):
-            model = common.load_checkpoint(run.path, args.device, args.precision)
-            data = load(model.args['resize'], model.args['image_size'])
-            embeddings.append(common.embed_test(model, data))            # of the queries, and of the gallery or None
-            rows.append(common.score(data, *embeddings[-1]))
-            print(f'{run.path}: R@1 {rows[-1]["R@1"]:.2f}, MAP@R {rows[-1]["MAP@R"]:.2f}', flush=True)
-        dim = embeddings[0][0].shape[1]
-        setting = f'separated ({dim}-dim)' if len(folds) > 1 else f'one network ({dim}-dim)'
-        table.setdefault(setting, {})[seed] = {key: mean(row[key] for row in rows) for key in rows[0]}
-        if len(folds) > 1:
-            z, gallery = (None if each[0] is None else concatenate(each) for each in zip(*embeddings))
-            table.setdefault(f'concatenated ({z.shape[1]}-dim)', {})[seed] = common.score(data, z, gallery)
-    return table
+def score_seed(args, runs, load):
+    """{setting: row of metrics} of the networks of one recipe and seed, which differ in their folds"""
+    rows = []
+    queries = []
+    galleries = []
+    for run in runs:
+        model = common.load_checkpoint(run.path, args.device, args.precision)
+        data = load(model.args['resize'], model.args['image_size'])
+        z, gallery = common.embed_test(model, data)
+        row = common.score(data, z, gallery)
+        print(f'{run.path}: R@1 {row["R@1"]:.2f}, MAP@R {row["MAP@R"]:.2f}', flush=True)
+        rows.append(row)
+        queries.append(z)
+        galleries.append(gallery)
+    average = {key: mean(row[key] for row in rows) for key in rows[0]}
+    dim = z.shape[1]
+    if len(runs) == 1:
+        return {f'one network ({dim}-dim)': average}
+    z = concatenate(queries)
+    if gallery is not None:
+        gallery = concatenate(galleries)
+    return {f'separated ({dim}-dim)': average, f'concatenated ({z.shape[1]}-dim)': common.score(data, z, gallery)}
 
 
-def show_table(rows):
-    """Prints rows [recipe, setting, {seed: row}] as mean ± half width, and returns them for the JSON line."""
+def differences(ours, theirs):
+    """{setting: row} of one recipe minus that of another, for one seed. The settings of both come in the same order,
+    but their embeddings may differ in size, which is left out."""
+    return {setting.split(' (')[0]: {key: row[key] - other[key] for key in row}
+            for (setting, row), other in zip(ours.items(), theirs.values())}
+
+
+def show_table(scores):
+    """Prints {recipe: {seed: {setting: row}}} as mean ± half width, a line for each setting, and returns the lines for
+    JSON."""
     keys = ('R@1', 'RP', 'MAP@R')
-    width = max(len(recipe) for recipe, *_ in rows)
+    width = max(map(len, scores))
     print(f'{"":{width + 26}}' + ''.join(f'{key:>16}' for key in keys))
-    shown = []
-    for recipe, setting, seeds in rows:
-        line = dict(recipe=recipe, setting=setting, seeds=list(seeds))
-        text = f'{recipe:{width}}  {setting:24}'
-        for key in next(iter(seeds.values())):
-            middle, half = interval([row[key] for row in seeds.values()])
-            line[key] = dict(mean=middle, interval=half)
-            if key in keys:                                 # which are in this order in each row
-                cell = f'{middle:.2f}' + ('' if half is None else f' ± {half:.2f}')
-                text += f'{cell:>16}'
-        print(text)
-        shown.append(line)
-    return shown
+    lines = []
+    for recipe, seeds in scores.items():
+        for setting in next(iter(seeds.values())):
+            rows = [row[setting] for row in seeds.values()]
+            line = dict(recipe=recipe, setting=setting, seeds=list(seeds))
+            text = f'{recipe:{width}}  {setting:24}'
+            for key in rows[0]:
+                middle, half = interval([row[key] for row in rows])
+                line[key] = dict(mean=middle, interval=half)
+                if key in keys:                             # which are in this order in each row
+                    cell = f'{middle:.2f}' if half is None else f'{middle:.2f} ± {half:.2f}'
+                    text += f'{cell:>16}'
+            print(text)
+            lines.append(line)
+    return lines
 
 
 # ---- command line
 
+# As in common.FLAGS; a flag with the mark `single` is about one checkpoint, and refused where there are several.
 FLAGS = [
     flag('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt'),
     flag('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed'),
     flag('--dataset', choices=list(common.DATASETS), help='if not given, that of the training'),
     flag('--data', type=os.path.expanduser, help='its folder; if not given, that of the training'),
-    flag('--analyse', action='store_true', help='the further measures above'),
-    flag('--embed', type=common.file_ending('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths'),
-    flag('--sheet', 'images', type=common.file_ending('.png'), metavar='PNG',
+    flag('--analyse', 'single', action='store_true', help='the further measures above'),
+    flag('--embed', 'single', type=common.file_ending('.npz'), metavar='NPZ',
+         help='save embeddings, labels, classes and paths'),
+    flag('--sheet', 'images single', type=common.file_ending('.png'), metavar='PNG',
          help='draw some queries and their nearest images'),
-    flag('--hardest', 'images', action='store_true', help='sheet: the queries with the worst results first'),
-    flag('--query', 'images', type=Path, nargs='+', metavar='PHOTO',
+    flag('--hardest', 'images single', action='store_true', help='sheet: the queries with the worst results first'),
+    flag('--query', 'images single', type=Path, nargs='+', metavar='PHOTO',
          help='print and draw the images nearest to each of these'),
-    flag('--top', 'images', type=common.at_least(1), default=5, help='sheet and query: how many nearest images'),
+    flag('--top', 'images single', type=common.at_least(1), default=5,
+         help='sheet and query: how many nearest images'),
 ]
 
 
@@ -403,7 +433,7 @@ def get_args(argv=None):
     parser.add_flags('machine', common.FLAGS['machine'])
     args = parser.parse_args(argv)
     if len(args.checkpoint) > 1 or args.against:
-        common.refuse(args, ['analyse', 'embed', 'sheet', 'hardest', 'query', 'top'], 'several checkpoints')
+        common.refuse(args, common.marked(args, 'single'), 'several checkpoints')
     if args.query:
         common.refuse(args, ['analyse', 'embed', 'hardest'], '--query')
     if not args.sheet:
@@ -415,37 +445,39 @@ def get_args(argv=None):
 
 def place_of_test_set(args, trainings):
     """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags."""
-    trained_on = sorted({str(flags.get('dataset')) for flags in trainings})
+    trained_on = sorted({flags['dataset'] for flags in trainings})
+    folders = sorted({flags['data'] for flags in trainings})
     dataset = args.dataset or trained_on[0]
     named = args.dataset and (args.data or dataset == 'shapes')
     if not named and (trained_on != [dataset] or dataset not in common.DATASETS):
-        raise common.UsageError(f'the training was on {" and ".join(trained_on)}: name the images to evaluate with '
-                                '--dataset and --data')
-    if dataset == 'shapes':
-        common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
-    folders = sorted({str(flags.get('data')) for flags in trainings})
-    if dataset in ('folder', 'vectors') and not args.data and len(folders) > 1:
-        raise common.UsageError(f'the training images were in {" and ".join(folders)}: name the folder to evaluate '
-                                'with --data')
+        raise UsageError(f'the training was on {" and ".join(trained_on)}: name the images to evaluate with --dataset '
+                         'and --data')
     folder = args.data or folders[0]
     if args.download:
         common.download(dataset, folder)
-    if dataset != 'shapes' and not args.data:
+    if dataset == 'shapes':
+        common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
+    elif not args.data:
+        if dataset in ('folder', 'vectors') and len(folders) > 1:
+            raise UsageError(f'the training images were in {" and ".join(folders)}: name the folder to evaluate with '
+                             '--data')
         if not os.path.isdir(folder):
-            raise common.UsageError(f'the training images were in {folder}, which is not there: moved? pass --data NEW')
+            raise UsageError(f'the training images were in {folder}, which is not there: moved? pass --data NEW')
         print(f'images: {folder}, as in the training')
     return dataset, folder
 
 
 def load_training_set(args, model):
-    """The images that the network was trained on: where they were then, or in --data if that is not there any more"""
+    """The images that the network was trained on, from the folder of the training; if that is gone, from --data"""
     trained = model.args
-    folder = trained['data'] if os.path.isdir(trained['data']) else args.data or trained['data']
+    folder = trained['data']
+    if args.data and not os.path.isdir(folder):
+        folder = args.data
     training = common.load_dataset(trained['dataset'], folder, trained['resize'], trained['image_size'], args.cache,
                                    fold=trained.get('fold'), only='train').train
     if new := {*training.classes} - {*model.classes}:
-        raise common.UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
-                                f'of its training set are new to the network, among them {min(new)}')
+        raise UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
+                         f'of its training set are new to the network, among them {min(new)}')
     return training
 
 
@@ -461,30 +493,27 @@ def save_embeddings(path, data, z, gallery):
 
 
 def evaluate_one(args):
-    """One checkpoint: what the flags ask for"""
+    """What the flags ask for, of one checkpoint. Returns the last line that is printed, a dict."""
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     dataset, folder = place_of_test_set(args, [model.args])
     if (dataset == 'vectors') != (model.config['arch'] == 'none'):
-        raise common.UsageError(f'{path} was trained on {model.args["dataset"]}: a network for stored vectors takes no '
-                                'images, and one for images takes no vectors')
+        raise UsageError(f'{path} was trained on {model.args["dataset"]}: a network for stored vectors takes no '
+                         'images, and one for images takes no vectors')
     if dataset == 'vectors':
         common.refuse(args, common.marked(args, 'images'), '--dataset vectors, which has no images and no trunk')
-    sizes = model.args['resize'], model.args['image_size']
-    load = partial(common.load_dataset, dataset, folder, *sizes, args.cache)
+    load = partial(common.load_dataset, dataset, folder, model.args['resize'], model.args['image_size'], args.cache)
     if args.query:
-        photos = read_photos(args.query, *sizes)            # before the folder, which may take long
-        # What a photo is searched in need not be new to the network, nor sorted into classes.
-        data = load(only='search')
-        parts = [part for part in (data.train, data.gallery) if part]
-        return search(args, model, photos, parts, args.sheet or common.best_of(path).parent / 'query.png')
+        return search(args, model, load)
     data = load(known=model.classes, only='embed' if args.embed else None)
-    measured = len(data.query.classes) > 1                  # else, only --embed comes here
+    measured = len(data.query.classes) > 1                  # if not, only --embed gets this far
     if not measured:
-        common.refuse(args, ['analyse', 'sheet', 'hardest', 'top'], f'{folder}, which has fewer than two classes')
+        common.refuse(args, ['analyse', 'sheet'], f'{folder}, which has fewer than two classes')
     training = load_training_set(args, model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
-    result = dict(checkpoint=str(path), dataset=dataset) | (dict(seen=True) if not data.new(data.query).any() else {})
+    result = dict(checkpoint=str(path), dataset=dataset)
+    if not data.new(data.query).any():
+        result['seen'] = True
     if measured:
         result |= measure(model, data, z, gallery, training)
     if args.embed:
@@ -495,7 +524,7 @@ def evaluate_one(args):
 
 
 def measure(model, data, z, gallery, training):
-    """The metrics of a test set; with Images of the training, the further measures as well. Prints them."""
+    """Prints and returns the metrics of a test set; with Images of the training, the further measures as well."""
     metrics = common.score(data, z, gallery)
     if training:
         metrics |= analyse(z, common.embed(model, training).to(z.device), data, metrics, gallery)
@@ -511,33 +540,31 @@ def measure(model, data, z, gallery, training):
 
 
 def evaluate_several(args):
-    """The table of several checkpoints; with --against, the differences of two recipes as well"""
+    """The table of several checkpoints; with --against, the differences of two recipes as well. Returns a dict, too."""
     students_t()                                            # if it is missing, that shows here and not at the end
     runs = read_runs([*args.checkpoint, *args.against])
     recipes = group(runs)
     if args.against:
-        pairs = [{(seed, fold) for seed, folds in seeds.items() for fold in folds} for seeds in recipes.values()]
+        pairs = [{seed: [*folds] for seed, folds in seeds.items()} for seeds in recipes.values()]
         if len(pairs) != 2 or pairs[0] != pairs[1]:
-            raise common.UsageError('--against compares two recipes in the same seeds and folds, and these are '
-                                    + '; '.join(f'{name} ({folds_of(seeds)})' for name, seeds in recipes.items()))
+            raise UsageError('--against compares two recipes in the same seeds and folds, and these are '
+                             + '; '.join(f'{name} ({folds_of(seeds)})' for name, seeds in recipes.items()))
     dataset, folder = place_of_test_set(args, [run.args for run in runs])
-    known = set().union(*(run.classes for run in runs))     # left out for all, so that they see the same classes
+    known = set().union(*(run.classes for run in runs))     # left out for all, so that all see the same classes
     load = cache(partial(common.load_dataset, dataset, folder, cache=args.cache, known=known))
-    tables = {recipe: score_recipe(args, seeds, load) for recipe, seeds in recipes.items()}
-    rows = [(recipe, setting, scores) for recipe, table in tables.items() for setting, scores in table.items()]
+    scores = {}                                             # {recipe: {seed: {setting: row}}}
+    for recipe, seeds in recipes.items():
+        scores[recipe] = {seed: score_seed(args, folds.values(), load) for seed, folds in seeds.items()}
     if args.against:
-        (first, a), (second, b) = tables.items()            # settings in the same order; their dimensions may differ
-        for (setting, ours), theirs in zip(a.items(), b.values()):
-            differences = {seed: {key: ours[seed][key] - theirs[seed][key] for key in ours[seed]} for seed in ours}
-            rows.append((f'{first} - {second}', setting.split(' (')[0], differences))
+        (first, a), (second, b) = scores.items()
+        scores[f'{first} - {second}'] = {seed: differences(a[seed], b[seed]) for seed in a}
     counts = sorted({len(seeds) for seeds in recipes.values()})
     if counts == [1]:
         print(f'{dataset}: one seed of each recipe, so there is no interval')
     else:
-        numbers = ' or '.join(map(str, counts))
-        print(f'{dataset}: the mean over {numbers} seeds, ± its 95 % confidence interval')
+        print(f'{dataset}: the mean over {" or ".join(map(str, counts))} seeds, ± its 95 % confidence interval')
     return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=dataset,
-                rows=show_table(rows))
+                rows=show_table(scores))
 
 
 def main(argv=None):

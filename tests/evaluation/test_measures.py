@@ -8,6 +8,7 @@ import torch
 from conftest import on_circle
 from worked import expect
 
+import common
 import eval as evaluation
 
 EVAL = ['--device', 'cpu', '--precision', 'fp32']
@@ -58,8 +59,12 @@ def test_metrix_eq12_of_many_examples():
 def test_alignment_and_uniformity_by_hand():
     """At 0 and 60 degrees (class 0) and 180 degrees (class 1), the squared distances are 1, 3 and 4 at any length."""
     z = on_circle(0, 60, 180) * torch.tensor([[0.1], [3], [9]])
-    assert evaluation.alignment(z, torch.tensor([0, 0, 1])) == pytest.approx(1)
-    assert evaluation.uniformity(z) == pytest.approx(math.log((math.exp(-2) + math.exp(-6) + math.exp(-8)) / 3))
+    images = SimpleNamespace(labels=torch.tensor([0, 0, 1]))
+    row = {'R@1': 0.0, 's+': common.mean_similarities(z, images.labels)[0]}
+    measures = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), row)
+    assert measures['alignment'] == pytest.approx(1)
+    expected = math.log((math.exp(-2) + math.exp(-6) + math.exp(-8)) / 3)
+    assert measures['uniformity'] == evaluation.uniformity(z) == pytest.approx(expected)
 
 
 def test_uniformity_is_over_all_images_however_many():
