@@ -154,7 +154,7 @@ def test_any_module_makes_vectors_of_images(tmp_path, gallery, monkeypatch):
     common.save_vectors(tmp_path / 'half', data, made[0].numpy(), *[z.bfloat16() for z in made[1:]])
     assert torch.equal(load(tmp_path / 'half').query.vectors, made[1].bfloat16().float())
     others = made[:2] if gallery else [*made, made[1]]
-    with pytest.raises(UsageError, match='needs .* those of data.gallery where it is not data.query'):
+    with pytest.raises(UsageError, match='needs .* of data.gallery where this is not data.query'):
         common.save_vectors(tmp_path / 'other', data, *others)
 
 
