@@ -22,7 +22,7 @@ Equations
 Symbols
     paper     here          flag              meaning
     f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
-    a, V(a)   A; V, valid   --pairs           A anchors with up to V mixtures; valid (A, M): which of all M an anchor has
+    a, V(a)   A; V, valid   --pairs           A anchors with up to V mixtures; valid (A, M): which of all M each has
     x, x'     i, j          -                 (M,) the two ends of each mixture, as indices of E images, or proxies, too
     y         pair_y        -                 (A, M) labels of mixtures for anchors. y are classes, but in labelled_loss
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha); as a label it is pair_y
