@@ -397,10 +397,10 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
     if mixing.mixup == 'input':
         # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, BatchNorm's running statistics are copies.
         buffers = {name: t.clone() for name, t in model.named_buffers()} if mixing.clean_bn else {}
-        s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))                    # (M, A)
+        s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))         # (M, A)
     elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
         s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
-    else:
+    else:                                           # no vectors: see mix_similarities
         u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))          # (E, D)
         s = mix_similarities(compare(u), u, i, j, lam)
     if kind in OF_QUERIES:                          # compared with all proxies; the anchors only chose the pairs
@@ -617,17 +617,16 @@ def get_args(argv=None):
 def check(args):
     """Refuses flags that have no effect, and what the paper leaves undefined."""
     if args.analyse:
-        read = ('analyse alpha beta gamma m dataset data cache download batch_size per_class seed device '
-                'precision').split()
-        return common.refuse(args, args.changed - {*read}, '--analyse')
+        read = 'analyse alpha beta gamma m dataset data cache download batch_size per_class seed device precision'
+        return common.refuse(args, args.changed - {*read.split()}, '--analyse')
     common.refuse_unread(args, 'loss', **HYPER)
     common.refuse_unread(args, 'loss', ms='epsilon', proxy_anchor='proxy_lr_mult', proxynca_pp='proxy_lr_mult')
     if 'input' not in args.mixup or args.freeze_bn:
         common.refuse(args, ['clean_bn'], 'frozen BatchNorm, or where the network sees no mixtures')
-    if args.mixup == ['none']:
+    if 'none' in args.mixup:
         common.refuse(args, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
-    if 'none' in args.mixup and len(args.mixup) > 1:
-        raise common.UsageError('--mixup none cannot be combined with other types')
+        if len(args.mixup) > 1:
+            raise common.UsageError('--mixup none cannot be combined with other types')
     if 'input' in args.mixup and args.dataset == 'vectors':
         raise common.UsageError('--mixup input mixes images; --dataset vectors has none: take --mixup feature')
     if args.pairs == 'pos-pos':
