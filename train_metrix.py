@@ -22,19 +22,20 @@ Equations
 Symbols
     paper     here          flag              meaning
     f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
-    y         pair_y        -                 (A, M) labels of mixtures for anchors; y are classes, but in labelled_loss
-    x, x'     i, j          -                 (M,) the two ends of each mixture, as indices
+    a, V(a)   A; V, valid   --pairs           A anchors with up to V mixtures; valid (A, M): which of all M each has
+    x, x'     i, j          -                 (M,) the two ends of each mixture, as indices of E images, or proxies, too
+    y         pair_y        -                 (A, M) labels of mixtures for anchors. y are classes, but in labelled_loss
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha); as a label it is pair_y
     w         strength      --strength        weight of the mixed loss
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
     m         m             --m               margin on s, of ms and contrastive; the index m of g_m is a layer
     beta      beta          --beta            sharpness of ms for positives;  gamma, --gamma  for negatives
+    Q, T      q, temperature  --temperature   Q queries; T of ProxyNCA++, but in shapes T are the positions of a map
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
     python train_metrix.py --analyse runs/metrix-shapes-1    # Fig. 2 and utilization, of a trained network
-    python train_metrix.py --dataset cars --loss contrastive --mixup input feature embed    # last row of Table 6
 
 Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
     before training    7.4          52.8
@@ -45,7 +46,6 @@ Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
 """
 import argparse
 import random
-from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -68,21 +68,22 @@ def labelled_loss(s, y, valid, kind, **hyper):
     """
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
-    pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)   # (A,), (A,)
-    # Eq. (7): tau( sigma+( sum y rho+(s) ) + sigma-( sum (1 - y) rho-(s) ) ); tau is the identity, but for lifted. With
-    # labels 1 and 0, Eq. (5) and (6), it is Eq. (3); over mixtures, Eq. (9), which Eq. (13) writes out for pos-neg.
+    # Eq. (7): tau( sigma+( sum y rho+(s) ) + sigma-( sum (1 - y) rho-(s) ) ); tau is the identity, but for lifted.
+    # Eq. (3) is Eq. (7) with the labels 1 and 0 of Eq. (5) and (6).
+    # Eq. (9) is Eq. (7) over mixtures. For pos-neg pairs it is written out as Eq. (13).
+    pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)                          # (A,), (A,)
     return pull + push
 
 
 # ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
-# a negative (1 - y), all (A, V); a mask serves as weights 1 and 0. A row is sigma and rho in one: it returns the two
-# terms of Eq. (7), pull and push, both (A,); lifted has one term. The row of Proxy-Anchor is not that of the table, but
-# that of its own paper.
+# a negative (1 - y), all (A, V). A mask serves as weights 1 and 0. A row is sigma and rho in one: it returns the two
+# terms of Eq. (7), pull and push, both (A,). Proxy-Anchor has the row of its own paper.
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
-    """Eq. (1): sum_p -s(a,p), and sum_n [s(a,n) - m]+.  Eq. (14): sum_v -lambda s(a,v), and
-    sum_v (1 - lambda) [s(a,v) - m]+
+    """Pull and push, two sums:
+    Eq. (1)   sum_p -s(a,p)           sum_n [s(a,n) - m]+
+    Eq. (14)  sum_v -lambda s(a,v)    sum_v (1 - lambda) [s(a,v) - m]+
 
     'sum' is the equation as printed. 'mean' divides the first sum by the number of examples with y > 0, and the second
     by the number of those with y < 1 and s > m. As sums, the 4 x 95 = 380 pos-neg mixtures that an anchor has in a
@@ -99,28 +100,37 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
 
 
 def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
-    """Eq. (2): 1/beta log(1 + sum_p exp(-beta (s(a,p) - m))), and 1/gamma log(1 + sum_n exp(gamma (s(a,n) - m))).
-    Eq. (15) has v in place of p and n, and the factors lambda and 1 - lambda in front of the exponentials.
+    """Pull and push, two logarithms:
+    Eq. (2)   1/beta log(1 + sum_p exp(-beta (s(a,p) - m)))           1/gamma log(1 + sum_n exp(gamma (s(a,n) - m)))
+    Eq. (15)  1/beta log(1 + sum_v lambda exp(-beta (s(a,v) - m)))    1/gamma log(1 + sum_v (1 - lambda) exp(gamma ...))
     """
-    return log1p_sum_exp(-beta * (s - m), positive) / beta, log1p_sum_exp(gamma * (s - m), negative) / gamma
+    pull = log1p_sum_exp(-beta * (s - m), positive) / beta
+    push = log1p_sum_exp(gamma * (s - m), negative) / gamma
+    return pull, push
 
 
 def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
-    """Proxy-Anchor Eq. (4), without its divisors. Its alpha is beta and gamma in Table 1, its delta is m. The row there
-    differs: s - m on negatives, too, and factors 1 / beta and 1 / gamma."""
-    return log1p_sum_exp(-alpha * (s - delta), positive), log1p_sum_exp(alpha * (s + delta), negative)
+    """The two logarithms of Proxy-Anchor Eq. (4), without its divisors
+
+    alpha is beta and gamma of Table 1, and delta is m. That row has s - m also on negatives, where Proxy-Anchor has
+    s + delta, and factors 1 / beta and 1 / gamma, which Proxy-Anchor has not.
+    """
+    pull = log1p_sum_exp(-alpha * (s - delta), positive)
+    push = log1p_sum_exp(alpha * (s + delta), negative)
+    return pull, push
 
 
 def log1p_sum_exp(t, weight):
     """log(1 + sum of weight * exp(t)) of each row, without overflow.  (A, V), (A, V) -> (A,)"""
-    zero = t.new_zeros(len(t), 1)                                        # exp(0) is the "1 +"
-    return torch.cat([zero, t + weight.log()], dim=1).logsumexp(dim=1)   # where a weight is 0: exp(-inf) = 0
+    # The weights, lambda and 1 - lambda in Eq. (15), enter here: weight exp(t) = exp(t + log weight). Where one is 0,
+    # exp(-inf) = 0 is added. The 0 that pads a row is the exponent of the "1 +".
+    return F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)
 
 
 def log_sum_exp(t, weight):
     """log(sum of weight * exp(t)) of each row, without overflow; 0 for a row whose weights are all 0."""
-    # exp(-inf) adds nothing to a sum; a row without weights has exp(0) = 1 alone, whose logarithm is 0.
-    first = t.new_zeros(len(t), 1).masked_fill(weight.any(dim=1, keepdim=True), float('-inf'))
+    # The first column is log 0 = -inf, which adds nothing. A row without weights has log 1 = 0 there, and nothing else.
+    first = weight.any(dim=1, keepdim=True).logical_not().log()                                 # (A, 1)
     return torch.cat([first, t + weight.log()], dim=1).logsumexp(dim=1)
 
 
@@ -134,7 +144,8 @@ TABLE_1 = {
     # The rows from here on are for the reader; nothing below trains with them.
     'binomial': lambda s, positive, negative, beta=18.0, gamma=75.0, m=0.77: (
         log1p_sum_exp(-beta * (s - m), positive), log1p_sum_exp(gamma * (s - m), negative)),
-    'lifted': lambda s, positive, negative, m=0.5: (                    # tau is [.]+ of both terms together
+    # Here tau is [.]+ of the sum of both terms. So they are returned as one, and 0 is the other.
+    'lifted': lambda s, positive, negative, m=0.5: (
         (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
     'nca': nca,                                                         # and ProxyNCA
     # Scaled by 1/T = 9. Training has proxynca_pp_of_queries, which scales by 2/T = 18 and sums over all proxies.
@@ -175,18 +186,22 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
 
 
 def proxynca_pp_of_queries(v, proxies, temperature=1 / 9):
-    """Logits of ProxyNCA++ for queries v (M, D): -|v - p|^2 / temperature for the C proxies p -> (M, C)
+    """Logits of ProxyNCA++ for queries v (M, D) and proxies p (C, D) -> (M, C)
 
-    The softmax over p cancels |v|^2, and |p|^2 = 1: 2 v.p / temperature is left, which is linear in v.
+    They are -|v - p|^2 / temperature. The softmax over the proxies cancels |v|^2, and |p|^2 = 1: 2 v.p / temperature is
+    left, which is linear in v.
     """
     v, proxies = common.same_precision(v, proxies)
     return 2 / temperature * v @ F.normalize(proxies, dim=1).T
 
 
 def mixed_cross_entropy(logits, y_i, y_j, lam):
-    """Mean cross-entropy of M queries, logits (M, C), whose class is y_i with share lam, and y_j with share 1 - lam"""
-    return (lam * F.cross_entropy(logits, y_i, reduction='none')
-            + (1 - lam) * F.cross_entropy(logits, y_j, reduction='none')).mean()
+    """Mean cross-entropy of M queries whose class is y_i with share lam, and y_j with share 1 - lam
+
+    logits (M, C); y_i, y_j (M,); lam (M,), or a number -> scalar
+    """
+    to_i, to_j = (F.cross_entropy(logits, y, reduction='none') for y in (y_i, y_j))             # (M,)
+    return (lam * to_i + (1 - lam) * to_j).mean()
 
 
 OF_QUERIES = {'proxynca_pp': proxynca_pp_of_queries}        # losses in which an image, or a mixture, is a query
@@ -194,7 +209,7 @@ OF_QUERIES = {'proxynca_pp': proxynca_pp_of_queries}        # losses in which an
 
 # ---- mixtures
 
-# How V(a), Eq. (8), is computed without a loop over the anchors: for pos-neg and anc-neg pairs, any two images of two
+# How V(a), Eq. (8), is computed without a loop over the anchors. For pos-neg and anc-neg pairs, any two images of two
 # classes are mixed once, with one lambda, for all anchors. A table of labels and a mask, both (A, M), say which
 # mixtures an anchor has, and with which label. For an anchor of the class of end i, a mixture has label lambda; for one
 # of the class of end j, it has 1 - lambda; for all others it is not in V(a). With anc-neg pairs, it is in V(a) only if
@@ -215,24 +230,27 @@ def mix_embeddings(z, i, j, lam):
 
 
 def mix_similarities(s, u, i, j, lam):
-    """s(a, v) for mixtures v = lam u_i + (1 - lam) u_j, scaled to unit length, which are never formed
+    """s(a, v) of anchors a and mixtures v = lam u_i + (1 - lam) u_j, where no v is formed
 
-    s (E, A) products u.a of the ends with anchors; u (E, D) the ends, of any length; i, j, lam (M,) -> (M, A)
-    Eq. (4) is needed for similarities alone, and those of a mixture follow from those of its ends:
+    s (E, A) the products u.a of ends and anchors; u (E, D) the ends, of any length; i, j, lam (M,) -> (M, A)
+    The loss needs similarities alone, and those of a mixture of Eq. (4) follow from those of its ends:
         s(a, v) = (lam a.u_i + (1 - lam) a.u_j) / |v|
         |v|^2 = lam^2 |u_i|^2 + (1 - lam)^2 |u_j|^2 + 2 lam (1 - lam) u_i.u_j
-    In embedding mixup, u are the embeddings. In feature mixup with average pooling and without LayerNorm, they are the
-    outputs W p + b of the linear head before these are scaled to unit length, since W (lam p_i + (1 - lam) p_j) + b is
-    lam u_i + (1 - lam) u_j. The maximum is not linear: other feature mixtures, and mixed images, need vectors.
+    In embedding mixup, the ends u are embeddings. In feature mixup, they are what the linear head W p + b makes of the
+    pooled features p, before it is scaled to unit length: W (lam p_i + (1 - lam) p_j) + b = lam u_i + (1 - lam) u_j.
+    That needs average pooling, which is linear, too. With max pooling or LayerNorm, mixed features need vectors, and
+    so do mixed images.
     """
     lam = lam.to(u.dtype)
     gram = u @ u.T                                                                              # (E, E)
     square = gram.diagonal()                                                                    # (E,): |u|^2
-    of_ends = lam ** 2 * square.index_select(0, i) + (1 - lam) ** 2 * square.index_select(0, j)             # (M,)
-    of_mixture = of_ends + 2 * lam * (1 - lam) * gram[i, j]                                     # (M,): |v|^2
+    of_i = lam ** 2 * square.index_select(0, i)                                                 # (M,)
+    of_j = (1 - lam) ** 2 * square.index_select(0, j)                                           # (M,)
+    of_mixture = of_i + of_j + 2 * lam * (1 - lam) * gram[i, j]                                 # (M,): |v|^2
     # Where the ends are opposite, rounding could leave 0 or less. So |v|^2 is at least as large as its rounding error.
-    of_mixture = torch.maximum(of_mixture, torch.finfo(u.dtype).eps * of_ends).clamp_min(1e-24)
-    return mix(s, i, j, lam) / of_mixture.sqrt()[:, None]
+    rounding = torch.finfo(u.dtype).eps * (of_i + of_j)
+    length = of_mixture.maximum(rounding).clamp_min(1e-24).sqrt()
+    return mix(s, i, j, lam) / length[:, None]
 
 
 def mix_features(f, i, j, lam, pool='avg+max'):
@@ -300,36 +318,44 @@ def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     V(a) has a mixture for each pair in M(a). U+(a) are the positives of a, with label 1, U-(a) its negatives, with
     label 0, and S(a) is a itself, with label 1.
     pairs      pos-neg, anc-neg or pos-pos
-    y          class labels of all possible ends;  i, j, lam, anchor_y  as in pair_labels
-    anchor     (A,) the anchor's own index in y, -1 if it is not in y
-    negatives  (A, len(y)) bool, the negatives of each anchor that may be mixed
+    y          (E,) classes of all possible ends;  i, j, lam, anchor_y  as in pair_labels
+    anchor     (A,) the anchor's own index among the ends
+    negatives  (A, E) bool, the negatives of each anchor that may be mixed
     """
+    # One end is the anchor itself in anc-neg pairs, where M(a) = S(a) x U-(a), and in no others, such as U+(a) x U-(a).
     with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
+    allowed = with_anchor == (pairs == 'anc-neg')
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
         both = (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j])                        # (A, M)
-        return torch.ones_like(both, dtype=lam.dtype), both & ~with_anchor
+        return torch.ones_like(both, dtype=lam.dtype), both & allowed
     pair_y, valid = pair_labels(y, anchor_y, i, j, lam)
-    # only with a negative that may be mixed
-    valid = valid & (negatives.index_select(1, i) | negatives.index_select(1, j))
-    if pairs == 'anc-neg':
-        return pair_y, valid & with_anchor                                                      # M(a) = S(a) x U-(a)
-    return pair_y, valid & ~with_anchor                                                         # M(a) = U+(a) x U-(a)
+    may_be_mixed = negatives.index_select(1, i) | negatives.index_select(1, j)                  # (A, M)
+    return pair_y, valid & allowed & may_be_mixed
 
 
-def anchors_and_ends(kind, pairs, z, y, proxies):
-    """The A anchors of the mixed loss, and the E ends that can be mixed -> anchor, anchor_z, anchor_y, end_z, end_y
+def ends_and_anchors(kind, z, y, proxies):
+    """The E ends that may be mixed, and which of them are the A anchors of the mixed loss -> end_z, end_y, anchor
 
-    anchor              (A,) index of each anchor among the ends, -1 if it is not one of them
-    anchor_z, anchor_y  (A, D) and (A,), embeddings and classes of the anchors;  end_z, end_y  (E, D) and (E,)
+    z (B, D), y (B,), proxies (C, D): images and proxies -> (E, D), (E,), and (A,) indices into these
     """
-    if kind != 'proxy_anchor':
-        return torch.arange(len(y), device=y.device), z, y, z, y
-    anchor_y = y.unique()                           # the anchors are the proxies of the classes in the batch
-    anchor_z = F.normalize(common.at_least_float32(proxies), dim=1)[anchor_y]
-    if pairs != 'anc-neg':
-        return torch.full_like(anchor_y, -1), anchor_z, anchor_y, z, y
-    anchor = len(y) + torch.arange(len(anchor_y), device=y.device)  # an anchor is mixed, so it is an end as well
-    return anchor, anchor_z, anchor_y, torch.cat([z, anchor_z]), torch.cat([y, anchor_y])
+    if kind != 'proxy_anchor':                      # the images are both
+        return z, y, torch.arange(len(y), device=y.device)
+    present = y.unique()                            # the anchors are the proxies of the classes in the batch
+    proxies = F.normalize(common.at_least_float32(proxies), dim=1)[present]
+    anchor = len(y) + torch.arange(len(present), device=y.device)
+    return torch.cat([z, proxies]), torch.cat([y, present]), anchor
+
+
+def hardest_negatives(s, negatives, k):
+    """Marks the k hardest negatives of each anchor, those of the highest similarity.  s, negatives (A, B) -> (A, B)
+
+    k None: all. An anchor with fewer than k negatives also gets positives. That changes nothing: all its negatives are
+    chosen, so all its mixtures are allowed.
+    """
+    s = s.detach().masked_fill(~negatives, float('-inf'))
+    k = min(k or s.shape[1], s.shape[1])
+    hardest = s.topk(k, dim=1).indices                                                          # (A, k)
+    return torch.zeros_like(negatives).scatter(1, hardest, True)
 
 
 class Mixing(NamedTuple):
@@ -338,29 +364,25 @@ class Mixing(NamedTuple):
     pairs: str                                      # as in label_mixtures
     k: int                                          # hardest negatives of each anchor that are mixed; None: all
     alpha: float                                    # of Beta(alpha, alpha)
+    clean_bn: bool = False                          # as in --clean-bn
 
 
 def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
-    """The second term of Eq. (10), without w: the mean over the anchors of Eq. (9). For proxy_anchor these are the
-    proxies of the classes in the batch; for proxynca_pp the mean is over the mixtures.
+    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors; for proxynca_pp, over the mixtures
 
     kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict;  mixing  a Mixing
     images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
     """
     z = common.at_least_float32(z)
-    anchor, anchor_z, anchor_y, end_z, end_y = anchors_and_ends(kind, mixing.pairs, z, y, proxies)
-    negatives = anchor_y[:, None] != y                                                          # (A, B)
-    if mixing.k is not None:
-        s = (anchor_z @ z.T).detach().masked_fill(~negatives, float('-inf'))
-        # An anchor with fewer than k negatives also gets images of its class. That changes nothing: all its negatives
-        # are chosen, so all its mixtures are allowed.
-        hardest = s.topk(min(mixing.k, len(y)), dim=1).indices                                  # (A, k)
-        negatives = torch.zeros_like(negatives).scatter(1, hardest, True)
-    negatives = F.pad(negatives, (0, len(end_z) - len(z)))          # a proxy is never the negative end
+    end_z, end_y, anchor = ends_and_anchors(kind, z, y, proxies)
+    anchor_z = end_z.index_select(0, anchor)                                                    # (A, D)
+    anchor_y = end_y[anchor]                                                                    # (A,)
+    negatives = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, mixing.k)             # (A, B)
+    negatives = F.pad(negatives, (0, len(end_y) - len(y)))                  # (A, E): a proxy is never the negative end
     if mixing.pairs == 'pos-pos':                   # all pairs: those of two classes are not valid, and left out below
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    else:
-        i, j = cross_class_pairs(end_y)
+    else:                                           # of the images; in anc-neg pairs, the anchors are mixed as well
+        i, j = cross_class_pairs(end_y if mixing.pairs == 'anc-neg' else y)
     # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
     lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
     pair_y, valid = label_mixtures(mixing.pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
@@ -373,42 +395,34 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
         return OF_QUERIES[kind](v, proxies, **hyper) if kind in OF_QUERIES else v @ anchor_z.T
 
     if mixing.mixup == 'input':
-        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). Trained BatchNorm sees these images as well.
-        s = compare(model(mix(images, i, j, lam)))                                              # (M, A)
+        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, BatchNorm's running statistics are copies.
+        buffers = {name: t.clone() for name, t in model.named_buffers()} if mixing.clean_bn else {}
+        s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))         # (M, A)
     elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
         s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
-    else:
+    else:                                           # no vectors: see mix_similarities
         u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))          # (E, D)
         s = mix_similarities(compare(u), u, i, j, lam)
-    if kind in OF_QUERIES:                          # the anchors only served to choose the pairs
+    if kind in OF_QUERIES:                          # compared with all proxies; the anchors only chose the pairs
         return mixed_cross_entropy(s, y[i], y[j], lam)
     # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So it gets V columns, which are the
     # mixtures that it has; where another anchor has more, they are filled up with any that are not valid for it.
     valid = valid.index_select(1, used)
     v = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                            # (A, V)
-    return labelled_loss(s.gather(0, v.T).T, pair_y.gather(1, used[v]), valid.gather(1, v), kind, **hyper).mean()
-
-
-@contextmanager
-def keeping_statistics(layers):
-    """Inside `with`, these layers of BatchNorm normalise by the batch as always, but their running statistics stay."""
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0                        # the share that a batch has in the running statistics
-    yield
-    for layer, momentum in zip(layers, momenta):
-        layer.momentum = momentum
+    s = s.gather(0, v.T).T                                                                      # (A, V)
+    pair_y = pair_y.gather(1, used[v])                                                          # (A, V)
+    return labelled_loss(s, pair_y, valid.gather(1, v), kind, **hyper).mean()                   # Eq. (9)
 
 
 # ---- analysis: Sections 3.6 and 4.3
 
 
 def positivity_threshold(lam, beta, gamma, m):
-    """The similarity up to which a mixture acts as a positive in ms, the right-hand side of Eq. (24):
-    s(a,v) <= 1 / (beta + gamma) ln(lam / (1 - lam)) + m
+    """The similarity s(a, v) up to which a mixture v acts as a positive of its anchor a in ms: the right-hand side of
+    Eq. (24)
 
     lam      number or tensor, in [0, 1]: share of the positive in the mixture
-    beta, gamma > 0, m: hyper-parameters of ms
+    beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
     returns  tensor like lam, in float64; -inf for lam = 0, inf for lam = 1
     """
     return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m               # Eq. (24)
@@ -431,18 +445,20 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         yb = y[index]                                                                           # (B,)
         i, j = cross_class_pairs(yb)
         lam = Beta(alpha, alpha).sample(i.shape).double()
-        pair_y, valid = label_mixtures('pos-neg', yb, i, j, lam, torch.arange(len(yb)), yb, yb[:, None] != yb)
+        anchor = torch.arange(len(yb))
+        pair_y, valid = label_mixtures('pos-neg', yb, i, j, lam, anchor, yb, yb[:, None] != yb)     # (B, M)
         s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
         labelled_loss(s, pair_y, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        below = s <= positivity_threshold(pair_y, **hyper)      # Eq. (25): its mean is F_lambda(threshold)
+        below = s <= positivity_threshold(pair_y, **hyper)      # Eq. (11) and (25): F_lambda(threshold) is its mean
         samples.append(torch.stack([pair_y, positive, below, s.detach()])[:, valid])            # (4, pairs)
     samples = torch.cat(samples, dim=1)             # (4, all pairs): label, acts as a positive, below the threshold, s
     tenth = (samples[0] * 10).long().clamp_max(9)   # the tenth of [0, 1] in which the label lies, 0 to 9
     rows = []
     for n in tenth.unique().tolist():
-        _, measured, predicted, s = samples[:, tenth == n].mean(dim=1).tolist()
-        rows.append((n / 10 + 0.05, measured, predicted, s, int((tenth == n).sum())))
+        inside = samples[:, tenth == n]             # (4, those of this tenth)
+        _, measured, predicted, s = inside.mean(dim=1).tolist()
+        rows.append((n / 10 + 0.05, measured, predicted, s, inside.shape[1]))
     return rows
 
 
@@ -453,14 +469,14 @@ def utilization(q, z, y, batches, alpha):
         s = torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])                    # (Q,)
         return 2 - 2 * s                            # |q - x|^2 at unit length
 
-    clean = distances_to(z)
+    clean = distances_to(z)                                                                         # (Q,)
     mixed = clean
     for index in batches:
         i, j = cross_class_pairs(y[index])
         lam = Beta(alpha, alpha).sample(i.shape)
+        v = mix_embeddings(z[index], i, j, lam)                                                     # (M, D)
         # With the clean ones, examples are never empty: a batch of one class has no mixtures.
-        examples = torch.cat([z[index], mix_embeddings(z[index], i, j, lam)])
-        mixed = mixed.minimum(distances_to(examples))
+        mixed = mixed.minimum(distances_to(torch.cat([z[index], v])))
     return clean.mean().item(), mixed.mean().item()                                             # Eq. (12)
 
 
@@ -510,9 +526,10 @@ def analyse(args):
 # clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, which
 # is its default; some of its commands have 5 or 20. On SOP and In-Shop its commands freeze BatchNorm for contrastive
 # with mixing only; here it trains.
-CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=100, batch_size=100, per_class=0,
-           optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5,
-           warmup=5, clip=10.0, proxy_lr_mult=100)
+CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08,
+           epochs=100, batch_size=100, per_class=0,
+           optimizer='adamw', lr=1e-4, proxy_lr_mult=100, weight_decay=1e-4, clip=10.0,
+           schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, warmup=1)
 DEFAULTS = {
     # --lr is already 20 times that of CUB from scratch, and 10 times on vectors, so the proxies get 10 times --lr and
@@ -537,17 +554,17 @@ DEFAULTS = {
     ('inshop', 'contrastive'): dict(m=0.5),
     ('reality-check', 'contrastive'): dict(m=0.5),
 }
-# {loss: {hyper-parameter: its flag}}, for the losses that can be trained
-HYPER = {'contrastive': dict(m='m', reduction='reduction'), 'ms': dict(beta='beta', gamma='gamma', m='m'),
-         'proxy_anchor': dict(alpha='proxy_alpha', delta='delta'), 'proxynca_pp': dict(temperature='temperature')}
+# The flags that are hyper-parameters of each loss. --proxy-alpha is alpha of proxy_anchor: --alpha is that of Beta.
+HYPER = dict(contrastive='m reduction', ms='beta gamma m', proxy_anchor='proxy_alpha delta', proxynca_pp='temperature')
 
 
 def plan(args):
-    """The choices (type of mixing, sets of pairs, k), of which each iteration draws one; [] without mixing"""
-    if args.mixup == ['none']:
-        return []
+    """Prints and returns what a step may mix: for each type of --mixup a list of Mixing, one for each set of pairs.
+    [] without mixing"""
     choices = []
     for mixup, k in zip(args.mixup, cycle(args.hard_negatives)):        # one K serves all types
+        if mixup == 'none':
+            break
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
@@ -555,7 +572,11 @@ def plan(args):
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3     # Section B.2; 1 beside features, in Table 6
-        choices.append((mixup, sets, None if k in ('auto', 'all') else k))
+        k = None if k in ('auto', 'all') else k
+        what = 'queries' if args.loss in OF_QUERIES else ' or '.join(sets)
+        negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
+        print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
+        choices.append([Mixing(mixup, pairs, k, args.alpha, args.clean_bn) for pairs in sets])
     return choices
 
 
@@ -596,17 +617,16 @@ def get_args(argv=None):
 def check(args):
     """Refuses flags that have no effect, and what the paper leaves undefined."""
     if args.analyse:
-        read = ('analyse alpha beta gamma m dataset data cache download batch_size per_class seed device '
-                'precision').split()
-        return common.refuse(args, args.changed - {*read}, '--analyse')
-    common.refuse_unread(args, 'loss', contrastive='m reduction', ms='beta gamma m epsilon',
-                         proxy_anchor='proxy_alpha delta proxy_lr_mult', proxynca_pp='temperature proxy_lr_mult')
+        read = 'analyse alpha beta gamma m dataset data cache download batch_size per_class seed device precision'
+        return common.refuse(args, args.changed - {*read.split()}, '--analyse')
+    common.refuse_unread(args, 'loss', **HYPER)
+    common.refuse_unread(args, 'loss', ms='epsilon', proxy_anchor='proxy_lr_mult', proxynca_pp='proxy_lr_mult')
     if 'input' not in args.mixup or args.freeze_bn:
         common.refuse(args, ['clean_bn'], 'frozen BatchNorm, or where the network sees no mixtures')
-    if args.mixup == ['none']:
+    if 'none' in args.mixup:
         common.refuse(args, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
-    if 'none' in args.mixup and len(args.mixup) > 1:
-        raise common.UsageError('--mixup none cannot be combined with other types')
+        if len(args.mixup) > 1:
+            raise common.UsageError('--mixup none cannot be combined with other types')
     if 'input' in args.mixup and args.dataset == 'vectors':
         raise common.UsageError('--mixup input mixes images; --dataset vectors has none: take --mixup feature')
     if args.pairs == 'pos-pos':
@@ -626,10 +646,6 @@ def main(argv=None):
     if args.analyse:
         return analyse(args)
     choices = plan(args)
-    for mixup, sets, k in choices:
-        what = 'queries' if args.loss in OF_QUERIES else ' or '.join(sets)
-        negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
-        print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
     data = common.dataset_from(args)
     model = common.build(args, data=data)
     if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
@@ -637,24 +653,22 @@ def main(argv=None):
     groups = [dict(params=model.parameters())]
     learned = {}
     if args.loss == 'proxy_anchor' or args.loss in OF_QUERIES:          # with proxies as in train_proxy_anchor.py
-        proxies = torch.randn(data.train.num_classes, args.dim) * (2 / data.train.num_classes) ** 0.5
+        C = data.train.num_classes
+        proxies = torch.randn(C, args.dim) * (2 / C) ** 0.5
         learned = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
         groups.append(dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
-    hyper = {name: getattr(args, flag) for name, flag in HYPER[args.loss].items()}
+    hyper = {flag.removeprefix('proxy_'): getattr(args, flag) for flag in HYPER[args.loss].split()}
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
-    norms = [layer for layer in model.trunk.modules() if hasattr(layer, 'running_mean')] if args.clean_bn else []
 
     def step(images, labels):
         f = model.features(images)                                      # (B, c, h, w), once per clean image
         z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **learned, **hyper)
         if choices:
-            mixup, sets, k = random.choice(choices)                     # Section B.4: the type is drawn per iteration,
-            pairs = random.choice(sets)                                 # Section B.2: and so is the set of pairs
-            with keeping_statistics(norms):
-                mixed = mixed_loss(args.loss, hyper, Mixing(mixup, pairs, k, args.alpha), model, images, f, z, labels,
-                                   **learned)
+            # Sections B.4 and B.2: the type of mixing is drawn in each iteration, and so is the set of pairs.
+            mixing = random.choice(random.choice(choices))
+            mixed = mixed_loss(args.loss, hyper, mixing, model, images, f, z, labels, **learned)
             loss = loss + args.strength * mixed                         # Eq. (10)
         return loss
 
@@ -663,12 +677,13 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. An unordered pair of different images has one lambda and one mixture, which all anchors share; Eq. (8) reads as a
-       draw for each anchor, and pos-pos as all ordered pairs. Mixed embeddings are scaled to unit length, as in the
-       released code.
+    1. Two different images are mixed once, with one lambda, and all anchors share this mixture. Eq. (8) reads as a draw
+       for each anchor, and pos-pos as all ordered pairs, which has each pair twice. Mixed embeddings are scaled to unit
+       length, as in the released code.
     2. Contrastive has means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
-    4. The mixed loss of Proxy-Anchor is the mean over the classes in the batch; by Eq. (10) it would be divided
+    4. Proxy-Anchor is that of its own paper: it has s + delta on negatives, where Table 1 has s - m, and no factors
+       1 / beta and 1 / gamma. Its mixed loss is the mean over the classes in the batch; by Eq. (10) it would be divided
        by all C proxies. Its anc-neg pairs exist in embedding mixing only: a proxy has no image or feature map.
     5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing cannot mix,
        though the paper has results for both. Here a mixture of two images of different classes is a query, with
@@ -680,21 +695,23 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
     7. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
        feature and embedding mixing have only an anchor's first positive, anc-neg pairs only anchors without a
        positive, and hard negatives are looked up among those of the first anchor. In the code for ms, an anchor mixes
-       the negatives that the miner keeps with its least similar positive alone; here the miner serves the clean loss
+       its least similar positive alone, with the negatives that the miner keeps; here the miner serves the clean loss
        alone.
-    8. Both codes have one lambda per batch, and Adam. That for contrastive averages over all active pairs of the batch,
-       here an anchor's: that changes the clean loss by 5 % and its gradient by 50 to 90 %, and the sum with the mixed
-       loss by 1 % and 5 %. It has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
-       The code for ms does not compute Eq. (15): mixtures are positives only; lambda and 1 - lambda also multiply the
-       clean sums; a mask of pairs of images is used on a table of mixtures, so that it keeps one mixture, of another
-       anchor, for each image; and the mean is over all mixtures (tests/results). On CUB its command with mixing trains
-       100 epochs and halves the rate every 10, but its baseline 60 epochs, with the rate halved every 5. Here both have
-       100 epochs, as in the paper, and decays every 10.
-    9. Both report the best epoch on the test set, and train the affine weights of frozen BatchNorm after the warm-up.
+    8. Both codes have one lambda for a batch, and Adam. Both report the best epoch on the test set, and train the
+       affine weights of frozen BatchNorm after the warm-up.
+    9. The code for contrastive has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
+       It has the mean over all active pairs of the batch, and here it is over those of each anchor. This changes the
+       clean loss by 5 % and its gradient by 50 to 90 %; together with the mixed loss, it is 1 % and 5 %.
+   10. The code for ms does not compute Eq. (15). Mixtures are positives only. lambda and 1 - lambda also multiply the
+       clean sums. A mask of pairs of images is laid on a table of mixtures, where it keeps for each image one mixture,
+       which belongs to another anchor. The mean is over all mixtures. More on this in tests/results.
+   11. On CUB, the command for ms with mixing trains 100 epochs and halves the rate every 10. That without mixing trains
+       60, and halves it every 5. Here both train 100 epochs, as in the paper, and halve it every 10.
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
-    --pairs and --hard-negatives. Fig. 6: the same with --strength. Fig. 2: --analyse. Section 4.3, with contrastive:
-    alignment, uniformity and utilization by eval.py --analyse, utilization with mixed examples by --analyse.
+    --pairs and --hard-negatives; its last row has --mixup input feature embed. Fig. 6: the same with --strength.
+    Fig. 2: --analyse. Section 4.3, with contrastive: alignment, uniformity and utilization by eval.py --analyse,
+    utilization with mixed examples by --analyse.
 Cost
     Input mixing sends up to 300 more images through the network per step with anc-neg pairs, and up to 1,200 with
     pos-neg pairs of 20 x 5 batches. They count in the running statistics of trained BatchNorm, which the evaluation

@@ -570,7 +570,9 @@ BOTH = ['pos-neg', 'anc-neg']
     ('--loss proxy_anchor --mixup input embed', [('input', ['pos-neg'], 3), ('embed', BOTH, None)]),
     ('--loss proxynca_pp --mixup feature', [('feature', ['anc-neg'], None)])])
 def test_the_choice_of_plan(flags, expected):
-    assert train_metrix.plan(train_metrix.get_args(flags.split())) == expected
+    choices = train_metrix.plan(train_metrix.get_args(flags.split()))
+    assert [(choice[0].mixup, [mixing.pairs for mixing in choice], choice[0].k) for choice in choices] == expected
+    assert all(mixing[:1] + mixing[2:] == choice[0][:1] + choice[0][2:] for choice in choices for mixing in choice)
 
 
 @pytest.mark.parametrize('flags, reason', [
