@@ -83,20 +83,14 @@ def add_run(run, file):
 
 
 def missing(table, runs):
-    """The commands of a table that have no run"""
+    """The commands of a table that have no run, each with its repeat"""
     wanted = [f'{row.command} {repeat}' for row in table.rows.values() for repeat in row.repeats]
     return [command for command in dict.fromkeys(wanted) if command not in runs]
 
 
-def words_of(command):
-    """The script of a command, without `--patched NAME`, and its flags"""
-    script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
-    return script, words
-
-
 def read_flags(command):
-    """The arguments that the script of a command reads from it; a mistake in the command raises UsageError"""
-    script, words = words_of(command)
+    """The arguments that the script of a command reads from it; a mistake in its flags raises UsageError."""
+    script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
     return import_module(script.removesuffix('.py')).get_args([*words, '--device', 'cpu'])
 
 
@@ -134,6 +128,8 @@ def name_of(command):
 def make(table, file, jobs):
     """Makes the runs of a table that a file lacks -> the commands that failed"""
     commands = missing(table, read_runs(file))
+    for command in commands:
+        read_flags(command)                     # so that a mistake in one of them is said before the first one runs
     if any('--dataset cub' in command for command in commands):
         common.download('cub', ROOT / 'data')
     gpus = Queue()                              # the GPU that each job may take; None on a machine without
@@ -296,10 +292,10 @@ def with_flags(table, flags):
                                 for name, row in table.rows.items()})
 
 
-def get_options(argv, names):
+def get_options(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('tables', nargs='*', metavar='NAME', choices=[*names, []], default=[])
-    parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
+    parser.add_argument('tables', nargs='*', metavar='NAME')
+    parser.add_argument('--jobs', type=common.at_least(0), default=1, help='runs at a time; 0: none')
     parser.add_argument('--draw', metavar='PNG', help='draw a table by epoch, R@1 or MAP@R (pip install matplotlib)')
     parser.add_argument('--plan', action='store_true', help='print what is missing, and make nothing')
     parser.add_argument('--add', metavar='FLAGS', help='a trial with more flags, kept in runs/trial.jsonl and trial.md')
@@ -312,8 +308,11 @@ def main(argv=None):
         return patches.run_patched(*argv[1:])
     if argv == ['--vectors']:
         return store_vectors()
+    options = get_options(argv)
     specified, claimed = read_pages()
-    options = get_options(argv, specified)
+    for name in options.tables:
+        if name not in specified:
+            raise common.UsageError(f'{name} is no table of the pages; these are {", ".join(specified)}')
     if not options.tables:
         return write_pages(specified, claimed)
     file, text = RUNS, []

@@ -84,6 +84,19 @@ def stop(run, epoch):
     return run | dict(columns={key: values[:end] for key, values in run['columns'].items()})
 
 
+def at_equal_map_at_r(ours, theirs):
+    """R@1 at the end of a run, less that of another one where the MAP@R of that one last falls through the same value,
+    drawn straight between evaluations; None if it does not"""
+    wanted = last('MAP@R')(ours)
+    map_at_r, recall = theirs['columns']['MAP@R'], theirs['columns']['R@1']
+    falls = [n for n in range(len(recall) - 1) if map_at_r[n] >= wanted > map_at_r[n + 1]]
+    if not falls:
+        return None
+    n = falls[-1]
+    way = (map_at_r[n] - wanted) / (map_at_r[n] - map_at_r[n + 1])          # from evaluation n, 0, to the next one, 1
+    return last('R@1')(ours) - (recall[n] + way * (recall[n + 1] - recall[n]))
+
+
 # ---- numbers of a row
 
 
@@ -163,11 +176,10 @@ def grid(found, pairs, columns, title=''):
             cells.append(cell(values, column.digits) if column.interval else cell([mean(values)] if values else []))
         rows.append([name, len(of_row), *cells])
     for row, base in pairs:
-        cells = []
-        for column in columns:
-            values = counted(differences(found, row, base, column.number))
-            cells.append(cell(values, column.digits, bold=True) if column.compared else '')
-        rows.append([f'{row} - {base}', len(values), *cells])
+        values = [counted(differences(found, row, base, column.number)) for column in columns]
+        cells = [cell(of_column, column.digits, bold=True) if column.compared else ''
+                 for of_column, column in zip(values, columns)]
+        rows.append([f'{row} - {base}', max(map(len, values)), *cells])
     return rows
 
 
@@ -196,13 +208,30 @@ def section(table, tables, runs):
     elif 'paper, separated' in columns:
         first = beside_paper_on_folds(table, found, runs)
     elif table.epochs:
-        first, second = (grid(found, table.pairs, [Column(str(epoch), after(epoch, key)) for epoch in table.epochs],
-                              f'{key} after epoch') for key in ('MAP@R', 'R@1'))
+        first = by_epoch(table, found, 'MAP@R')
+        second = with_equal_map_at_r(by_epoch(table, found, 'R@1'), table, found)
         further = ['', *markdown(second), *(by_folds(table, tables, runs) if table.folds else [])]
     else:
         first = grid(found, table.pairs, LAST)
         further = [*(measures(table, found) if table.measured else []), *best_epochs(table, found)]
     return [table.settings, '', *markdown(with_commands(first, table)), '', where_run(found), *further, '']
+
+
+def by_epoch(table, found, key):
+    columns = [Column(str(epoch), after(epoch, key)) for epoch in table.epochs]
+    return grid(found, table.pairs, columns, f'{key} after epoch')
+
+
+def with_equal_map_at_r(rows, table, found):
+    """Adds to the differences of R@1 by epoch that at equal MAP@R, where all pairs have it"""
+    equal = []
+    for row, base in table.pairs:
+        values = {repeat: at_equal_map_at_r(run, found[base][repeat]) for repeat, run in found[row].items()
+                  if repeat in found[base]}
+        equal.append('' if None in values.values() else cell(counted(values), bold=True))
+    if not any(equal):
+        return rows
+    return [[*cells, text] for cells, text in zip(rows, ['at equal MAP@R', *[''] * len(found), *equal])]
 
 
 def where_run(found):
@@ -219,6 +248,8 @@ def measures(table, found):
     """What was measured of the networks of a table, as lines"""
     every = [run for of_row in found.values() for run in of_row.values()]
     keys = [key for key in MEASURES if every and all(key in run.get('measured', {}) for run in every)]
+    if not keys:
+        return []
     return ['', *markdown(grid(found, table.pairs, [Column(key, measured(key), MEASURES[key]) for key in keys]))]
 
 
@@ -281,8 +312,8 @@ def nearest(table, of_row, steps):
 def stopped(table, tables, runs):
     """{row: {repeat: run}}: the rows that folds choose, with their runs as they were after the chosen epoch"""
     found = runs_of(table, runs)
-    return {row: {repeat: stop(run, choice.epoch) for repeat, run in found.get(row, {}).items()}
-            for row, choice in choose(table, tables, runs).items()}
+    return {row: {repeat: stop(run, choice.epoch) for repeat, run in found.get(row, {}).items()
+                  if choice.epoch in run['columns']['epoch']} for row, choice in choose(table, tables, runs).items()}
 
 
 def by_folds(table, tables, runs):
