@@ -305,7 +305,7 @@ def get_options(argv):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ['--patched']:
-        return patches.run_patched(*argv[1:])
+        return patches.run_patched(argv[1:])
     if argv == ['--vectors']:
         return store_vectors()
     options = get_options(argv)

@@ -53,7 +53,7 @@ def test_a_difference_is_that_of_the_row_to_its_base():
     pairs = [('with', 'without'), ('not run', 'with')]
     table = table_of(rows, ['--c 0', '--c 1'], pairs=pairs, settings='its settings')
     out = tables.section(table, {}, runs)
-    assert out[0] == 'its settings' and '3 runs of 1.0 to 1.0 minutes, each on a machine.' in out
+    assert out[0] == 'its settings' and '3 runs of 1.0 to 1.0 minutes, 0.1 hours in all, each on a machine.' in out
     assert '| without | 1 | 2.0 | 4.0 | 2.0 | 2.0 | 4.0 | 2.0 | 0.40 | 0.00 | 0.40 | `t.py --a 2` |' in out
     assert any(line.startswith('| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |') for line in out)
     assert '| with - without | 1 |  | 2.0 |  |  | 2.0 |  |  |  | 0.20 |  |' in out
@@ -648,7 +648,7 @@ def test_a_patch_replaces_a_function_of_the_script(monkeypatch):
     monkeypatch.setattr(train_metrix, 'main', lambda words: train_metrix.mixed_loss('ms', {}) or words)
     results.main(['--patched', 'softer:2:10:0.5', 'train_metrix.py', '--mixup', 'feature'])
     assert seen == [('ms', dict(beta=2, gamma=10, m=0.5))]
-    for words in (['pull', 'train_metrix.py'], ['push', 'train_ms.py'], ['softer:2', 'train_metrix.py'],
+    for words in ([], ['push'], ['pull', 'train_metrix.py'], ['push', 'train_ms.py'], ['softer:2', 'train_metrix.py'],
                   ['softer:2:10:x', 'train_metrix.py']):
         with pytest.raises(common.UsageError):
             results.main(['--patched', *words])
