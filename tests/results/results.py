@@ -152,14 +152,14 @@ def run(command, table, file, threads, gpus):
     if gpu is not None:
         environment['CUDA_VISIBLE_DEVICES'] = str(gpu)
     done = start([*command.split(), *(['--resume', f'runs/{name}'] if goes_on else ['--name', name])], **environment)
-    measures = {}
+    printed, measures = done.stdout, {}
     if table.measured and not done.returncode:
-        done, measures = measure(done, f'runs/{name}/last.pt', 'train_metrix.py' in command, environment)
+        done, measures = measure(f'runs/{name}/last.pt', 'train_metrix.py' in command, environment)
     gpus.put(gpu)
     if done.returncode:
         print(f'{command}\n{done.stdout[-1000:]}', flush=True)
         return False
-    line = line_of(command, folder / 'log.jsonl', table, done.stdout, threads) | measures
+    line = line_of(command, folder / 'log.jsonl', table, printed, threads) | measures
     add_run(line, file)
     recall, map_at_r, minutes = (tables.last(key)(line) for key in ('R@1', 'MAP@R', 'minutes'))
     print(f'{minutes:5.1f} min  R@1 {recall:5.2f}  MAP@R {map_at_r:5.2f}  {command}', flush=True)
@@ -188,8 +188,8 @@ def rounded(value):
     return float(f'{value:.6g}') if isinstance(value, float) else value
 
 
-def measure(done, checkpoint, mixes, environment):
-    """Analyses the network of a run that is `done` -> (the process that ended last, what its line has of it)
+def measure(checkpoint, mixes, environment):
+    """Analyses the network of a run -> (the process that ended last, what the line of the run has of it)
 
     From eval.py --analyse: alignment, uniformity and utilization of the test images, and NMI. From train_metrix.py
     --analyse, if the run `mixes`: utilization with mixed examples as well, and of Fig. 2 of Metrix P(Pos) for mixtures
@@ -201,7 +201,7 @@ def measure(done, checkpoint, mixes, environment):
     found = json.loads(analysed.stdout.splitlines()[-1])
     measures = {key: rounded(found[key]) for key in ('alignment', 'uniformity', 'utilization', 'NMI')}
     if not mixes:
-        return done, dict(measured=measures)
+        return analysed, dict(measured=measures)
     analysed = start(['train_metrix.py', '--analyse', checkpoint], **environment)
     if analysed.returncode:
         return analysed, {}
@@ -211,7 +211,7 @@ def measure(done, checkpoint, mixes, environment):
     measures['utilization, mixed'] = float(mixed[1])
     measures['P(Pos)'] = next(share for lam, share, *_ in curves if lam == 0.55)
     measures['Fig. 2'] = rounded(max(abs(share - predicted) for _, share, predicted, *_ in curves))
-    return done, dict(measured=measures)
+    return analysed, dict(measured=measures)
 
 
 def join_folds(table, file):

@@ -109,13 +109,13 @@ def blocks(page):
 
 def first_table(block):
     """The first Markdown table of a block -> its header, [cell], and its rows, [(place, [cell])]"""
-    start = next((n for n, line in enumerate(block.lines) if line.startswith('|')), len(block.lines))
     found = []
-    for offset, line in enumerate(block.lines[start:], start):
-        if not line.startswith('|'):
+    for offset, line in enumerate(block.lines):
+        if line.startswith('|'):
+            cells = line.strip().removeprefix('|').removesuffix('|').split('|')
+            found.append((block.place(offset), [cell.strip() for cell in cells]))
+        elif found:
             break
-        cells = line.strip().removeprefix('|').removesuffix('|').split('|')
-        found.append((block.place(offset), [cell.strip() for cell in cells]))
     if len(found) < 2 or set(''.join(found[1][1])) != {'-'}:
         mistake(block.place(), 'a table has to follow, with a header and a line |---|---| under it')
     return found[0][1], found[2:]
@@ -148,8 +148,8 @@ def read_settings(block):
     """The line that a table begins with -> its name, {setting: text}"""
     name = re.match(r'\*\*Table `([\w-]+)`\*\*', block.lines[0])
     settings = dict(re.findall(r', (\w+) `([^`]*)`', block.lines[0]))
-    understood = ''.join(f', {key} `{text}`' for key, text in settings.items())
-    if not name or name[0] + understood != block.lines[0]:
+    written_again = ''.join(f', {key} `{text}`' for key, text in settings.items())
+    if not name or name[0] + written_again != block.lines[0]:           # then a part of it was not understood
         mistake(block.place(), 'a table begins with **Table `NAME`**, repeats `--seed 0..2`, and more settings like it')
     for key, text in settings.items():
         if key not in SETTINGS:
@@ -162,6 +162,7 @@ def read_settings(block):
 
 
 def read_row(place, header, cells, settings):
+    """A row that is no difference -> Row"""
     quoted = [cell.strip('`') for cell in cells[1:] if cell.startswith('`')]
     commands = [text for text in quoted if not text.startswith('--')]
     own = ', '.join(text for text in quoted if text.startswith('--'))

@@ -151,13 +151,22 @@ class Column(NamedTuple):
     interval: bool = True
 
 
-LAST = [Column('R@1 before', before('R@1'), compared=False, interval=False), Column('R@1', last('R@1')),
-        Column('gain', gain('R@1'), compared=False),
-        Column('MAP@R before', before('MAP@R'), compared=False, interval=False), Column('MAP@R', last('MAP@R')),
-        Column('gain', gain('MAP@R'), compared=False), Column('s+', last('s+'), 2, compared=False),
-        Column('s-', last('s-'), 2, compared=False), Column('s+ - s-', gap, 2)]
-BEST = [Column('last epoch', last('R@1')), Column('best epoch', best), Column('best - last', best_minus_last),
-        Column('epochs to 95 %', reached('epoch')), Column('minutes to 95 %', reached('minutes'))]
+LAST_EPOCH = [
+    Column('R@1 before', before('R@1'), compared=False, interval=False),
+    Column('R@1', last('R@1')),
+    Column('gain', gain('R@1'), compared=False),
+    Column('MAP@R before', before('MAP@R'), compared=False, interval=False),
+    Column('MAP@R', last('MAP@R')),
+    Column('gain', gain('MAP@R'), compared=False),
+    Column('s+', last('s+'), 2, compared=False),
+    Column('s-', last('s-'), 2, compared=False),
+    Column('s+ - s-', gap, 2)]
+BEST_EPOCH = [
+    Column('last epoch', last('R@1')),
+    Column('best epoch', best),
+    Column('best - last', best_minus_last),
+    Column('epochs to 95 %', reached('epoch')),
+    Column('minutes to 95 %', reached('minutes'))]
 
 
 def markdown(rows):
@@ -173,7 +182,9 @@ def grid(found, pairs, columns, title=''):
         cells = []
         for column in columns:
             values = counted(numbers(of_row, column.number))
-            cells.append(cell(values, column.digits) if column.interval else cell([mean(values)] if values else []))
+            if values and not column.interval:
+                values = [mean(values)]
+            cells.append(cell(values, column.digits))
         rows.append([name, len(of_row), *cells])
     for row, base in pairs:
         values = [counted(differences(found, row, base, column.number)) for column in columns]
@@ -184,18 +195,16 @@ def grid(found, pairs, columns, title=''):
 
 
 def with_commands(rows, table):
-    """Adds to a table what stands in the page: what a paper has, repeats of single rows, and commands"""
-    papers = [column for column in PAPER if any(column in row.paper for row in table.rows.values())]
-    repeats = ['repeats'] if any(row.own_repeats for row in table.rows.values()) else []
-    full = [[*rows[0], *papers, *repeats, 'command']]
-    for cells in rows[1:]:
-        row = table.rows.get(cells[0])
-        if row is None:                         # a difference
-            full.append([*cells, *[''] * (len(full[0]) - len(cells))])
-            continue
-        own = [f'`{row.own_repeats}`' if row.own_repeats else ''] if repeats else []
-        full.append([*cells, *(row.paper.get(column, '') for column in papers), *own, f'`{row.typed}`'])
-    return full
+    """Adds to a table what its writer gave: what a paper has, repeats of single rows, and commands"""
+    by_hand = {}                                # {column: {row: cell}}
+    for column in PAPER:
+        by_hand[column] = {name: row.paper[column] for name, row in table.rows.items() if column in row.paper}
+    by_hand['repeats'] = {name: f'`{row.own_repeats}`' for name, row in table.rows.items() if row.own_repeats}
+    by_hand['command'] = {name: f'`{row.typed}`' for name, row in table.rows.items()}
+    columns = [column for column, cells in by_hand.items() if cells]
+    header, *others = rows
+    return [[*header, *columns], *([*cells, *(by_hand[column].get(cells[0], '') for column in columns)]
+                                   for cells in others)]
 
 
 def section(table, tables, runs):
@@ -212,7 +221,7 @@ def section(table, tables, runs):
         second = with_equal_map_at_r(by_epoch(table, found, 'R@1'), table, found)
         further = ['', *markdown(second), *(by_folds(table, tables, runs) if table.folds else [])]
     else:
-        first = grid(found, table.pairs, LAST)
+        first = grid(found, table.pairs, LAST_EPOCH)
         further = [*(measures(table, found) if table.measured else []), *best_epochs(table, found)]
     return [table.settings, '', *markdown(with_commands(first, table)), '', where_run(found), *further, '']
 
@@ -263,7 +272,7 @@ def best_epochs(table, found):
         return []
     return ['', 'R@1 of the same runs by the last epoch, and by the epoch that is best on the test set, which papers',
             'often report (Reality Check, Section 2.3); and when a run first has 95 % of its last MAP@R:', '',
-            *markdown(grid(found, table.pairs, BEST))]
+            *markdown(grid(found, table.pairs, BEST_EPOCH))]
 
 
 # ---- what folds choose
@@ -281,22 +290,32 @@ def method(row):
     return row.split(' @ ')[0]
 
 
-def choose(table, tables, runs):
-    """{row: Choice}: for each method of a table, the row and the epoch with the highest mean MAP@R on all folds"""
-    folds = tables[table.folds]
-    candidates = {}                             # {method: [(mean MAP@R, row, steps)]}
+def candidates(folds, runs):
+    """[(row, steps, mean MAP@R)] of a table of folds: each row and each evaluation that all folds of it have"""
+    found = []
     for row, of_row in runs_of(folds, runs).items():
-        if len(of_row) == len(folds.rows[row].repeats):
-            run = next(iter(of_row.values()))
-            for epoch in run['columns']['epoch']:
-                values = numbers(of_row, after(epoch, 'MAP@R'))
-                if len(values) == len(of_row):  # a run that stopped early has no number
-                    candidates.setdefault(method(row), []).append((mean(values.values()), row, epoch * run['steps']))
+        if len(of_row) < len(folds.rows[row].repeats):
+            continue
+        run = next(iter(of_row.values()))
+        for epoch in run['columns']['epoch']:
+            values = numbers(of_row, after(epoch, 'MAP@R'))
+            if len(values) == len(of_row):
+                found.append((row, epoch * run['steps'], mean(values.values())))
+    return found
+
+
+def choose(table, tables, runs):
+    """{row: Choice}: for each method of a table, the row and the evaluation with the highest mean MAP@R on the folds"""
+    best_of = {}                                # {method: candidate}
+    for candidate in candidates(tables[table.folds], runs):
+        name = method(candidate[0])
+        if name not in best_of or candidate[2] > best_of[name][2]:
+            best_of[name] = candidate
     chosen = {}
-    for name in dict.fromkeys(map(method, table.rows)):
-        if name in candidates:
-            on_folds, row, wanted = max(candidates[name], key=lambda candidate: candidate[0])
-            chosen[row] = Choice(on_folds, wanted, *nearest(table, runs_of(table, runs).get(row), wanted))
+    for name in map(method, table.rows):
+        if name in best_of:
+            row, steps, map_at_r = best_of[name]
+            chosen[row] = Choice(map_at_r, steps, *nearest(table, runs_of(table, runs).get(row), steps))
     return chosen
 
 

@@ -98,7 +98,7 @@ def test_a_table_by_epoch(tmp_path):
     assert (tmp_path / 'x.png').exists()
 
 
-def test_r_at_1_at_equal_map_at_r():
+def test_r_at_1_where_map_at_r_is_the_same():
     """The curve of the base rises through a MAP@R of 4 and falls through it, half way from 5 to 3, at an R@1 of 25.
     Where a curve does not fall that far, there is no number, and none where one pair of a row has none."""
     base, row = run_of(MAP=[2, 6, 5, 3], R=[10, 60, 30, 20]), run_of(MAP=[2, 3, 5, 4], R=[10, 20, 30, 29])
@@ -596,15 +596,14 @@ utilization, Eq. (12): 0.500 by clean examples, 0.400 by these and the mixed one
 the figure: runs/x/positivity.png
 """}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=0, stdout=printed[words[0]]))
-    ended = SimpleNamespace(returncode=0)
-    done, measures = results.measure(ended, 'runs/x/last.pt', True, {})
-    assert done is ended and measures == dict(measured={
+    done, measures = results.measure('runs/x/last.pt', True, {})
+    assert done.returncode == 0 and measures == dict(measured={
         'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60, 'utilization, mixed': 0.4, 'P(Pos)': 0.6,
         'Fig. 2': pytest.approx(0.08)})
-    assert results.measure(ended, 'runs/x/last.pt', False, {})[1]['measured'].keys() == {
+    assert results.measure('runs/x/last.pt', False, {})[1]['measured'].keys() == {
         'alignment', 'uniformity', 'utilization', 'NMI'}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=2, stdout=''))
-    assert results.measure(ended, 'runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
+    assert results.measure('runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
 
 
 # ---- patches
