@@ -497,8 +497,8 @@ def trial(monkeypatch, tmp_path):
             rows = [{key: dict(mean=value, interval=None) for key, value in zip(('R@1', 'RP', 'MAP@R'), numbers)}
                     | dict(setting=setting) for setting, numbers in (('a', (50, 20, 10)), ('b', (60, 30, 20)))]
             return SimpleNamespace(returncode=0, stdout='a line\n' + json.dumps(dict(rows=rows)))
-        folder = tmp_path / 'runs' / words[-1]
-        folder.mkdir(parents=True)
+        folder = tmp_path / 'runs' / words[-1].removeprefix('runs/')
+        folder.mkdir(parents=True, exist_ok=True)
         rows = [{'R@1': n, 'MAP@R': n / 2, 's+': 0.5, 's-': 0.1234567, 'epoch': n, 'minutes': 1.0, 'img/s': 3}
                 for n in (1, 70, 60)]
         (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
@@ -533,6 +533,16 @@ def test_a_line_has_the_columns_that_pages_show(trial):
     shutil.rmtree(results.ROOT / 'runs')
     results.make(table._replace(epochs=[1, 60]), trial.file, 1)
     assert results.read_runs(trial.file)['train_ms.py --seed 0']['columns']['R@1'] == [1, 60]
+
+
+def test_a_run_that_was_stopped_goes_on_in_its_folder(trial):
+    table, folder = table_of({'x': 'train_ms.py'}, ['--seed 0', '--seed 1']), results.name_of('train_ms.py --seed 1')
+    (results.ROOT / 'runs' / folder).mkdir(parents=True)
+    (results.ROOT / 'runs' / folder / 'last.pt').touch()
+    assert results.make(table, trial.file, 1) == []
+    first, second = (command for command, _ in trial.made)
+    assert re.fullmatch(r'train_ms.py --seed 0 --name results-\w{8}', first)
+    assert second == f'train_ms.py --seed 1 --resume runs/{folder}'
 
 
 def test_papers_tables_go_past_a_failure_and_on_after_a_stop(trial, monkeypatch, capsys):
