@@ -249,7 +249,7 @@ def where_run(found):
     if not every:
         return 'Not run yet.'
     minutes = [last('minutes')(run) for run in every]
-    span, hours = f'{min(minutes):.1f} to {max(minutes):.1f} minutes', f'{sum(minutes) / 60:.1f} hours'
+    span, hours = f'{min(minutes):.1f} to {max(minutes):.1f} minutes', f'{sum(minutes) / 60:.2g} hours'
     machines = ' or '.join(sorted({run['machine'] for run in every}))
     return f'{len(every)} runs of {span}, {hours} in all, each on {machines}.'
 

@@ -53,7 +53,7 @@ def test_a_difference_is_that_of_the_row_to_its_base():
     pairs = [('with', 'without'), ('not run', 'with')]
     table = table_of(rows, ['--c 0', '--c 1'], pairs=pairs, settings='its settings')
     out = tables.section(table, {}, runs)
-    assert out[0] == 'its settings' and '3 runs of 1.0 to 1.0 minutes, 0.1 hours in all, each on a machine.' in out
+    assert out[0] == 'its settings' and '3 runs of 1.0 to 1.0 minutes, 0.05 hours in all, each on a machine.' in out
     assert '| without | 1 | 2.0 | 4.0 | 2.0 | 2.0 | 4.0 | 2.0 | 0.40 | 0.00 | 0.40 | `t.py --a 2` |' in out
     assert any(line.startswith('| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |') for line in out)
     assert '| with - without | 1 |  | 2.0 |  |  | 2.0 |  |  |  | 0.20 |  |' in out
@@ -309,7 +309,7 @@ def test_intervals_in_the_text_of_a_page_stand_in_a_table():
     rows, others = [], []
     for line in text.splitlines():
         (rows if line.startswith('|') else others).append(line)
-    found = re.findall(r'\d+\.\d+ ± \d+\.\d+', ' '.join(others))
+    found = re.findall(r'\d+\.\d+ ± \d+\.\d+', ' '.join(' '.join(others).split()))
     assert len(found) > 100
     in_tables = set(re.findall(r'\d+\.\d+ ± \d+\.\d+', ' '.join(rows)))
     assert set(found) <= in_tables, set(found) - in_tables
