@@ -9,12 +9,13 @@ def draw(table, runs, path):
     from matplotlib.figure import Figure
     found = {row: of_row for row, of_row in runs_of(table, runs).items() if of_row}
     if table.epochs:
-        losses = list(dict.fromkeys(row.split(', ')[0] for row in found))
-        figure = Figure(figsize=(2.5 * len(losses), 3), layout='constrained')
-        panels = figure.subplots(1, len(losses), sharey=True, squeeze=False)[0]
-        for axes, loss in zip(panels, losses):
-            rows = {row: of_row for row, of_row in found.items() if row.split(', ')[0] == loss}
-            draw_means(axes, loss, rows, table.epochs)
+        panel_of = {row: row.split(', ')[0] if ', ' in row else '' for row in found}        # one for each loss
+        titles = list(dict.fromkeys(panel_of.values()))
+        figure = Figure(figsize=(max(4, 2.5 * len(titles)), 3), layout='constrained')
+        panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+        for axes, title in zip(panels, titles):
+            rows = {row: of_row for row, of_row in found.items() if panel_of[row] == title}
+            draw_means(axes, title, rows, table.epochs)
         panels[0].set_ylabel('MAP@R on the test classes')
         panels[0].legend()
     else:
@@ -23,18 +24,17 @@ def draw(table, runs, path):
     figure.savefig(path, dpi=100)
 
 
-def draw_means(axes, loss, rows, epochs):
-    """Mean and interval of each row of a loss; the dotted line is the network before training."""
+def draw_means(axes, title, rows, epochs):
+    """Mean and interval of each row; the dotted line is the network before training."""
     for number, (row, of_row) in enumerate(rows.items()):
         found = [interval(list(numbers(of_row, after(epoch, 'MAP@R')).values())) for epoch in epochs]
         middle = [mean for mean, _ in found]
         low = [mean - (half or 0) for mean, half in found]
         high = [mean + (half or 0) for mean, half in found]
-        label = row.removeprefix(f'{loss}, ')
-        axes.plot(epochs, middle, 'o-', color=f'C{number}', markersize=3, label=label)
+        axes.plot(epochs, middle, 'o-', color=f'C{number}', markersize=3, label=row.removeprefix(f'{title}, '))
         axes.fill_between(epochs, low, high, color=f'C{number}', alpha=0.2)
     axes.axhline(middle[0], color='grey', linestyle=':')
-    axes.set(title=loss, xlabel='epoch', xscale='symlog', xlim=(-0.2, 1.2 * epochs[-1]))
+    axes.set(title=title, xlabel='epoch', xscale='symlog', xlim=(-0.2, 1.2 * epochs[-1]))
     axes.set_xticks(epochs[::2], map(str, epochs[::2]))
     axes.minorticks_off()
 

@@ -102,15 +102,15 @@ def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
 PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released)}
 
 
-def run_patched(name, script, *words):
-    """Runs train_metrix.py with flags (words), as a patch changes it; `softer:2:10:0.5` gives a patch its numbers."""
-    patch, *numbers = name.split(':')
-    if script != 'train_metrix.py' or patch not in PATCHES:
-        raise common.UsageError(f'patches are of train_metrix.py, and are {", ".join(PATCHES)}')
+def run_patched(words):
+    """Runs NAME train_metrix.py FLAGS, a list of words"""
+    patch, *numbers = words[0].split(':') if words else ['']
+    if patch not in PATCHES or words[1:2] != ['train_metrix.py']:
+        raise common.UsageError('--patched needs a patch and train_metrix.py; patches are ' + ', '.join(PATCHES))
     try:
         replaced = PATCHES[patch](*map(float, numbers))
     except (TypeError, ValueError):
-        raise common.UsageError(f'{name}: {patch} takes other numbers, see tests/results/patches.py') from None
+        raise common.UsageError(f'{words[0]}: {patch} takes other numbers, see tests/results/patches.py') from None
     for function, replacement in replaced.items():
         setattr(train_metrix, function, replacement)
-    train_metrix.main(list(words))
+    train_metrix.main(words[2:])

@@ -83,20 +83,14 @@ def add_run(run, file):
 
 
 def missing(table, runs):
-    """The commands of a table that have no run"""
+    """The commands of a table that have no run, each with its repeat"""
     wanted = [f'{row.command} {repeat}' for row in table.rows.values() for repeat in row.repeats]
     return [command for command in dict.fromkeys(wanted) if command not in runs]
 
 
-def words_of(command):
-    """The script of a command, without `--patched NAME`, and its flags"""
-    script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
-    return script, words
-
-
 def read_flags(command):
-    """The arguments that the script of a command reads from it; a mistake in the command raises UsageError"""
-    script, words = words_of(command)
+    """The arguments that the script of a command reads from it; a mistake in its flags raises UsageError."""
+    script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
     return import_module(script.removesuffix('.py')).get_args([*words, '--device', 'cpu'])
 
 
@@ -134,6 +128,8 @@ def name_of(command):
 def make(table, file, jobs):
     """Makes the runs of a table that a file lacks -> the commands that failed"""
     commands = missing(table, read_runs(file))
+    for command in commands:
+        read_flags(command)                     # so that a mistake in one of them is said before the first one runs
     if any('--dataset cub' in command for command in commands):
         common.download('cub', ROOT / 'data')
     gpus = Queue()                              # the GPU that each job may take; None on a machine without
@@ -156,14 +152,14 @@ def run(command, table, file, threads, gpus):
     if gpu is not None:
         environment['CUDA_VISIBLE_DEVICES'] = str(gpu)
     done = start([*command.split(), *(['--resume', f'runs/{name}'] if goes_on else ['--name', name])], **environment)
-    measures = {}
+    printed, measures = done.stdout, {}
     if table.measured and not done.returncode:
-        done, measures = measure(done, f'runs/{name}/last.pt', 'train_metrix.py' in command, environment)
+        done, measures = measure(f'runs/{name}/last.pt', 'train_metrix.py' in command, environment)
     gpus.put(gpu)
     if done.returncode:
         print(f'{command}\n{done.stdout[-1000:]}', flush=True)
         return False
-    line = line_of(command, folder / 'log.jsonl', table, done.stdout, threads) | measures
+    line = line_of(command, folder / 'log.jsonl', table, printed, threads) | measures
     add_run(line, file)
     recall, map_at_r, minutes = (tables.last(key)(line) for key in ('R@1', 'MAP@R', 'minutes'))
     print(f'{minutes:5.1f} min  R@1 {recall:5.2f}  MAP@R {map_at_r:5.2f}  {command}', flush=True)
@@ -192,8 +188,8 @@ def rounded(value):
     return float(f'{value:.6g}') if isinstance(value, float) else value
 
 
-def measure(done, checkpoint, mixes, environment):
-    """Analyses the network of a run that is `done` -> (the process that ended last, what its line has of it)
+def measure(checkpoint, mixes, environment):
+    """Analyses the network of a run -> (the process that ended last, what the line of the run has of it)
 
     From eval.py --analyse: alignment, uniformity and utilization of the test images, and NMI. From train_metrix.py
     --analyse, if the run `mixes`: utilization with mixed examples as well, and of Fig. 2 of Metrix P(Pos) for mixtures
@@ -205,7 +201,7 @@ def measure(done, checkpoint, mixes, environment):
     found = json.loads(analysed.stdout.splitlines()[-1])
     measures = {key: rounded(found[key]) for key in ('alignment', 'uniformity', 'utilization', 'NMI')}
     if not mixes:
-        return done, dict(measured=measures)
+        return analysed, dict(measured=measures)
     analysed = start(['train_metrix.py', '--analyse', checkpoint], **environment)
     if analysed.returncode:
         return analysed, {}
@@ -215,7 +211,7 @@ def measure(done, checkpoint, mixes, environment):
     measures['utilization, mixed'] = float(mixed[1])
     measures['P(Pos)'] = next(share for lam, share, *_ in curves if lam == 0.55)
     measures['Fig. 2'] = rounded(max(abs(share - predicted) for _, share, predicted, *_ in curves))
-    return done, dict(measured=measures)
+    return analysed, dict(measured=measures)
 
 
 def join_folds(table, file):
@@ -296,10 +292,10 @@ def with_flags(table, flags):
                                 for name, row in table.rows.items()})
 
 
-def get_options(argv, names):
+def get_options(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('tables', nargs='*', metavar='NAME', choices=[*names, []], default=[])
-    parser.add_argument('--jobs', type=int, default=1, help='runs at a time; 0: none')
+    parser.add_argument('tables', nargs='*', metavar='NAME')
+    parser.add_argument('--jobs', type=common.at_least(0), default=1, help='runs at a time; 0: none')
     parser.add_argument('--draw', metavar='PNG', help='draw a table by epoch, R@1 or MAP@R (pip install matplotlib)')
     parser.add_argument('--plan', action='store_true', help='print what is missing, and make nothing')
     parser.add_argument('--add', metavar='FLAGS', help='a trial with more flags, kept in runs/trial.jsonl and trial.md')
@@ -309,11 +305,14 @@ def get_options(argv, names):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ['--patched']:
-        return patches.run_patched(*argv[1:])
+        return patches.run_patched(argv[1:])
     if argv == ['--vectors']:
         return store_vectors()
+    options = get_options(argv)
     specified, claimed = read_pages()
-    options = get_options(argv, specified)
+    for name in options.tables:
+        if name not in specified:
+            raise common.UsageError(f'{name} is no table of the pages; these are {", ".join(specified)}')
     if not options.tables:
         return write_pages(specified, claimed)
     file, text = RUNS, []

@@ -13,8 +13,9 @@ A page is Markdown. A table begins with a line of settings, and ends with a comm
     <!-- end -->
 
 A row has a name and a command, or it is a difference of two rows. results.py puts columns of numbers between name and
-command, and further tables behind this one. So a writer gives the line of settings and, of the first table, the names,
-the commands in backticks, and what a paper has; a row that is added later needs no other cells. The settings:
+command, and further tables behind this one; what else stands there is lost. So a writer gives the line of settings and,
+of the first table, the names, the commands in backticks, and what a paper has. A row that is added later needs no other
+cells. The settings:
 
     repeats   Each command is run with each of these flags: `--seed 0..2` are three repeats, `--fold 0..3/4 --seed 1..2`
               are eight; a comma separates further ones. A row may have repeats of its own, in one of its cells.
@@ -28,11 +29,12 @@ A table that repeats one of a paper has columns of PAPER as well: the paper's R@
 separated and concatenated; and where they stand.
 """
 import re
+from itertools import zip_longest
 from typing import NamedTuple
 
 import common
 
-OTHERS = ('<!-- claims -->', '<!-- spread -->', '<!-- patches -->')      # what else results.py writes, see there
+OTHERS = ('<!-- claims -->', '<!-- spread -->', '<!-- patches -->')      # first lines of what else results.py writes
 END = '<!-- end -->'
 SETTINGS = ('repeats', 'flags', 'epochs', 'folds', 'measured')
 PAPER = ('paper', 'paper, separated', 'paper, concatenated', 'where')
@@ -107,13 +109,13 @@ def blocks(page):
 
 def first_table(block):
     """The first Markdown table of a block -> its header, [cell], and its rows, [(place, [cell])]"""
-    start = next((n for n, line in enumerate(block.lines) if line.startswith('|')), len(block.lines))
     found = []
-    for offset, line in enumerate(block.lines[start:], start):
-        if not line.startswith('|'):
+    for offset, line in enumerate(block.lines):
+        if line.startswith('|'):
+            cells = line.strip().removeprefix('|').removesuffix('|').split('|')
+            found.append((block.place(offset), [cell.strip() for cell in cells]))
+        elif found:
             break
-        cells = line.strip().removeprefix('|').removesuffix('|').split('|')
-        found.append((block.place(offset), [cell.strip() for cell in cells]))
     if len(found) < 2 or set(''.join(found[1][1])) != {'-'}:
         mistake(block.place(), 'a table has to follow, with a header and a line |---|---| under it')
     return found[0][1], found[2:]
@@ -126,6 +128,8 @@ def read_table(block):
     rows, pairs = {}, []
     for place, cells in lines:
         if ' - ' in cells[0]:
+            if '`' in ''.join(cells):
+                mistake(place, f'{cells[0]!r} is a difference, by its name, so it has no command and no repeats')
             pairs.append(tuple(cells[0].split(' - ', 1)))
         elif cells[0] in rows:
             mistake(place, f'table `{name}` has a row {cells[0]!r} already')
@@ -144,8 +148,8 @@ def read_settings(block):
     """The line that a table begins with -> its name, {setting: text}"""
     name = re.match(r'\*\*Table `([\w-]+)`\*\*', block.lines[0])
     settings = dict(re.findall(r', (\w+) `([^`]*)`', block.lines[0]))
-    understood = ''.join(f', {key} `{text}`' for key, text in settings.items())
-    if not name or name[0] + understood != block.lines[0]:
+    written_again = ''.join(f', {key} `{text}`' for key, text in settings.items())
+    if not name or name[0] + written_again != block.lines[0]:           # then a part of it was not understood
         mistake(block.place(), 'a table begins with **Table `NAME`**, repeats `--seed 0..2`, and more settings like it')
     for key, text in settings.items():
         if key not in SETTINGS:
@@ -158,6 +162,7 @@ def read_settings(block):
 
 
 def read_row(place, header, cells, settings):
+    """A row that is no difference -> Row"""
     quoted = [cell.strip('`') for cell in cells[1:] if cell.startswith('`')]
     commands = [text for text in quoted if not text.startswith('--')]
     own = ', '.join(text for text in quoted if text.startswith('--'))
@@ -168,7 +173,7 @@ def read_row(place, header, cells, settings):
         mistake(place, f'row {cells[0]!r} needs repeats, its own or those of its table: `--seed 0..2`')
     script, own_flags = re.match(r'(.*\.py)(.*)', commands[0]).groups()
     shared = f' {settings["flags"]}' if 'flags' in settings else ''
-    paper = {column: cell for column, cell in zip(header, cells) if column in PAPER}
+    paper = {column: cell for column, cell in zip_longest(header, cells, fillvalue='') if column in PAPER}
     for column, text in paper.items():
         wanted = {'where': '.+', 'paper': r'[\d.]+'}.get(column, r'[\d.]+, [\d.]+, [\d.]+')
         if not re.fullmatch(wanted, text):

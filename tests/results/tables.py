@@ -84,6 +84,19 @@ def stop(run, epoch):
     return run | dict(columns={key: values[:end] for key, values in run['columns'].items()})
 
 
+def at_equal_map_at_r(ours, theirs):
+    """R@1 at the end of a run, less that of another one where the MAP@R of that one last falls through the same value,
+    drawn straight between evaluations; None if it does not"""
+    wanted = last('MAP@R')(ours)
+    map_at_r, recall = theirs['columns']['MAP@R'], theirs['columns']['R@1']
+    falls = [n for n in range(len(recall) - 1) if map_at_r[n] >= wanted > map_at_r[n + 1]]
+    if not falls:
+        return None
+    n = falls[-1]
+    way = (map_at_r[n] - wanted) / (map_at_r[n] - map_at_r[n + 1])          # from evaluation n, 0, to the next one, 1
+    return last('R@1')(ours) - (recall[n] + way * (recall[n + 1] - recall[n]))
+
+
 # ---- numbers of a row
 
 
@@ -138,13 +151,22 @@ class Column(NamedTuple):
     interval: bool = True
 
 
-LAST = [Column('R@1 before', before('R@1'), compared=False, interval=False), Column('R@1', last('R@1')),
-        Column('gain', gain('R@1'), compared=False),
-        Column('MAP@R before', before('MAP@R'), compared=False, interval=False), Column('MAP@R', last('MAP@R')),
-        Column('gain', gain('MAP@R'), compared=False), Column('s+', last('s+'), 2, compared=False),
-        Column('s-', last('s-'), 2, compared=False), Column('s+ - s-', gap, 2)]
-BEST = [Column('last epoch', last('R@1')), Column('best epoch', best), Column('best - last', best_minus_last),
-        Column('epochs to 95 %', reached('epoch')), Column('minutes to 95 %', reached('minutes'))]
+LAST_EPOCH = [
+    Column('R@1 before', before('R@1'), compared=False, interval=False),
+    Column('R@1', last('R@1')),
+    Column('gain', gain('R@1'), compared=False),
+    Column('MAP@R before', before('MAP@R'), compared=False, interval=False),
+    Column('MAP@R', last('MAP@R')),
+    Column('gain', gain('MAP@R'), compared=False),
+    Column('s+', last('s+'), 2, compared=False),
+    Column('s-', last('s-'), 2, compared=False),
+    Column('s+ - s-', gap, 2)]
+BEST_EPOCH = [
+    Column('last epoch', last('R@1')),
+    Column('best epoch', best),
+    Column('best - last', best_minus_last),
+    Column('epochs to 95 %', reached('epoch')),
+    Column('minutes to 95 %', reached('minutes'))]
 
 
 def markdown(rows):
@@ -160,30 +182,29 @@ def grid(found, pairs, columns, title=''):
         cells = []
         for column in columns:
             values = counted(numbers(of_row, column.number))
-            cells.append(cell(values, column.digits) if column.interval else cell([mean(values)] if values else []))
+            if values and not column.interval:
+                values = [mean(values)]
+            cells.append(cell(values, column.digits))
         rows.append([name, len(of_row), *cells])
     for row, base in pairs:
-        cells = []
-        for column in columns:
-            values = counted(differences(found, row, base, column.number))
-            cells.append(cell(values, column.digits, bold=True) if column.compared else '')
-        rows.append([f'{row} - {base}', len(values), *cells])
+        values = [counted(differences(found, row, base, column.number)) for column in columns]
+        cells = [cell(of_column, column.digits, bold=True) if column.compared else ''
+                 for of_column, column in zip(values, columns)]
+        rows.append([f'{row} - {base}', max(map(len, values)), *cells])
     return rows
 
 
 def with_commands(rows, table):
-    """Adds to a table what stands in the page: what a paper has, repeats of single rows, and commands"""
-    papers = [column for column in PAPER if any(column in row.paper for row in table.rows.values())]
-    repeats = ['repeats'] if any(row.own_repeats for row in table.rows.values()) else []
-    full = [[*rows[0], *papers, *repeats, 'command']]
-    for cells in rows[1:]:
-        row = table.rows.get(cells[0])
-        if row is None:                         # a difference
-            full.append([*cells, *[''] * (len(full[0]) - len(cells))])
-            continue
-        own = [f'`{row.own_repeats}`' if row.own_repeats else ''] if repeats else []
-        full.append([*cells, *(row.paper.get(column, '') for column in papers), *own, f'`{row.typed}`'])
-    return full
+    """Adds to a table what its writer gave: what a paper has, repeats of single rows, and commands"""
+    by_hand = {}                                # {column: {row: cell}}
+    for column in PAPER:
+        by_hand[column] = {name: row.paper[column] for name, row in table.rows.items() if column in row.paper}
+    by_hand['repeats'] = {name: f'`{row.own_repeats}`' for name, row in table.rows.items() if row.own_repeats}
+    by_hand['command'] = {name: f'`{row.typed}`' for name, row in table.rows.items()}
+    columns = [column for column, cells in by_hand.items() if cells]
+    header, *others = rows
+    return [[*header, *columns], *([*cells, *(by_hand[column].get(cells[0], '') for column in columns)]
+                                   for cells in others)]
 
 
 def section(table, tables, runs):
@@ -196,13 +217,30 @@ def section(table, tables, runs):
     elif 'paper, separated' in columns:
         first = beside_paper_on_folds(table, found, runs)
     elif table.epochs:
-        first, second = (grid(found, table.pairs, [Column(str(epoch), after(epoch, key)) for epoch in table.epochs],
-                              f'{key} after epoch') for key in ('MAP@R', 'R@1'))
+        first = by_epoch(table, found, 'MAP@R')
+        second = with_equal_map_at_r(by_epoch(table, found, 'R@1'), table, found)
         further = ['', *markdown(second), *(by_folds(table, tables, runs) if table.folds else [])]
     else:
-        first = grid(found, table.pairs, LAST)
+        first = grid(found, table.pairs, LAST_EPOCH)
         further = [*(measures(table, found) if table.measured else []), *best_epochs(table, found)]
     return [table.settings, '', *markdown(with_commands(first, table)), '', where_run(found), *further, '']
+
+
+def by_epoch(table, found, key):
+    columns = [Column(str(epoch), after(epoch, key)) for epoch in table.epochs]
+    return grid(found, table.pairs, columns, f'{key} after epoch')
+
+
+def with_equal_map_at_r(rows, table, found):
+    """Adds to the differences of R@1 by epoch that at equal MAP@R, where all pairs have it"""
+    equal = []
+    for row, base in table.pairs:
+        values = {repeat: at_equal_map_at_r(run, found[base][repeat]) for repeat, run in found[row].items()
+                  if repeat in found[base]}
+        equal.append('' if None in values.values() else cell(counted(values), bold=True))
+    if not any(equal):
+        return rows
+    return [[*cells, text] for cells, text in zip(rows, ['at equal MAP@R', *[''] * len(found), *equal])]
 
 
 def where_run(found):
@@ -211,14 +249,17 @@ def where_run(found):
     if not every:
         return 'Not run yet.'
     minutes = [last('minutes')(run) for run in every]
+    span, hours = f'{min(minutes):.1f} to {max(minutes):.1f} minutes', f'{sum(minutes) / 60:.2g} hours'
     machines = ' or '.join(sorted({run['machine'] for run in every}))
-    return f'{len(every)} runs of {min(minutes):.1f} to {max(minutes):.1f} minutes, each on {machines}.'
+    return f'{len(every)} runs of {span}, {hours} in all, each on {machines}.'
 
 
 def measures(table, found):
     """What was measured of the networks of a table, as lines"""
     every = [run for of_row in found.values() for run in of_row.values()]
     keys = [key for key in MEASURES if every and all(key in run.get('measured', {}) for run in every)]
+    if not keys:
+        return []
     return ['', *markdown(grid(found, table.pairs, [Column(key, measured(key), MEASURES[key]) for key in keys]))]
 
 
@@ -231,7 +272,7 @@ def best_epochs(table, found):
         return []
     return ['', 'R@1 of the same runs by the last epoch, and by the epoch that is best on the test set, which papers',
             'often report (Reality Check, Section 2.3); and when a run first has 95 % of its last MAP@R:', '',
-            *markdown(grid(found, table.pairs, BEST))]
+            *markdown(grid(found, table.pairs, BEST_EPOCH))]
 
 
 # ---- what folds choose
@@ -249,22 +290,32 @@ def method(row):
     return row.split(' @ ')[0]
 
 
-def choose(table, tables, runs):
-    """{row: Choice}: for each method of a table, the row and the epoch with the highest mean MAP@R on all folds"""
-    folds = tables[table.folds]
-    candidates = {}                             # {method: [(mean MAP@R, row, steps)]}
+def candidates(folds, runs):
+    """[(row, steps, mean MAP@R)] of a table of folds: each row and each evaluation that all folds of it have"""
+    found = []
     for row, of_row in runs_of(folds, runs).items():
-        if len(of_row) == len(folds.rows[row].repeats):
-            run = next(iter(of_row.values()))
-            for epoch in run['columns']['epoch']:
-                values = numbers(of_row, after(epoch, 'MAP@R'))
-                if len(values) == len(of_row):  # a run that stopped early has no number
-                    candidates.setdefault(method(row), []).append((mean(values.values()), row, epoch * run['steps']))
+        if len(of_row) < len(folds.rows[row].repeats):
+            continue
+        run = next(iter(of_row.values()))
+        for epoch in run['columns']['epoch']:
+            values = numbers(of_row, after(epoch, 'MAP@R'))
+            if len(values) == len(of_row):
+                found.append((row, epoch * run['steps'], mean(values.values())))
+    return found
+
+
+def choose(table, tables, runs):
+    """{row: Choice}: for each method of a table, the row and the evaluation with the highest mean MAP@R on the folds"""
+    best_of = {}                                # {method: candidate}
+    for candidate in candidates(tables[table.folds], runs):
+        name = method(candidate[0])
+        if name not in best_of or candidate[2] > best_of[name][2]:
+            best_of[name] = candidate
     chosen = {}
-    for name in dict.fromkeys(map(method, table.rows)):
-        if name in candidates:
-            on_folds, row, wanted = max(candidates[name], key=lambda candidate: candidate[0])
-            chosen[row] = Choice(on_folds, wanted, *nearest(table, runs_of(table, runs).get(row), wanted))
+    for name in map(method, table.rows):
+        if name in best_of:
+            row, steps, map_at_r = best_of[name]
+            chosen[row] = Choice(map_at_r, steps, *nearest(table, runs_of(table, runs).get(row), steps))
     return chosen
 
 
@@ -281,8 +332,8 @@ def nearest(table, of_row, steps):
 def stopped(table, tables, runs):
     """{row: {repeat: run}}: the rows that folds choose, with their runs as they were after the chosen epoch"""
     found = runs_of(table, runs)
-    return {row: {repeat: stop(run, choice.epoch) for repeat, run in found.get(row, {}).items()}
-            for row, choice in choose(table, tables, runs).items()}
+    return {row: {repeat: stop(run, choice.epoch) for repeat, run in found.get(row, {}).items()
+                  if choice.epoch in run['columns']['epoch']} for row, choice in choose(table, tables, runs).items()}
 
 
 def by_folds(table, tables, runs):

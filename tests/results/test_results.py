@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, SCRIPTS
 
 import common
+import train_metrix
 
 
 @cache
@@ -52,11 +53,12 @@ def test_a_difference_is_that_of_the_row_to_its_base():
     pairs = [('with', 'without'), ('not run', 'with')]
     table = table_of(rows, ['--c 0', '--c 1'], pairs=pairs, settings='its settings')
     out = tables.section(table, {}, runs)
-    assert out[0] == 'its settings' and '3 runs of 1.0 to 1.0 minutes, each on a machine.' in out
+    assert out[0] == 'its settings' and '3 runs of 1.0 to 1.0 minutes, 0.05 hours in all, each on a machine.' in out
     assert '| without | 1 | 2.0 | 4.0 | 2.0 | 2.0 | 4.0 | 2.0 | 0.40 | 0.00 | 0.40 | `t.py --a 2` |' in out
     assert any(line.startswith('| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |') for line in out)
     assert '| with - without | 1 |  | 2.0 |  |  | 2.0 |  |  |  | 0.20 |  |' in out
     assert '| not run | 0 |' + '  |' * 9 + ' `t.py --a 3` |' in out and '| not run - with | 0 |' + '  |' * 10 in out
+    assert tables.section(table._replace(measured=True), {}, {})[-2] == 'Not run yet.'
     assert tables.cell([1, 1.1, 1.2], bold=True) == '**1.1 ± 0.2**' and tables.cell([1, -1], bold=True)[0] != '*'
 
 
@@ -90,10 +92,29 @@ def test_a_table_by_epoch(tmp_path):
     assert '| MAP@R after epoch | runs | 0 | 2 | 9 | command |' in out
     assert '| ms, with | 3 | 9.0 ± 0.0 | 6.0 ± 2.5 | 8.0 ± 0.0 | `t.py --a 1` |' in out
     assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 1.0 ± 0.0 | 6.5 ± 6.4 |  |' in out, 'in MAP@R'
-    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 2.0 ± 0.0 | 13.0 ± 12.7 |' in out, 'in R@1'
+    assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 2.0 ± 0.0 | 13.0 ± 12.7 | 0.0 ± 0.0 |' in out, 'in R@1'
     pytest.importorskip('matplotlib')
     draw.draw(table, runs, tmp_path / 'x.png')
     assert (tmp_path / 'x.png').exists()
+
+
+def test_r_at_1_where_map_at_r_is_the_same():
+    """The curve of the base rises through a MAP@R of 4 and falls through it, half way from 5 to 3, at an R@1 of 25.
+    Where a curve does not fall that far, there is no number, and none where one pair of a row has none."""
+    base, row = run_of(MAP=[2, 6, 5, 3], R=[10, 60, 30, 20]), run_of(MAP=[2, 3, 5, 4], R=[10, 20, 30, 29])
+    assert tables.at_equal_map_at_r(row, base) == 4
+    assert tables.at_equal_map_at_r(base, row) is None
+    assert tables.at_equal_map_at_r(run_of(MAP=[2, 7], R=[1, 1]), base) is None
+    runs = {'t.py --a 1 --seed 0': row, 't.py --a 2 --seed 0': base}
+    table = table_of({'with': 't.py --a 1', 'without': 't.py --a 2'}, ['--seed 0', '--seed 1'], epochs=[0, 1, 2, 3],
+                     pairs=[('with', 'without'), ('without', 'with')])
+    out = tables.section(table, {}, runs)
+    assert '| R@1 after epoch | runs | 0 | 1 | 2 | 3 | at equal MAP@R |' in out
+    assert '| with - without | 1 | 0.0 | -40.0 | 0.0 | 9.0 | 4.0 |' in out
+    assert '| without - with | 1 | 0.0 | 40.0 | 0.0 | -9.0 |  |' in out
+    assert '| with | 1 | 10.0 | 20.0 | 30.0 | 29.0 |  |' in out
+    runs |= {'t.py --a 1 --seed 1': base, 't.py --a 2 --seed 1': row}
+    assert not any('equal' in line for line in tables.section(table, {}, runs))
 
 
 def test_folds_choose_where_the_runs_of_a_table_are_shown():
@@ -282,6 +303,18 @@ def test_pages_link_to_pages_and_sections_that_there_are():
     assert all(name in texts['README.md'] for name in texts if name != 'README.md'), 'the first page links to all'
 
 
+def test_intervals_in_the_text_of_a_page_stand_in_a_table():
+    """Of any page; a loss has no sign in a text. Blocks of code show what eval.py prints."""
+    text = '\n'.join(re.sub(r'(?s)```.*?```', '', page.read_text()) for page in results.pages())
+    rows, others = [], []
+    for line in text.splitlines():
+        (rows if line.startswith('|') else others).append(line)
+    found = re.findall(r'\d+\.\d+ ± \d+\.\d+', ' '.join(' '.join(others).split()))
+    assert len(found) > 100
+    in_tables = set(re.findall(r'\d+\.\d+ ± \d+\.\d+', ' '.join(rows)))
+    assert set(found) <= in_tables, set(found) - in_tables
+
+
 @pytest.mark.parametrize('name', ['README.md', 'tests/course/README.md', *(f'{script}.py' for script in SCRIPTS)])
 def test_intervals_in_texts_stand_on_the_pages_of_results(name):
     """A gain has a sign in README. Tables of eval.py, which have two digits, are examples of what it prints."""
@@ -294,12 +327,20 @@ def test_the_commands_of_the_pages_are_commands():
     """Each row, as its script reads it"""
     for name, table in on_pages()[0].items():
         for row in table.rows.values():
-            args = results.read_flags(f'{row.command} {row.repeats[0]}')
-            assert args.seed == 0 and args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars'), name
+            args = results.read_flags(f'{row.command} {row.repeats[-1]}')
+            assert args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars'), name
+            assert args.seed == 0 or row.repeats[-1].endswith(f'--seed {args.seed}'), name
             patch = re.search(r'--patched (\w+)', row.command)
             assert not patch or patch[1] in patches.PATCHES
     with pytest.raises(common.UsageError, match='--no-such'):
         results.read_flags('train_ms.py --no-such 3 --seed 0')
+
+
+def test_a_command_that_its_script_does_not_understand_is_named_before_any_run(trial):
+    table = table_of({'good': 'train_ms.py', 'bad': 'train_ms.py --no-such 3'}, ['--seed 0'])
+    with pytest.raises(common.UsageError, match='unrecognized arguments: --no-such 3'):
+        results.make(table, trial.file, 1)
+    assert trial.made == []
 
 
 def test_experiments_of_the_course_are_runs_on_the_pages_of_results():
@@ -404,6 +445,7 @@ def test_a_page_that_is_written_twice_stays_as_it_is_and_takes_a_new_row(page):
 
 @pytest.mark.parametrize('old, new, place, text', [
     ('push - none | |', 'push - nothing | |', 9, "no row 'nothing'"),
+    ('push - none | |', 'push - none | `train_ms.py` |', 9, 'so it has no command'),
     ('`train_metrix.py --mixup none`', '', 7, "row 'none' needs a command"),
     ('`train_metrix.py --mixup none`', '`--mixup none`', 7, "row 'none' needs a command"),
     ('| push - none | |\n', '| none | `train_ms.py` |\n', 9, "has a row 'none' already"),
@@ -456,8 +498,8 @@ def trial(monkeypatch, tmp_path):
             rows = [{key: dict(mean=value, interval=None) for key, value in zip(('R@1', 'RP', 'MAP@R'), numbers)}
                     | dict(setting=setting) for setting, numbers in (('a', (50, 20, 10)), ('b', (60, 30, 20)))]
             return SimpleNamespace(returncode=0, stdout='a line\n' + json.dumps(dict(rows=rows)))
-        folder = tmp_path / 'runs' / words[-1]
-        folder.mkdir(parents=True)
+        folder = tmp_path / 'runs' / words[-1].removeprefix('runs/')
+        folder.mkdir(parents=True, exist_ok=True)
         rows = [{'R@1': n, 'MAP@R': n / 2, 's+': 0.5, 's-': 0.1234567, 'epoch': n, 'minutes': 1.0, 'img/s': 3}
                 for n in (1, 70, 60)]
         (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
@@ -492,6 +534,16 @@ def test_a_line_has_the_columns_that_pages_show(trial):
     shutil.rmtree(results.ROOT / 'runs')
     results.make(table._replace(epochs=[1, 60]), trial.file, 1)
     assert results.read_runs(trial.file)['train_ms.py --seed 0']['columns']['R@1'] == [1, 60]
+
+
+def test_a_run_that_was_stopped_goes_on_in_its_folder(trial):
+    table, folder = table_of({'x': 'train_ms.py'}, ['--seed 0', '--seed 1']), results.name_of('train_ms.py --seed 1')
+    (results.ROOT / 'runs' / folder).mkdir(parents=True)
+    (results.ROOT / 'runs' / folder / 'last.pt').touch()
+    assert results.make(table, trial.file, 1) == []
+    first, second = (command for command, _ in trial.made)
+    assert re.fullmatch(r'train_ms.py --seed 0 --name results-\w{8}', first)
+    assert second == f'train_ms.py --seed 1 --resume runs/{folder}'
 
 
 def test_papers_tables_go_past_a_failure_and_on_after_a_stop(trial, monkeypatch, capsys):
@@ -555,28 +607,58 @@ utilization, Eq. (12): 0.500 by clean examples, 0.400 by these and the mixed one
 the figure: runs/x/positivity.png
 """}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=0, stdout=printed[words[0]]))
-    ended = SimpleNamespace(returncode=0)
-    done, measures = results.measure(ended, 'runs/x/last.pt', True, {})
-    assert done is ended and measures == dict(measured={
+    done, measures = results.measure('runs/x/last.pt', True, {})
+    assert done.returncode == 0 and measures == dict(measured={
         'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60, 'utilization, mixed': 0.4, 'P(Pos)': 0.6,
         'Fig. 2': pytest.approx(0.08)})
-    assert results.measure(ended, 'runs/x/last.pt', False, {})[1]['measured'].keys() == {
+    assert results.measure('runs/x/last.pt', False, {})[1]['measured'].keys() == {
         'alignment', 'uniformity', 'utilization', 'NMI'}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=2, stdout=''))
-    assert results.measure(ended, 'runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
+    assert results.measure('runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
 
 
 # ---- patches
 
 
+def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
+    """ms with embedding mixing, on twelve vectors of four classes"""
+    z = torch.nn.functional.normalize(torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), dim=1)
+    y, hyper = torch.arange(12) // 3, dict(beta=18.0, gamma=75.0, m=0.77)
+    mixing = train_metrix.Mixing('embed', 'pos-neg', None, 2.0)
+
+    def loss(kind='ms', hyper=hyper):
+        torch.manual_seed(0)
+        return train_metrix.mixed_loss(kind, hyper, mixing, None, None, None, z, y).item()
+
+    def patched(name, *numbers):
+        with monkeypatch.context() as context:
+            for function, replacement in patches.PATCHES[name](*numbers).items():
+                context.setattr(train_metrix, function, replacement)
+            return loss()
+    assert patched('softer', 2, 10, 0.5) == loss(hyper=dict(beta=2, gamma=10, m=0.5)) != loss()
+    assert patched('contrast', 0.5) == loss('contrastive', dict(m=0.5)) != loss()
+    assert patched('mined') != loss()
+    monkeypatch.setattr(patches.train_ms, 'mine', lambda s, y, epsilon: (y[:, None] == y, y[:, None] != y))
+    assert patched('mined') == loss(), 'a miner that keeps all pairs changes nothing'
+    monkeypatch.setattr(train_metrix, 'labelled_loss', lambda s, y, valid, kind, **hyper: train_metrix.TABLE_1[kind](
+        s, y * valid, (1 - y) * valid, **hyper)[1])
+    only_push = loss()
+    monkeypatch.undo()
+    assert patched('push') == pytest.approx(only_push, rel=1e-5) and only_push < loss() / 2
+    torch.manual_seed(0)
+    lam = torch.distributions.Beta(2.0, 2.0).sample().item()
+    assert patched('released') == patches.released_loss(z, y, lam, **hyper).item()
+    assert patches.PATCHES['released']()['clean_loss']('ms', z, y) == 0, 'it is in place of both terms'
+
+
 def test_a_patch_replaces_a_function_of_the_script(monkeypatch):
     """`softer` hands its three numbers to the mixed loss, whatever the flags say."""
     seen = []
-    monkeypatch.setattr(patches.train_metrix, 'mixed_loss', lambda kind, hyper, *args: seen.append((kind, hyper)))
-    monkeypatch.setattr(patches.train_metrix, 'main', lambda words: patches.train_metrix.mixed_loss('ms', {}) or words)
+    monkeypatch.setattr(train_metrix, 'mixed_loss', lambda kind, hyper, *args: seen.append((kind, hyper)))
+    monkeypatch.setattr(train_metrix, 'main', lambda words: train_metrix.mixed_loss('ms', {}) or words)
     results.main(['--patched', 'softer:2:10:0.5', 'train_metrix.py', '--mixup', 'feature'])
     assert seen == [('ms', dict(beta=2, gamma=10, m=0.5))]
-    for words in (['pull', 'train_metrix.py'], ['push', 'train_ms.py'], ['softer:2', 'train_metrix.py'],
+    for words in ([], ['push'], ['pull', 'train_metrix.py'], ['push', 'train_ms.py'], ['softer:2', 'train_metrix.py'],
                   ['softer:2:10:x', 'train_metrix.py']):
         with pytest.raises(common.UsageError):
             results.main(['--patched', *words])
