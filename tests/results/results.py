@@ -19,7 +19,8 @@ table.
 
 A finished run becomes a line of runs.jsonl, with its commit and its evaluations, see tables.py; no two lines have the
 same command. Numbers have six digits. What the log of a run has besides (img/s, no-pos; of a table with `epochs` also
-loss, R@2 to RP, and all other epochs) is not kept: to have it, run the command again, and read runs/NAME/log.jsonl.
+loss, R@2 to RP, s+, s-, and all other epochs) is not kept: to have it, run the command again, and read
+runs/NAME/log.jsonl.
 
 A run that was stopped goes on at the next start. Its folder in runs/ is named by its command, so an unfinished run
 whose command is changed begins anew. A run that fails is named at the end, and does not stop the others. Once the line
@@ -172,7 +173,7 @@ def line_of(command, log, table, printed, threads):
     kept = r'epoch|loss|(new_)?R@\d+|RP|MAP@R|s\+|s-|minutes'
     if table.epochs:
         rows = [row for row in rows if row['epoch'] in table.epochs]
-        kept = r'epoch|R@1|MAP@R|s\+|s-|minutes'
+        kept = r'epoch|R@1|MAP@R|minutes'
     columns = {key: [rounded(row[key]) for row in rows] for key in rows[-1] if re.fullmatch(kept, key)}
     columns['minutes'] = [round(minutes, 3) for minutes in columns['minutes']]
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
