@@ -1,4 +1,6 @@
-"""Draws the runs of a table over their epochs: python tests/results/results.py NAME --draw PNG. Needs matplotlib."""
+"""Draws the runs of a table: python tests/results/results.py NAME --draw PNG, or --draw-path PNG. Needs matplotlib."""
+from statistics import mean
+
 from tables import after, numbers, runs_of
 
 from eval import interval
@@ -24,13 +26,32 @@ def draw(table, runs, path):
     figure.savefig(path, dpi=100)
 
 
+def draw_path(table, runs, path):
+    """Draws R@1 against MAP@R along the training, of a table with epochs: the means of each row, an arrow at its last
+    evaluation. Rows that move along one path differ in speed alone."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(6, 4.5), layout='constrained')
+    axes = figure.subplots()
+    for number, (row, of_row) in enumerate(runs_of(table, runs).items()):
+        if of_row:
+            x, y = ([mean(numbers(of_row, after(epoch, key)).values()) for epoch in table.epochs]
+                    for key in ('MAP@R', 'R@1'))
+            axes.plot(x, y, 'o-', color=f'C{number}', markersize=3, label=row)
+            axes.annotate('', (x[-1], y[-1]), (x[-2], y[-2]), arrowprops=dict(arrowstyle='->', color=f'C{number}'))
+            before = x[0], y[0]
+    axes.plot(*before, 'k*', markersize=12, label='before training')
+    axes.set(xlabel='MAP@R on the test classes', ylabel='R@1 on the test classes')
+    axes.legend()
+    figure.savefig(path, dpi=100)
+
+
 def draw_means(axes, title, rows, epochs):
     """Mean and interval of each row; the dotted line is the network before training."""
     for number, (row, of_row) in enumerate(rows.items()):
         found = [interval(list(numbers(of_row, after(epoch, 'MAP@R')).values())) for epoch in epochs]
-        middle = [mean for mean, _ in found]
-        low = [mean - (half or 0) for mean, half in found]
-        high = [mean + (half or 0) for mean, half in found]
+        middle = [centre for centre, _ in found]
+        low = [centre - (half or 0) for centre, half in found]
+        high = [centre + (half or 0) for centre, half in found]
         axes.plot(epochs, middle, 'o-', color=f'C{number}', markersize=3, label=row.removeprefix(f'{title}, '))
         axes.fill_between(epochs, low, high, color=f'C{number}', alpha=0.2)
     axes.axhline(middle[0], color='grey', linestyle=':')

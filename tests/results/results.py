@@ -298,6 +298,7 @@ def get_options(argv):
     parser.add_argument('tables', nargs='*', metavar='NAME')
     parser.add_argument('--jobs', type=common.at_least(0), default=1, help='runs at a time; 0: none')
     parser.add_argument('--draw', metavar='PNG', help='draw a table by epoch, R@1 or MAP@R (pip install matplotlib)')
+    parser.add_argument('--draw-path', metavar='PNG', help='draw R@1 against MAP@R along the training')
     parser.add_argument('--plan', action='store_true', help='print what is missing, and make nothing')
     parser.add_argument('--add', metavar='FLAGS', help='a trial with more flags, kept in runs/trial.jsonl and trial.md')
     return parser.parse_args(argv)
@@ -334,6 +335,8 @@ def main(argv=None):
         text += lines
         if options.draw:
             draw.draw(specified[name], read_runs(file), options.draw)
+        if options.draw_path:
+            draw.draw_path(specified[name], read_runs(file), options.draw_path)
     if options.add and text:
         TRIAL.with_suffix('.md').write_text('\n'.join(text) + '\n')
     if failed:

@@ -95,7 +95,8 @@ def test_a_table_by_epoch(tmp_path):
     assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 2.0 ± 0.0 | 13.0 ± 12.7 | 0.0 ± 0.0 |' in out, 'in R@1'
     pytest.importorskip('matplotlib')
     draw.draw(table, runs, tmp_path / 'x.png')
-    assert (tmp_path / 'x.png').exists()
+    draw.draw_path(table, runs, tmp_path / 'path.png')
+    assert (tmp_path / 'x.png').exists() and (tmp_path / 'path.png').exists()
 
 
 def test_r_at_1_where_map_at_r_is_the_same():
