@@ -4,6 +4,7 @@ A solution is the source of its functions, or (old, new, old, new, ...) for line
 """
 
 WRONG, RIGHT = {}, {}           # {exercise: {what is wrong, or how it is done: solution}}
+PASSING = {}                    # the same: wrong, but all tests that a hand-out has pass
 # Right where the images of a class stand side by side: classes are told apart by where the label changes.
 RUNS = 'torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)'
 
@@ -534,8 +535,6 @@ def utilization(queries, examples):
     'all differences at once': '''
 def utilization(queries, examples):
     q, x = F.normalize(queries, dim=1), F.normalize(examples, dim=1)
-    if len(q) * len(x) * q.shape[1] > 10 ** 9:
-        raise MemoryError
     return (q[:, None] - x).square().sum(dim=2).amin(dim=1).mean().item()
 ''',
 }
@@ -552,4 +551,89 @@ def utilization(queries, examples):
         total += float((examples - q).square().sum(dim=1).min())
     return total / len(queries)
 ''',
+}
+
+WRONG['labelled_loss'] = {
+    'labels ignored': ('y * valid, (1 - y) * valid', '(y > 0.5) * valid, (y <= 0.5) * valid'),
+    'what is not valid is a negative': ('y * valid, (1 - y) * valid', 'y * valid, 1 - y * valid'),
+    'labels swapped': ('y * valid, (1 - y) * valid', '(1 - y) * valid, y * valid'),
+    'negatives in full': ('(1 - y) * valid', '(y < 1) * valid'),
+    'only the pull': ('return pull + push', 'return pull'),
+    'push with minus': ('return pull + push', 'return pull - push'),
+    'mean over the anchors': ('return pull + push', 'return (pull + push).mean()'),
+    'half precision stays': ('    s = common.at_least_float32(s)\n', ''),
+    'labels as they come': ('    y = y.to(s.dtype)\n', ''),
+}
+RIGHT['labelled_loss'] = {
+    'where instead of a product': ('y * valid, (1 - y) * valid', 'torch.where(valid, y, 0), torch.where(valid, 1 - y, 0)'),
+    'anchor by anchor': '''
+def labelled_loss(s, y, valid, kind, **hyper):
+    s = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
+    losses = [0 * s.sum(dim=1)]
+    for a in range(len(s)):
+        share = y[a:a + 1, valid[a]].to(s.dtype)
+        terms = TABLE_1[kind](s[a:a + 1, valid[a]], share, 1 - share, **hyper)
+        losses.append(torch.zeros_like(losses[0]).index_add(0, torch.tensor([a]), sum(terms)))
+    return sum(losses)
+''',
+}
+WRONG['ms'] = {
+    'weights inside': ('log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * positive * (s - m), positive > 0)'),
+    'weights are masks': ('log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * (s - m), positive > 0)',
+                          'log1p_sum_exp(gamma * (s - m), negative)', 'log1p_sum_exp(gamma * (s - m), negative > 0)'),
+    'scales swapped': ('positive) / beta', 'positive) / gamma', 'negative) / gamma', 'negative) / beta'),
+    'signs swapped': ('-beta * (s - m)', 'beta * (s - m)', 'gamma * (s - m), negative', '-gamma * (s - m), negative'),
+    'no division': ('positive) / beta', 'positive)', 'negative) / gamma', 'negative)'),
+    'without the 1 +': ('zero = t.new_zeros(len(t), 1) ', "zero = t.new_full((len(t), 1), float('-inf')) "),
+    'm for negatives with plus': ('gamma * (s - m)', 'gamma * (s + m)'),
+    'exp overflows': ('''
+def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
+    pull = (positive * (-beta * (s - m)).exp()).sum(dim=1)
+    push = (negative * (gamma * (s - m)).exp()).sum(dim=1)
+    return pull.log1p() / beta, push.log1p() / gamma
+'''),
+    'a weight of 0 is a small one': ('weight.log()', '(weight + 1e-6).log()'),
+}
+RIGHT['ms'] = {
+    'logaddexp with 0': '''
+def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
+    def term(t, weight):
+        t = torch.where(weight > 0, t + weight.to(t.dtype).clamp_min(1e-38).log(), -1e30)
+        return torch.logaddexp(t.logsumexp(dim=1), t.new_zeros(len(t)))
+    return term(-beta * (s - m), positive) / beta, term(gamma * (s - m), negative) / gamma
+''',
+    'the largest exponent apart': '''
+def log1p_sum_exp(t, weight):
+    peak = t.detach().masked_fill(weight == 0, 0).amax(dim=1, keepdim=True).clamp_min(0)
+    t = (t - peak).masked_fill(weight == 0, 0)
+    return ((weight * t.exp()).sum(dim=1) + (-peak[:, 0]).exp()).log() + peak[:, 0]
+''',
+}
+
+# ---- what only the comparison sees
+
+PASSING = {
+    'utilization': {
+        'the first 5,000 examples': ('common.k_nearest(queries, examples, 1)',
+                                     'common.k_nearest(queries, examples[:5000], 1)'),
+    },
+    'contrastive_loss': {
+        'classes modulo 256': ('pairs(y)', 'pairs(y % 256)'),
+        'the first 64 images': ('common.at_least_float32(z))', 'common.at_least_float32(z[:64]))',
+                                'pairs(y)', 'pairs(y[:64])'),
+    },
+    'multi_similarity_loss': {
+        'classes modulo 256': ('pairs(y) if', 'pairs(y % 256) if'),
+    },
+    'proxy_anchor_loss': {
+        'ten proxies': ('F.normalize(proxies, dim=1)', 'F.normalize(proxies[:10], dim=1)',
+                        'torch.arange(len(proxies)', 'torch.arange(len(proxies[:10])'),
+    },
+    'proxynca_pp_loss': {
+        'temperatures of the tests': ('2 / temperature', '2 / min([1 / 9, 0.5, 1e-3], key=lambda t: abs(t - temperature))'),
+    },
+    'hybrid_loss': {
+        'the first 32 hybrids': ('(loss * (has_hn & has_ewp)).sum()', '(loss * (has_hn & has_ewp))[:32].sum()'),
+        'a temperature of the tests': ('/ temperature', '/ min([0.1, 0.5, 1e-3, 1], key=lambda t: abs(t - temperature))'),
+    },
 }
