@@ -25,7 +25,6 @@ import sandbox
 from exercises import EXERCISES
 from making import LIMIT, LIMIT_OF_A_TEST, functions_of, handout, lines_of, solutions_in, source, with_imports, write
 
-
 # ---- processes
 
 STARTING = threading.Lock()
@@ -227,7 +226,7 @@ def scripts_in(paths, script):
         graded += own
         others += [file for file in found if file not in own]
         if not own:
-            print(f'{path}: there is no .py file in this folder' + ' itself' * bool(found))
+            print(f'{path.name}: there is no .py file in this folder' + ' itself' * bool(found))
     return graded, others
 
 
@@ -304,8 +303,9 @@ class Grader:
             if reason:
                 parts.append(f'{test}  ({equation_of(test, self.name)})\n    ' + reason.strip().replace('\n', '\n    '))
         if grade.differences:
-            parts.append(f'{len(grade.differences)} of {len(self.comparison.calls)} random inputs have another value or '
-                         'gradient than the original. The first:\n    ' + grade.differences[0].replace(': ', '\n    '))
+            number = f'{len(grade.differences)} of {len(self.comparison.calls)}'
+            parts.append(f'{number} random inputs have another value or gradient than the original. The first:\n    '
+                         + grade.differences[0].replace(': ', '\n    '))
         return '\n\n'.join(parts) + '\n'
 
 
@@ -313,10 +313,12 @@ def grade(name, paths, table=None, feedback=None, seed=None):
     """Prints the points of each file; writes a table and texts"""
     seed = random.randrange(10 ** 6) if seed is None else seed
     graded, others = scripts_in(paths, EXERCISES[name].script)
+    top = os.path.commonpath([os.path.abspath(path if path.is_dir() else path.parent) for path in map(Path, paths)])
+    if others:
+        print(f'not graded: {", ".join(os.path.relpath(path, top) for path in others)}')
     if not graded:
         return
     print(f'seed {seed} of the random inputs')
-    top = os.path.commonpath([os.path.abspath(path if path.is_dir() else path.parent) for path in map(Path, paths)])
     names = [Path(os.path.relpath(path, top)) for path in graded]
     grader = Grader(name, seed)
     rows = []
@@ -330,8 +332,6 @@ def grade(name, paths, table=None, feedback=None, seed=None):
                 Path(feedback).mkdir(parents=True, exist_ok=True)
                 text = Path(feedback) / ('-'.join(path.with_suffix('').parts) + '.txt')
                 text.write_text(grader.feedback(one))
-    if others:
-        print(f'not graded: {", ".join(os.path.relpath(path, top) for path in others)}')
     if table:
         with open(table, 'w', newline='') as file:
             header = ['file', 'exercise', 'equation', 'points', 'of', 'seed', 'remarks']

@@ -3,6 +3,7 @@ import ast
 import io
 import random
 import re
+from functools import cache, lru_cache
 from pathlib import Path
 from symtable import symtable
 
@@ -18,9 +19,14 @@ def lines_of(text):
     return io.StringIO(text).readlines()
 
 
+@lru_cache(100)
+def parsed(text):
+    return ast.parse(text)
+
+
 def functions_of(text, names):
     """The functions with these names, as nodes from top to bottom"""
-    return [node for node in ast.parse(text).body if getattr(node, 'name', '') in names]
+    return [node for node in parsed(text).body if getattr(node, 'name', '') in names]
 
 
 def cut(text, names):
@@ -148,7 +154,7 @@ def page(names, files):
         own |= {*e.cut.split()}
         rows.append(f'| {name} | `{e.script}`: {e.functions} | {e.source} | {e.level} | {e.minutes} | '
                     f'`python -m pytest {e.tests} -k "{e.graded}"` |')
-    others = [node.name for path, text in files.items() if path.endswith('.py') for node in ast.parse(text).body
+    others = [node.name for path, text in files.items() if path.endswith('.py') for node in parsed(text).body
               if isinstance(node, ast.FunctionDef) and node.name not in own
               and ast.unparse(node.body[-1]) == 'raise NotImplementedError']
     others = OTHERS.format(names=', '.join(f'`{name}`' for name in dict.fromkeys(others))) if others else ''
@@ -169,22 +175,71 @@ def hand_in(text, names, solution):
             raise ValueError(f'{old!r} does not stand once in {", ".join(names)}')
         changed = [body.replace(old, new) for body in changed]
     for body, other in zip(bodies, changed):
-        text = text.replace(body, other)
+        text = text.replace(body, in_shape(body, other))
     return text
 
 
-def flawed(names, seed):
-    """{path: text} of whole scripts, each with a wrong solution in place of the right one. Those that change lines are
-    taken; one that comes as a function of its own would show by its style."""
+COMMENT = re.compile(r'(.*?)( +)(# .*\n)')
+
+
+def in_shape(body, changed):
+    """A function whose lines were changed, as a person would leave it: comments stay in their columns, and a line that
+    has lost its code is gone."""
+    places = [(number, match) for number, match in enumerate(map(COMMENT.fullmatch, lines_of(body))) if match]
+    lines = []
+    for number, line in enumerate(lines_of(changed)):
+        match = COMMENT.fullmatch(line)
+        same = [(abs(number - n), other.start(3)) for n, other in places if match and other[3] == match[3]]
+        if same and match[1].strip():
+            line = f'{match[1]}{" " * max(2, min(same)[1] - len(match[1]))}{match[3]}'
+        lost = line != '\n' and not re.sub('#.*', '', line).strip() and line not in lines_of(body)
+        lines += [] if lost else [line]
+    return ''.join(lines)
+
+
+def traces(text, original):
+    """What shows in a script that it was changed, beside the mistake: names that are no longer used, branches that are
+    never taken, lines that are too long"""
+    return signs(text) - signs(original)
+
+
+@lru_cache(100)
+def signs(text):
+    tree = parsed(text)
+    nodes = [*ast.walk(tree)]
+    found = {line for line in lines_of(text) if len(line) > 121}
+    found |= {ast.unparse(node) for node in nodes if isinstance(node, (ast.If, ast.IfExp))
+              and isinstance(node.test, ast.Constant)}
+    for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
+        inside = [*ast.walk(function)]
+        names = [node for node in inside if isinstance(node, ast.Name)]
+        bound = {node.arg for node in inside if isinstance(node, ast.arg)}
+        bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        found |= {f'{function.name}: {name}' for name in bound - used}
+        found |= {f'{function.name}: pass' for node in inside if isinstance(node, ast.Pass)}
+    called = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return found | {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} - called
+
+
+@cache
+def mistakes(name):
+    """The wrong solutions that change lines and leave no other traces, as scripts; always in the same random order. One
+    that comes as a function of its own would show by its style."""
     from solutions import WRONG
+    e = EXERCISES[name]
+    original = source(e.script)
+    scripts = [hand_in(original, e.cut.split(), s) for s in WRONG[name].values() if isinstance(s, tuple)]
+    scripts = [script for script in scripts if not traces(script, original)]
+    return random.Random(name).sample(scripts, len(scripts))
+
+
+def flawed(names, seed):
+    """{path: text} of whole scripts, each with a wrong solution in place of the right one"""
     exercises = {name: EXERCISES[name] for name in names}
     if len({e.script for e in exercises.values()}) < len(names):
         raise SystemExit('error: two of these exercises are in one script, and a script gets one mistake')
-    drawn = random.Random(seed)
-    scripts = {}
-    for name, e in exercises.items():
-        mistakes = [mistake for mistake in WRONG[name].values() if not isinstance(mistake, str)]
-        scripts[e.script] = hand_in(source(e.script), e.cut.split(), drawn.choice(mistakes))
+    scripts = {e.script: mistakes(name)[seed % len(mistakes(name))] for name, e in exercises.items()}
     rows = [f'| `{e.script}` | {e.functions} | {e.source} | {e.minutes} |' for e in exercises.values()]
     return (with_imports(scripts, lambda path: scripts.get(path) or source(path))
             | {'README.md': FLAWED.format(rows='\n'.join(rows))})

@@ -81,7 +81,7 @@ def test_retrieval_of_a_collapsed_network_is_no_better_than_chance():
 
 
 def test_retrieval_from_a_gallery_as_long_as_the_queries():
-    """The first image of a gallery is not the first query: only within the queries is an image left out by its index."""
+    """The first image of a gallery is not the first query: only queries are left out by their index."""
     found = retrieval_metrics(points(0, 40, 80), torch.tensor([5, 2, 0]), points(1, 41, 81), torch.tensor([5, 2, 0]))
     expect_row(found, dict.fromkeys(['R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R'], 100),
                'queries at 0, 40, 80 degrees of classes 5, 2, 0, a gallery at 1, 41, 81 degrees of the same classes')

@@ -118,7 +118,7 @@ def test_hse_eq9_without_overflow(dtype, temperature):
     """exp() ends at an exponent of 88 in float32, and of 709 in float64; here it is 234 and 2,340."""
     h, z = on_circle(0, dtype=dtype).requires_grad_(), on_circle(40, 0, dtype=dtype)
     loss = hybrid_loss(h, z, *masks([True, False]), temperature=temperature)
-    what = f'HSE Eq. (9) of a hybrid at 0, its weak positive at 40, its negative at 0 degrees, temperature {temperature}'
+    what = f'HSE Eq. (9) of a hybrid at 0, weak positive at 40, negative at 0 degrees, temperature {temperature}'
     expect(loss, (1 - cos(radians(40))) / temperature, f'{what}, {dtype}', 1e-5)
     loss.backward()
     expect(h.grad * temperature, [[1 - cos(radians(40)), -sin(radians(40))]], f'its gradient, {dtype}', 1e-5)
