@@ -84,7 +84,7 @@ def results(exercise, files, script, *options):
 
 def answers(files, script, calls):
     """What a script answers to calls that are packed: for each (what is plain, arrays); a text is what went wrong"""
-    messages = sent(sandbox.answer, files, LIMIT, script, calls)
+    messages = sent(sandbox.answer, files, 3 * LIMIT, script, calls)    # large ones, and they are no part of a test
     found = []
     with closing(messages):
         try:
