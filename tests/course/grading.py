@@ -152,15 +152,15 @@ class Script(NamedTuple):
 
 
 def names_in(tree):
-    """What a script uses, by name: variables, attributes, modules that are imported, and absolute paths in texts"""
-    used = set()
+    """How often a script uses a name: variables, attributes, modules that are imported, and absolute paths in texts"""
+    used = Counter()
     for node in ast.walk(tree):
-        used |= {getattr(node, field, '') for field in ('id', 'attr')}
+        used.update(getattr(node, field, '') for field in ('id', 'attr'))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             dotted = [getattr(node, 'module', None) or '', *(alias.name for alias in node.names)]
-            used |= {part for name in dotted for part in name.split('.')}
+            used.update(part for name in dotted for part in name.split('.'))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ABSOLUTE.match(node.value):
-            used.add(node.value)
+            used[node.value] += 1
     return used
 
 

@@ -18,6 +18,7 @@ WRONG['multi_similarity_loss'] = {
     'miner by columns': ('.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)',
                          '.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
     'miner of positives by columns': ('.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
+    'miner by the whole batch': ('.amin(dim=1, keepdim=True)', '.amin()', '.amax(dim=1, keepdim=True)', '.amax()'),
     'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over anchors that cost': ('(pull + push).mean()',
@@ -146,6 +147,7 @@ WRONG['proxy_anchor_loss'] = {
     'half precision stays': ('z, proxies = common.same_precision(z, proxies)', ''),
     'classes present counted by changes of the label': (
         'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
+    'push divided by the largest label': ('~positive).mean()', '~positive).sum() / (y.max() + 1)'),
     'push over proxies that have a negative': ('~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
 }
 RIGHT['proxy_anchor_loss'] = {
@@ -223,6 +225,7 @@ WRONG['center_contrastive_loss'] = {
     'centre term smoothed': ('lam * center', '(1 - smoothing) * lam * center'),
     'centre term in the softmax': ('(cosine - margin * own)', '(cosine - margin * own) + 2 * lam * cosine * own',
                                    'contrast + lam * center', 'contrast + 2 * lam'),
+    'margin on all cosines': ('margin * own', 'margin * torch.ones_like(own)'),
     'margin not scaled': ('s * (cosine - margin * own)', 's * cosine - margin * own'),
     'centres not normalised': ('c = F.normalize(centers, dim=1)', 'c = centers'),
     'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
@@ -270,6 +273,7 @@ WRONG['hybrid_loss'] = {
     'mean over hybrids that have both': ('max(len(h), 1)', '(has_hn & has_ewp).sum().clamp_min(1)'),
     'hybrids detached': ('s = h @', 's = h.detach() @'),
     'images detached': ('z.T', 'z.T.detach()'),
+    'whatever is no weak positive': ('most_similar(s, negative)', 'most_similar(s, ~weak_positive)'),
     'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
     'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
     'half precision stays': ('h, z = common.same_precision(h, z)', ''),
@@ -626,13 +630,26 @@ PASSING = {
         'classes modulo 256': ('pairs(y)', 'pairs(y % 256)'),
         'the first 64 images': ('common.at_least_float32(z))', 'common.at_least_float32(z[:64]))',
                                 'pairs(y)', 'pairs(y[:64])'),
+        'small entries are zero': ('(t > 0)', '(t > 1e-2)'),
     },
     'multi_similarity_loss': {
         'classes modulo 256': ('pairs(y) if', 'pairs(y % 256) if'),
+        'the first 16 coordinates': ('z @ z.T', 'z[:, :16] @ z[:, :16].T'),
     },
     'proxy_anchor_loss': {
         'ten proxies': ('F.normalize(proxies, dim=1)', 'F.normalize(proxies[:10], dim=1)',
                         'torch.arange(len(proxies)', 'torch.arange(len(proxies[:10])'),
+    },
+    'center_contrastive_loss': {
+        'the first 50 images': ('(contrast + lam * center_term)', '(contrast + lam * center_term)[:50]'),
+    },
+    'retrieval_metrics': {
+        'the first 5,000 of a gallery': (
+            'k_nearest(query, gallery, depth)', 'k_nearest(query, gallery if within else gallery[:5000], depth)'),
+    },
+    'ms': {
+        'the first 64 examples': ('log1p_sum_exp(-beta * (s - m), positive)',
+                                  'log1p_sum_exp(-beta * (s - m)[:, :64], positive[:, :64])'),
     },
     'proxynca_pp_loss': {
         'temperatures of the tests': (

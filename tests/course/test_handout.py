@@ -213,12 +213,6 @@ def test_weeks_of_the_course_are_those_of_the_exercises():
 # ---- the comparison
 
 
-def graded(name, script, seed=0, what=''):
-    """The Grade of a text in place of an exercise's script"""
-    grader = grading.Grader(name, seed)
-    return grader.grade(grading.read(grader.exercise, script.encode()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', [0, 1])
 def test_what_passes_the_tests_alone_is_seen_by_the_comparison(monkeypatch, seed):
@@ -262,10 +256,12 @@ def test_a_script_cannot_import_the_original(monkeypatch):
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     text = (ROOT / 'train_metrix.py').read_text()
     line = 'return torch.as_tensor(lam, dtype=torch.float64)'
+    grader = grading.Grader('positivity_threshold', 0)
     for steal in ('import exercises', 'import handout', 'import making', 'import sandbox', 'import tests.course.making',
                   'import eval', 'import sys; sys.modules["making"]'):
         assert text.count(line) == 1
-        grade = graded('positivity_threshold', text.replace(line, f'{steal}\n    {line}'))
+        script = text.replace(line, f'{steal}\n    {line}')
+        grade = grader.grade(grading.read(grader.exercise, script.encode()))
         assert sum(grade.points.values()) == 0, steal
         assert all('Error' in reason for reason in grade.failed.values())
         assert all('Error' in difference for difference in grade.differences)
