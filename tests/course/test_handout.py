@@ -73,6 +73,7 @@ def test_a_check_and_grades_of_a_quick_exercise(tmp_path, monkeypatch, capsys):
                         'should be\n')
 
 
+METRIX = (ROOT / 'train_metrix.py').read_text()
 FLAWED = {'a.py': (), 'b.py': ('.logit()', '.log()'),
           'c.py': ('torch.as_tensor(lam, dtype=torch.float64).logit()', 'exit()')}
 
@@ -213,12 +214,10 @@ def test_weeks_of_the_course_are_those_of_the_exercises():
 # ---- the comparison
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('seed', [0, 1])
-def test_what_passes_the_tests_alone_is_seen_by_the_comparison(monkeypatch, seed):
+def test_what_passes_the_tests_alone_is_seen_by_the_comparison(monkeypatch):
     """And it is said for which input; whole points are for the original."""
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    grader = grading.Grader('utilization', seed)
+    grader = grading.Grader('utilization', 1)
     original = making.source('eval.py')
     (what, change), *_ = solutions.PASSING['utilization'].items()
     one = grader.grade(grading.read(grader.exercise, making.hand_in(original, ['utilization'], change).encode()))
@@ -234,7 +233,7 @@ def test_a_seed_draws_the_same_calls_of_all_types(name):
     calls, same, others = (compare.draw_calls(EXERCISES[name].draw, seed) for seed in (3, 3, 4))
     packed = [compare.packed(*call) for call in calls]
     assert packed == [compare.packed(*call) for call in same] != [compare.packed(*call) for call in others]
-    assert len({compare.described(*call[:2]) for call in calls}) > 30
+    assert len({compare.described(*call[:2]) for call in calls}) > 25
     assert len(compare.described(*calls[0][:2])) < 400
 
 
@@ -252,26 +251,22 @@ def test_an_answer_is_compared_by_its_type():
 
 
 def test_a_script_cannot_import_the_original(monkeypatch):
-    """Not where it is tested, nor where it is compared; it is named that it tried."""
+    """Neither where it is tested, nor where it is compared; that it looks around is named."""
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    text = (ROOT / 'train_metrix.py').read_text()
     line = 'return torch.as_tensor(lam, dtype=torch.float64)'
+    look = ('import sys, importlib.util\n'
+            "    names = 'compare exercises grading handout making sandbox solutions eval'\n"
+            '    found = [name for name in names.split() if name in sys.modules or importlib.util.find_spec(name)]\n'
+            f'    assert not found\n    {line}')
     grader = grading.Grader('positivity_threshold', 0)
-    for steal in ('import exercises', 'import handout', 'import making', 'import sandbox', 'import tests.course.making',
-                  'import eval', 'import sys; sys.modules["making"]'):
-        assert text.count(line) == 1
-        script = text.replace(line, f'{steal}\n    {line}')
-        grade = grader.grade(grading.read(grader.exercise, script.encode()))
-        assert sum(grade.points.values()) == 0, steal
-        assert all('Error' in reason for reason in grade.failed.values())
-        assert all('Error' in difference for difference in grade.differences)
-    assert grade.notes == ['look at modules']
+    for names in ("'compare", "'common compare"):
+        text = METRIX.replace(line, look.replace("'compare", names))
+        grade = grader.grade(grading.read(grader.exercise, text.encode()))
+        assert sum(grade.points.values()) == (5 if names == "'compare" else 0), 'common can be imported'
+        assert grade.notes == ['look at importlib, modules']
 
 
 # ---- what is said of a file
-
-METRIX = (ROOT / 'train_metrix.py').read_text()
-
 
 @pytest.mark.parametrize('text, why', [
     (METRIX.replace('return pull + push\n', 'return pull +\n'), r'SyntaxError in line \d+: invalid syntax'),
@@ -327,7 +322,7 @@ def test_files_that_are_not_graded_are_named(tmp_path, capsys):
     ('by_hand gradient any', dict(pa_eq1=2, pa_eq3=1)),
     ('gradient any half', dict(pa_eq1=1, pa_eq3=1)),            # Eq. (1) has no worked example that is right
     ('any half', dict(pa_eq1=1, pa_eq3=0))])
-def test_where_an_equation_is_another_one_the_other_tests_count_half(right, points):
+def test_of_a_formula_that_is_another_one_the_other_tests_count_half(right, points):
     tests = {'by_hand': 'test_pa_eq1_by_hand', 'gradient': 'test_pa_eq3_closed_form_gradient',
              'any': 'test_pa_eq1_of_any_batch', 'half': 'test_pa_eq1_in_half_precision'}
     found, of = grading.points_of(list(tests.values()), [tests[word] for word in right.split()], 'proxynca_loss')
