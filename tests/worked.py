@@ -3,6 +3,7 @@ import itertools
 from math import radians
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def expect(got, expected, what, tolerance=1e-9):
@@ -95,3 +96,14 @@ def value_and_gradients(loss, what, z, y, *vectors):
     kept = [torch.equal(leaf, t) for leaf, t in zip([*leaves, labels], [z, *vectors, y])]
     assert all(kept), f'{what}: its arguments were changed'
     return value.detach(), gradients
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of values in the largest tensor that an operation returns while it lasts."""
+    values = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        self.values = max([self.values, *(t.numel() for t in torch.utils._pytree.tree_leaves(out)
+                                          if isinstance(t, torch.Tensor))])
+        return out

@@ -1,9 +1,11 @@
 """What students write: solutions of the exercises of handout.py, which `python tests/course/handout.py check` grades.
 
-A solution is the source of its functions, or (old, new, old, new, ...) for lines that differ from the project's.
+A solution is the source of its functions, or (old, new, old, new, ...) for lines that differ from the project's. Of the
+wrong ones, `--flawed` draws from tuples; a list is what nobody would write by mistake.
 """
 
 WRONG, RIGHT = {}, {}           # {exercise: {what is wrong, or how it is done: solution}}
+PASSING = {}                    # the same: wrong, but all tests that a hand-out has pass
 # Right where the images of a class stand side by side: classes are told apart by where the label changes.
 RUNS = 'torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)'
 
@@ -16,11 +18,12 @@ WRONG['multi_similarity_loss'] = {
     'miner by columns': ('.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)',
                          '.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
     'miner of positives by columns': ('.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
+    'miner by the whole batch': ('.amin(dim=1, keepdim=True)', '.amin()', '.amax(dim=1, keepdim=True)', '.amax()'),
     'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over anchors that cost': ('(pull + push).mean()',
                                     '(pull + push).sum() / ((pull + push) > 0).sum().clamp_min(1)'),
-    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'half precision stays': ('z = common.at_least_float32(z)', ''),
     'oneself by value': ('mine(s, y, epsilon)\n', 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
     'exp overflows': ('log1p_sum_exp(beta * (s - lam), negative)',
                       '((beta * (s - lam)).exp() * negative).sum(dim=1).log1p()'),
@@ -31,8 +34,8 @@ WRONG['multi_similarity_loss'] = {
     'an exact copy is oneself, in the miner': (
         'positive, negative = pairs(y)\n    hardest_positive',
         'positive, negative = pairs(y)\n    positive = positive & (s < 1 - 1e-5)\n    hardest_positive'),
-    'sorted labels only': ('z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'),
-    'raised after the product': ('z = common.at_least_float32(z)', 'pass',
+    'sorted labels only': ['z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'],
+    'raised after the product': ('z = common.at_least_float32(z)', '',
                                  'z @ z.T', 'common.at_least_float32(z @ z.T)'),
     'miner keeps what is just as hard': ('~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
                                          '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
@@ -90,7 +93,7 @@ WRONG['contrastive_loss'] = {
     'a constant where all reach their goal': (
         'return mean_nonzero(pull) + mean_nonzero(push)',
         'loss = mean_nonzero(pull) + mean_nonzero(push)\n    return loss if loss > 0 else loss.detach()'),
-    'sorted labels only': ('= pairs(y)', f'= pairs({RUNS})'),
+    'sorted labels only': ['= pairs(y)', f'= pairs({RUNS})'],
 }
 RIGHT['contrastive_loss'] = {
     'pairs of the upper triangle': '''
@@ -110,9 +113,9 @@ WRONG['contrastive_similarity_loss'] = {
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over all negatives': ('(excess > 0).sum(dim=1)', 'negative.sum(dim=1)'),
     'oneself by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
-    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
+    'half precision stays': ('z = common.at_least_float32(z)', ''),
     'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
-    'sorted labels only': ('= pairs(y)', f'= pairs({RUNS})'),
+    'sorted labels only': ['= pairs(y)', f'= pairs({RUNS})'],
 }
 RIGHT['contrastive_similarity_loss'] = {
     'anchor by anchor': '''
@@ -141,9 +144,10 @@ WRONG['proxy_anchor_loss'] = {
     'margin of negatives with minus': ('(s + delta), ~positive', '(s - delta), ~positive'),
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
-    'half precision stays': ('z, proxies = common.same_precision(z, proxies)', 'pass'),
+    'half precision stays': ('z, proxies = common.same_precision(z, proxies)', ''),
     'classes present counted by changes of the label': (
         'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
+    'push divided by the largest label': ('~positive).mean()', '~positive).sum() / (y.max() + 1)'),
     'push over proxies that have a negative': ('~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
 }
 RIGHT['proxy_anchor_loss'] = {
@@ -168,11 +172,11 @@ OF_COSINES = {
     'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
 }
 WRONG['proxynca_loss'] = OF_COSINES | {
-    'own proxy in the denominator': ("others = logits.masked_fill(own, float('-inf'))", 'others = logits'),
+    'own proxy in the denominator': ["others = logits.masked_fill(own, float('-inf'))", 'others = logits'],
     'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
     'temperature ignored': ('2 / temperature * cosines', 'cosines'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
-    'own cosine at [y, y]': ('logits[own]', 'logits[y % len(y), y]'),
+    'own cosine at [y, y]': ['logits[own]', 'logits[y % len(y), y]'],
 }
 RIGHT['proxynca_loss'] = {
     'exp and log of cosines': '''
@@ -221,17 +225,18 @@ WRONG['center_contrastive_loss'] = {
     'centre term smoothed': ('lam * center', '(1 - smoothing) * lam * center'),
     'centre term in the softmax': ('(cosine - margin * own)', '(cosine - margin * own) + 2 * lam * cosine * own',
                                    'contrast + lam * center', 'contrast + 2 * lam'),
+    'margin on all cosines': ('margin * own', 'margin * torch.ones_like(own)'),
     'margin not scaled': ('s * (cosine - margin * own)', 's * cosine - margin * own'),
     'centres not normalised': ('c = F.normalize(centers, dim=1)', 'c = centers'),
     'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
-    'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1) + 0 * centers'),
+    'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1)'),
     'images detached': ('z @ (c', 'z.detach() @ (c'),
-    'half precision stays': ('z, centers = common.same_precision(z, centers)', 'pass'),
-    'own cosine at [y, y]': ('(z * c[y]).sum(dim=1)', '(z @ c.T)[y % len(y), y]'),
-    'image i has class i': ('smooth_labels(y, len(c)', 'smooth_labels(torch.arange(len(y)) % len(c), len(c)'),
+    'half precision stays': ('z, centers = common.same_precision(z, centers)', ''),
+    'own cosine at [y, y]': ['(z * c[y]).sum(dim=1)', '(z @ c.T)[y % len(y), y]'],
+    'image i has class i': ['smooth_labels(y, len(c)', 'smooth_labels(torch.arange(len(y)) % len(c), len(c)'],
     'images normalised again': ('z, centers = common.same_precision(z, centers)',
                                 'z, centers = common.same_precision(F.normalize(z, dim=1), centers)'),
-    'no margin where labels are smoothed': ('margin * own', '(0 if smoothing else margin) * own'),
+    'no margin where labels are smoothed': ['margin * own', '(0 if smoothing else margin) * own'],
     'exp overflows': ("F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
                       '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
 }
@@ -264,13 +269,14 @@ WRONG['hybrid_loss'] = {
                                 '(s * weak_positive).max(dim=1)[0], weak_positive.any(dim=1)'),
     'no guard for negatives': ('(has_hn & has_ewp)', 'has_ewp'),
     'no guard for weak positives': ('(has_hn & has_ewp)', 'has_hn'),
-    'no guard for no hybrids': ('max(len(h), 1)', 'h.new_tensor(len(h))'),
+    'no guard for no hybrids': ('.sum() / max(len(h), 1)', '.mean()'),
     'mean over hybrids that have both': ('max(len(h), 1)', '(has_hn & has_ewp).sum().clamp_min(1)'),
     'hybrids detached': ('s = h @', 's = h.detach() @'),
     'images detached': ('z.T', 'z.T.detach()'),
+    'whatever is no weak positive': ('most_similar(s, negative)', 'most_similar(s, ~weak_positive)'),
     'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
     'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
-    'half precision stays': ('h, z = common.same_precision(h, z)', 'pass'),
+    'half precision stays': ('h, z = common.same_precision(h, z)', ''),
     'a number without hybrids': ('h, z = common.same_precision(h, z)',
                                  'h, z = common.same_precision(h, z)\n    if len(h) == 0:\n        return 0.0'),
     'two columns averaged': ('F.logsigmoid(s_ewp - s_hn)',
@@ -299,8 +305,8 @@ WRONG['epshn_loss'] = {
     'oneself by value': ('positive, negative = pairs(y)', 'positive, negative = (y[:, None] == y) & (s < 1 - 1e-5), '
                          'y[:, None] != y'),
     'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
-    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
-    'sorted labels only': ('= pairs(y)', f'= pairs({RUNS})'),
+    'half precision stays': ('z = common.at_least_float32(z)', ''),
+    'sorted labels only': ['= pairs(y)', f'= pairs({RUNS})'],
     'a constant without anchors': ('keep = has_p & has_n', 'keep = has_p & has_n\n    if not keep.any():\n'
                                    '        return z.new_zeros(())'),
     'exp overflows': ('F.logsigmoid((s_p - s_n) / temperature)',
@@ -357,6 +363,8 @@ def positivity_threshold(lam, beta, gamma, m):
 }
 WRONG['pair_labels'] = {
     'shares swapped': ('lam, 1 - lam', '1 - lam, lam'),
+    'no share for the second end': ('lam, 1 - lam', 'lam, 0'),
+    'only the first end': ('i_is_positive ^ j_is_positive', 'i_is_positive & ~j_is_positive'),
     'one end at least': ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive'),
     'all of different classes': ('i_is_positive ^ j_is_positive', '(y[i] != y[j]).expand(len(anchor_y), len(i))'),
     'indices for classes': ('anchor_y[:, None] == y[i]', 'anchor_y[:, None] == i'),
@@ -388,7 +396,7 @@ def max_of_mixed(f, i, j, lam):
     'pooled before it is mixed': ('max_of_mixed(f, i, j, lam.to(f.dtype))', 'mix(f.amax(dim=(2, 3)), i, j, lam)'),
     'shares swapped': ('f[j_].lerp_(f[i_]', 'f[i_].lerp_(f[j_]', 'f_j.lerp(f_i, lam)', 'f_i.lerp(f_j, lam)'),
     'one end detached': ('f_j.lerp(f_i, lam)', 'f_j.detach().lerp(f_i, lam)'),
-    'half precision stays': ('f = common.at_least_float32(f)', 'pass'),
+    'half precision stays': ('f = common.at_least_float32(f)', ''),
     'positions in a byte': ('return_indices=True)[1]', 'return_indices=True)[1].byte().long()'),
     'equal maxima share the gradient': '''
 def max_of_mixed(f, i, j, lam):
@@ -427,29 +435,29 @@ def max_of_mixed(f, i, j, lam):
 # ---- retrieval
 
 WRONG['retrieval_metrics'] = {
-    'sum past R': ('hit = hit & (rank <= r[:, None])', 'pass', ':int(r.max())]', ':]'),
+    'sum past R': ['hit = hit & (rank <= r[:, None])', '', ':int(r.max())]', ':]'],
     'the query finds itself': ('k_nearest(query, gallery, depth)', 'k_nearest(query, searched, depth)'),
     'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
-    'ks ignored': ('within = gallery is None', 'ks = (1, 2, 4, 8)\n    within = gallery is None'),
+    'ks ignored': ['within = gallery is None', 'ks = (1, 2, 4, 8)\n    within = gallery is None'],
     'no match: left out of R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
     'no match: counts in RP and MAP@R': (
         '100 * sum(precision) / max(1, len(precision))', '100 * sum(precision) / len(query)',
         '100 * sum(average) / max(1, len(average))', '100 * sum(average) / len(query)'),
-    'no match: not counted': ('len(average) < len(query)', 'False'),
-    'first hit dropped, not oneself': (
+    'no match: not counted': ['len(average) < len(query)', 'False'],
+    'first hit dropped, not oneself': [
         'for rows, s, index in k_nearest(query, gallery, depth):',
         'for rows, s, index in k_nearest(query, searched, depth + itself):\n'
-        '        s, index = s[:, itself:], index[:, itself:]'),
+        '        s, index = s[:, itself:], index[:, itself:]'],
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
-    'ties as they come': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', 'pass'),
+    'ties as they come': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', ''),
     'matches first': ('hit[tied].int().argsort', '(~hit[tied]).int().argsort'),
-    'the query normalised in place': ('within = gallery is None',
-                                      'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'),
-    'nothing to retrieve is no error': (
-        'len(query) == 0 or len(searched) <= itself', 'False'),
-    'NaN is no error': ('not z.isfinite().all()', 'False'),
+    'the query normalised in place': ['within = gallery is None',
+                                      'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'],
+    'nothing to retrieve is no error': [
+        'len(query) == 0 or len(searched) <= itself', 'False'],
+    'NaN is no error': ['not z.isfinite().all()', 'False'],
     'NaN in the gallery is no error': (', (searched, searched_labels))', ',)'),
     'precision where there is no match': ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
@@ -499,9 +507,9 @@ WRONG['triplet_loss'] = {
     'farthest negative': ("d.masked_fill(same, float('inf')).amin(", "d.masked_fill(same, -float('inf')).amax("),
     'hardest positive, too': ('exists = positive\n',
                               'exists = positive & (d == (d * positive).amax(1, keepdim=True))\n'),
-    'hardest has no effect': ('if hardest:', 'if False:'),
-    'half precision stays': ('z = common.at_least_float32(z)', 'pass'),
-    'sorted labels only': ('z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'),
+    'hardest has no effect': ['if hardest:', 'if False:'],
+    'half precision stays': ('z = common.at_least_float32(z)', ''),
+    'sorted labels only': ['z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'],
     'negatives detached': ('d[:, :, None] - d[:, None, :]', 'd[:, :, None] - d[:, None, :].detach()'),
 }
 RIGHT['triplet_loss'] = {
@@ -534,8 +542,6 @@ def utilization(queries, examples):
     'all differences at once': '''
 def utilization(queries, examples):
     q, x = F.normalize(queries, dim=1), F.normalize(examples, dim=1)
-    if len(q) * len(x) * q.shape[1] > 10 ** 9:
-        raise MemoryError
     return (q[:, None] - x).square().sum(dim=2).amin(dim=1).mean().item()
 ''',
 }
@@ -552,4 +558,106 @@ def utilization(queries, examples):
         total += float((examples - q).square().sum(dim=1).min())
     return total / len(queries)
 ''',
+}
+
+WRONG['labelled_loss'] = {
+    'labels ignored': ('y * valid, (1 - y) * valid', '(y > 0.5) * valid, (y <= 0.5) * valid'),
+    'what is not valid is a negative': ('y * valid, (1 - y) * valid', 'y * valid, 1 - y * valid'),
+    'labels swapped': ('y * valid, (1 - y) * valid', '(1 - y) * valid, y * valid'),
+    'negatives in full': ('(1 - y) * valid', '(y < 1) * valid'),
+    'only the pull': ('return pull + push', 'return pull'),
+    'push with minus': ('return pull + push', 'return pull - push'),
+    'mean over the anchors': ('return pull + push', 'return (pull + push).mean()'),
+    'half precision stays': ('s = common.at_least_float32(s)', ''),
+    'labels as they come': ('y = y.to(s.dtype)', ''),
+}
+RIGHT['labelled_loss'] = {
+    'where instead of a product': ('y * valid, (1 - y) * valid',
+                                   'torch.where(valid, y, 0), torch.where(valid, 1 - y, 0)'),
+    'anchor by anchor': '''
+def labelled_loss(s, y, valid, kind, **hyper):
+    s = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
+    losses = [0 * s.sum(dim=1)]
+    for a in range(len(s)):
+        share = y[a:a + 1, valid[a]].to(s.dtype)
+        terms = TABLE_1[kind](s[a:a + 1, valid[a]], share, 1 - share, **hyper)
+        losses.append(torch.zeros_like(losses[0]).index_add(0, torch.tensor([a]), sum(terms)))
+    return sum(losses)
+''',
+}
+WRONG['ms'] = {
+    'weights inside': ('log1p_sum_exp(-beta * (s - m), positive)',
+                       'log1p_sum_exp(-beta * positive * (s - m), positive > 0)'),
+    'weights are masks': ('log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * (s - m), positive > 0)',
+                          'log1p_sum_exp(gamma * (s - m), negative)', 'log1p_sum_exp(gamma * (s - m), negative > 0)'),
+    'scales swapped': ('positive) / beta', 'positive) / gamma', 'negative) / gamma', 'negative) / beta'),
+    'signs swapped': ('-beta * (s - m)', 'beta * (s - m)', 'gamma * (s - m), negative', '-gamma * (s - m), negative'),
+    'no division': ('positive) / beta', 'positive)', 'negative) / gamma', 'negative)'),
+    'without the 1 +': ('zero = t.new_zeros(len(t), 1) ', "zero = t.new_full((len(t), 1), float('-inf')) "),
+    'm for negatives with plus': ('gamma * (s - m)', 'gamma * (s + m)'),
+    'exp overflows': ('''
+def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
+    pull = (positive * (-beta * (s - m)).exp()).sum(dim=1)
+    push = (negative * (gamma * (s - m)).exp()).sum(dim=1)
+    return pull.log1p() / beta, push.log1p() / gamma
+'''),
+    'a weight of 0 is a small one': ('weight.log()', '(weight + 1e-6).log()'),
+}
+RIGHT['ms'] = {
+    'logaddexp with 0': '''
+def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
+    def term(t, weight):
+        t = torch.where(weight > 0, t + weight.to(t.dtype).clamp_min(1e-38).log(), -1e30)
+        return torch.logaddexp(t.logsumexp(dim=1), t.new_zeros(len(t)))
+    return term(-beta * (s - m), positive) / beta, term(gamma * (s - m), negative) / gamma
+''',
+    'the largest exponent apart': '''
+def log1p_sum_exp(t, weight):
+    peak = t.detach().masked_fill(weight == 0, 0).amax(dim=1, keepdim=True).clamp_min(0)
+    t = (t - peak).masked_fill(weight == 0, 0)
+    return ((weight * t.exp()).sum(dim=1) + (-peak[:, 0]).exp()).log() + peak[:, 0]
+''',
+}
+
+# ---- what only the comparison sees
+
+PASSING = {
+    'utilization': {
+        'the first 5,000 examples': ('common.k_nearest(queries, examples, 1)',
+                                     'common.k_nearest(queries, examples[:5000], 1)'),
+    },
+    'contrastive_loss': {
+        'classes modulo 256': ('pairs(y)', 'pairs(y % 256)'),
+        'the first 64 images': ('common.at_least_float32(z))', 'common.at_least_float32(z[:64]))',
+                                'pairs(y)', 'pairs(y[:64])'),
+        'small entries are zero': ('(t > 0)', '(t > 1e-2)'),
+    },
+    'multi_similarity_loss': {
+        'classes modulo 256': ('pairs(y) if', 'pairs(y % 256) if'),
+        'the first 16 coordinates': ('z @ z.T', 'z[:, :16] @ z[:, :16].T'),
+    },
+    'proxy_anchor_loss': {
+        'ten proxies': ('F.normalize(proxies, dim=1)', 'F.normalize(proxies[:10], dim=1)',
+                        'torch.arange(len(proxies)', 'torch.arange(len(proxies[:10])'),
+    },
+    'center_contrastive_loss': {
+        'the first 50 images': ('(contrast + lam * center_term)', '(contrast + lam * center_term)[:50]'),
+    },
+    'retrieval_metrics': {
+        'the first 5,000 of a gallery': (
+            'k_nearest(query, gallery, depth)', 'k_nearest(query, gallery if within else gallery[:5000], depth)'),
+    },
+    'ms': {
+        'the first 64 examples': ('log1p_sum_exp(-beta * (s - m), positive)',
+                                  'log1p_sum_exp(-beta * (s - m)[:, :64], positive[:, :64])'),
+    },
+    'proxynca_pp_loss': {
+        'temperatures of the tests': (
+            '2 / temperature', '2 / min([1 / 9, 0.5, 1e-3], key=lambda t: abs(t - temperature))'),
+    },
+    'hybrid_loss': {
+        'the first 32 hybrids': ('(loss * (has_hn & has_ewp)).sum()', '(loss * (has_hn & has_ewp))[:32].sum()'),
+        'temperatures of the tests': (
+            '/ temperature', '/ min([0.1, 0.5, 1e-3, 1e-4, 1], key=lambda t: abs(t - temperature))'),
+    },
 }

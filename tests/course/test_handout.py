@@ -5,11 +5,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import compare
+import grading
 import handout
+import making
+import numpy as np
 import pytest
 import solutions
 from conftest import ROOT
-from handout import EXERCISES
+from exercises import EXERCISES
 
 
 def test_a_hand_out_has_docstrings_and_graded_tests_but_no_solution(tmp_path):
@@ -20,29 +24,29 @@ def test_a_hand_out_has_docstrings_and_graded_tests_but_no_solution(tmp_path):
                           'tests/papers/test_hse.py'}
     for script, function in (('train_ms.py', 'mine'), ('train_hse.py', 'hybrid_loss'),
                              ('train_hse.py', 'multi_similarity_loss')):
-        node, = handout.functions_of(files[script], [function])
+        node, = making.functions_of(files[script], [function])
         docstring, body = node.body
         assert ast.get_docstring(node) and ast.unparse(body) == 'raise NotImplementedError'
     assert 'def most_similar' in files['train_hse.py']
-    node, = handout.functions_of(files['common.py'], ['retrieval_metrics'])
+    node, = making.functions_of(files['common.py'], ['retrieval_metrics'])
     assert len(node.body) > 2, 'it is no exercise here'
     tests = files['tests/papers/test_hse.py']
     assert 'def test_hse_eq9_' in tests and 'def test_epshn_' not in tests
     assert '`mine`' in files['README.md'] and '-k "metrix_eq2_"' in files['README.md']
     with pytest.raises(SystemExit, match='exists'):
-        handout.make(tmp_path / 'out', ['hybrid_loss'])
+        making.make(tmp_path / 'out', ['hybrid_loss'])
 
 
 def test_each_exercise_names_what_there_is():
     """Each function has a docstring, each graded word a test, and each solution fits the project's lines."""
-    files = handout.handout(list(EXERCISES))
+    files = making.handout(list(EXERCISES))
     for name, exercise in EXERCISES.items():
-        for solution in (solutions.WRONG[name] | solutions.RIGHT[name]).values():
-            assert handout.hand_in(handout.source(exercise.script), exercise.cut.split(), solution)
+        for solution in (solutions.WRONG[name] | solutions.RIGHT[name] | solutions.PASSING.get(name, {})).values():
+            assert making.hand_in(making.source(exercise.script), exercise.cut.split(), solution)
         for script, functions in exercise.solutions.items():
-            found = handout.functions_of(handout.source(script), functions.split())
+            found = making.functions_of(making.source(script), functions.split())
             assert len(found) == len(functions.split()) and all(ast.get_docstring(f) for f in found), script
-        for node in handout.functions_of(files[exercise.script], exercise.cut.split()):
+        for node in making.functions_of(files[exercise.script], exercise.cut.split()):
             assert ast.unparse(node.body[1:]) == 'raise NotImplementedError', 'nothing of the solution is left'
         tests = files[exercise.tests]
         assert all(f'def test_{word.removeprefix("test_")}' in tests for word in exercise.graded.split(' or '))
@@ -65,10 +69,11 @@ def test_a_check_and_grades_of_a_quick_exercise(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith('BAD positivity_threshold, right: another: ') and out.count('BAD') == 1
     assert '\n    expected  ' in out, 'why it fails'
-    assert out.endswith('1 exercises, 1 wrong solutions, 2 right ones: 1 not as they should be\n')
+    assert out.endswith('1 exercises, 1 wrong solutions, 0 that only pass the tests, 2 right ones: 1 not as they '
+                        'should be\n')
 
 
-
+METRIX = (ROOT / 'train_metrix.py').read_text()
 FLAWED = {'a.py': (), 'b.py': ('.logit()', '.log()'),
           'c.py': ('torch.as_tensor(lam, dtype=torch.float64).logit()', 'exit()')}
 
@@ -86,38 +91,41 @@ def handed_in(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_graded_with_a_table_and_feedback(handed_in, tmp_path, capsys):
-    """A test function is a point, however many parameters it has."""
+    """A test function is a point, however many parameters it has; names are those within the folder."""
     handout.main(['grade', 'positivity_threshold', str(handed_in), '--csv', str(tmp_path / 'grades.csv'),
-                  '--feedback', str(tmp_path / 'feedback')])
-    right, wrong, leaves, broken = capsys.readouterr().out.splitlines()
-    assert right == f'{handed_in / "a.py"}: metrix_eq24 4/4, in all 4/4'
-    assert re.search(r'b.py: metrix_eq24 0/4, in all 0/4 \(.*\)$', wrong)
-    assert re.search(r'c.py: metrix_eq24 0/4, in all 0/4 \(SystemExit.*\)$', leaves)
-    assert broken.endswith('d.py: metrix_eq24 0/4, in all 0/4 (SystemExit: at once)')
+                  '--feedback', str(tmp_path / 'feedback'), '--seed', '7'])
+    seed, right, wrong, leaves, broken = capsys.readouterr().out.splitlines()
+    assert seed == 'seed 7 of the random inputs'
+    assert right == 'a.py: metrix_eq24 4/4, comparison 1/1, in all 5/5'
+    assert re.search(r'^b.py: metrix_eq24 0/4, comparison 0/1, in all 0/5 \(.*\)$', wrong)
+    assert re.search(r'^c.py: metrix_eq24 0/4, comparison 0/1, in all 0/5 \(SystemExit.*\)$', leaves)
+    assert broken == ('d.py: metrix_eq24 0/4, comparison 0/1, in all 0/5 (hand in the whole script: '
+                      'positivity_threshold is not in this file)')
     rows = (tmp_path / 'grades.csv').read_text().splitlines()
-    assert rows[0] == 'file,exercise,equation,points,of' and len(rows) == 5
-    assert rows[1] == f'{handed_in / "a.py"},positivity_threshold,metrix_eq24,4,4'
-    texts = {path.name.split('-')[-1]: path.read_text() for path in (tmp_path / 'feedback').iterdir()}
+    assert rows[0] == 'file,exercise,equation,points,of,seed,remarks' and len(rows) == 9
+    assert rows[1:3] == ['a.py,positivity_threshold,metrix_eq24,4,4,7,', 'a.py,positivity_threshold,comparison,1,1,7,']
+    texts = {path.name: path.read_text() for path in (tmp_path / 'feedback').iterdir()}
     assert sorted(texts) == ['a.txt', 'b.txt', 'c.txt', 'd.txt']
-    assert texts['a.txt'] == 'positivity_threshold: 4 of 4 points\n'
+    assert texts['a.txt'] == 'positivity_threshold: 5 of 5 points\n'
     text = texts['b.txt']
     assert 'test_metrix_eq24_by_hand[0.5-18-75-0.77-0.77]  (metrix_eq24)\n    Metrix Eq. (24), lambda 0.5, ' in text
     assert '\n        expected  0.77\n        got       ' in text
+    assert re.search(r'\d+ of \d+ random inputs have another value .*\n    positivity_threshold of lam', text)
     assert 'assert ' not in text and 'def ' not in text, 'no code of the tests'
 
 
 def test_an_endless_test_costs_its_point_alone(handed_in, monkeypatch):
     """And where a test cannot be ended, what has passed before counts."""
-    monkeypatch.setattr(handout, 'LIMIT_OF_A_TEST', 1)
-    exercise, files = EXERCISES['positivity_threshold'], handout.handout(['positivity_threshold'])
+    monkeypatch.setattr(grading, 'LIMIT_OF_A_TEST', 1)
+    exercise, files = EXERCISES['positivity_threshold'], making.handout(['positivity_threshold'])
     text = (ROOT / 'train_metrix.py').read_text()
     line = 'return torch.as_tensor(lam, dtype=torch.float64).logit()'
-    tests, why = handout.results(exercise, files, text.replace(line, f'while beta == 1: pass\n    {line}').encode())
+    tests, why = grading.results(exercise, files, text.replace(line, f'while beta == 1: pass\n    {line}'))
     assert why == '' and [reason for reason in tests.values() if reason] == ['TimeoutError: no end after 1 seconds']
-    monkeypatch.setattr(handout, 'LIMIT', 6)
-    stubborn = ('if beta == 1:\n        import signal\n        signal.signal(signal.SIGALRM, signal.SIG_IGN)\n'
+    monkeypatch.setattr(grading, 'LIMIT', 6)
+    stubborn = ('if beta == 1:\n        import signal\n        signal.signal(signal.SIGPROF, signal.SIG_IGN)\n'
                 f'        while True: pass\n    {line}')
-    tests, why = handout.results(exercise, files, text.replace(line, stubborn).encode())
+    tests, why = grading.results(exercise, files, text.replace(line, stubborn))
     assert why == 'no end after 6 seconds' and len(tests) > 2 and not any(tests.values())
 
 
@@ -126,9 +134,9 @@ def test_processes_that_a_file_leaves_behind_end_with_it(handed_in, tmp_path):
     marker = tmp_path / 'pid'
     leave = (f'import os, time\nif not os.fork():\n    open({str(marker)!r}, "w").write(str(os.getpid()))\n'
              '    time.sleep(60)\n    os._exit(0)\n')
-    exercise, files = EXERCISES['positivity_threshold'], handout.handout(['positivity_threshold'])
+    exercise, files = EXERCISES['positivity_threshold'], making.handout(['positivity_threshold'])
     text = (ROOT / 'train_metrix.py').read_text()
-    handout.results(exercise, files, text.replace('import random\n', f'{leave}import random\n', 1).encode())
+    grading.results(exercise, files, text.replace('import random\n', f'{leave}import random\n', 1))
     pid = int(marker.read_text())
     for _ in range(100):                            # it may take a moment to end
         with suppress(FileNotFoundError):
@@ -143,12 +151,12 @@ def test_the_list_names_level_minutes_and_source(capsys):
     handout.main(['list'])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(EXERCISES)
-    assert re.search(r'hybrid_loss +level 2 +60 minutes +HSE Eq. \(7\), \(8\) and \(9\)', '\n'.join(lines))
+    assert re.search(r'hybrid_loss +week 8 +level 2 +60 minutes +HSE Eq. \(7\), \(8\) and \(9\)', '\n'.join(lines))
 
 
 @pytest.mark.parametrize('name, other', [('hybrid_loss', 'epshn_loss'), ('epshn_loss', 'hybrid_loss')])
 def test_functions_that_share_lines_with_a_solution_are_cut_as_well(name, other):
-    node, = handout.functions_of(handout.handout([name])['train_hse.py'], [other])
+    node, = making.functions_of(making.handout([name])['train_hse.py'], [other])
     assert ast.unparse(node.body[1]) == 'raise NotImplementedError'
 
 
@@ -160,13 +168,162 @@ def test_a_flawed_script_is_whole_has_one_mistake_and_no_tests(tmp_path):
     assert files == {path.name: path.read_text() for path in (tmp_path / 'b').iterdir()}
     assert sorted(files) == ['LICENSE', 'README.md', 'common.py', 'requirements.txt', 'train_proxy_anchor.py',
                              'train_triplet.py']
-    found = set()
-    for seed in range(20):
-        for path, text in handout.flawed(['proxy_anchor_loss'], seed).items():
-            if path == 'train_proxy_anchor.py':
-                changed = [line for line in text.splitlines() if line not in handout.source(path).splitlines()]
-                assert len(changed) == 1 and 'NotImplementedError' not in text
-                found.add(changed[0])
-    assert len(found) > 5
     with pytest.raises(SystemExit, match='one script'):
         handout.main(['make', str(tmp_path / 'c'), '--flawed', '1', 'hybrid_loss', 'epshn_loss'])
+
+
+def test_flawed_scripts_show_their_mistake_alone():
+    """Five seeds make five scripts. No name is left over, no branch is dead, and comments stand where they stood."""
+    for name, exercise in EXERCISES.items():
+        original = making.source(exercise.script)
+        scripts = making.mistakes(name)
+        assert len({*scripts[:5], original}) == 6, name
+        comments = {(line.index('# '), line[line.index('# '):]) for line in original.splitlines() if '  # ' in line}
+        for script in scripts:
+            assert not making.traces(script, original)
+            changed = set(script.splitlines()) - set(original.splitlines())
+            for line in changed:
+                assert line.strip()
+                if '   # ' in line:                 # two spaces are before a comment behind a longer line
+                    assert (line.index('# '), line[line.index('# '):]) in comments, line
+
+
+def test_a_hand_out_cuts_what_the_course_sets_later():
+    """Unless it is kept. The page names what else has no body."""
+    def cut(names, script, keep=False):
+        text = making.handout(names, keep)[script]
+        return {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)
+                and ast.unparse(node.body[-1]) == 'raise NotImplementedError'}
+    assert cut(['proxynca_loss'], 'train_proxynca_pp.py') == {'proxynca_loss', 'proxynca_pp_loss'}
+    assert cut(['proxynca_loss'], 'train_proxynca_pp.py', keep=True) == {'proxynca_loss'}
+    assert cut(['proxynca_pp_loss'], 'train_proxynca_pp.py') == {'proxynca_pp_loss'}, 'the other one was set before'
+    assert cut(['mix_features'], 'train_metrix.py') >= {'max_of_mixed', 'pair_labels', 'positivity_threshold', 'ms'}
+    assert 'retrieval_metrics' not in cut(['mix_features'], 'common.py')
+    page = making.page(['proxynca_loss'], making.handout(['proxynca_loss']))
+    assert 'More functions end in `raise NotImplementedError`: `proxynca_pp_loss`.' in page
+
+
+def test_weeks_of_the_course_are_those_of_the_exercises():
+    page = (ROOT / 'tests/course/README.md').read_text()
+    for week in range(1, 9):
+        row, = re.findall(rf'(?m)^\| {week} \|.*$', page)
+        exercises = row.split('|')[4]
+        assert {name for name, e in EXERCISES.items() if e.week == week} == {*re.findall('`(\\w+)`', exercises)}
+
+
+# ---- the comparison
+
+
+def test_what_passes_the_tests_alone_is_seen_by_the_comparison(monkeypatch):
+    """And it is said for which input; whole points are for the original."""
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    grader = grading.Grader('utilization', 1)
+    original = making.source('eval.py')
+    (what, change), *_ = solutions.PASSING['utilization'].items()
+    one = grader.grade(grading.read(grader.exercise, making.hand_in(original, ['utilization'], change).encode()))
+    assert not one.failed and one.points == {'metrix_eq12': 4, 'comparison': 0}, what
+    assert all(re.match(r'utilization of queries \[\d+, 3\] float32, examples \[[5-9]\d\d\d, 3\]', line)
+               for line in one.differences), 'only where there are more examples'
+    whole = grader.grade(grading.read(grader.exercise, original.encode()))
+    assert whole.points == whole.of and not whole.why and not whole.notes
+
+
+@pytest.mark.parametrize('name', EXERCISES)
+def test_a_seed_draws_the_same_calls_of_all_types(name):
+    calls, same, others = (compare.draw_calls(EXERCISES[name].draw, seed) for seed in (3, 3, 4))
+    packed = [compare.packed(*call) for call in calls]
+    assert packed == [compare.packed(*call) for call in same] != [compare.packed(*call) for call in others]
+    assert len({compare.described(*call[:2]) for call in calls}) > 25
+    assert len(compare.described(*calls[0][:2])) < 400
+
+
+def test_an_answer_is_compared_by_its_type():
+    """A share of the largest number; infinite ones have to be so in both"""
+    def answer(*numbers, types='torch.float32'):
+        return [[], [types]], [np.array(numbers)]
+    assert compare.differ(answer(100, 1), answer(100.05, 1.05), 'float32') == ''
+    assert compare.differ(answer(100, 1), answer(100, 1.5), 'float64') == 'value: expected 1, got 1.5 at [1]'
+    assert compare.differ(answer(np.inf, 1), answer(np.inf, 1), 'float64') == ''
+    assert compare.differ(answer(1, 1), answer(1, np.nan), 'float32') == 'value: expected 1, got nan at [1]'
+    assert 'types' in compare.differ(answer(1), answer(1, types='torch.float16'), 'float16')
+    assert 'shapes' in compare.differ(answer(1), answer(1, 1), 'float32')
+    assert compare.differ(answer(1), ('ValueError: no', []), 'float32') == 'ValueError: no'
+
+
+def test_a_script_cannot_import_the_original(monkeypatch):
+    """Neither where it is tested, nor where it is compared; that it looks around is named."""
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    line = 'return torch.as_tensor(lam, dtype=torch.float64)'
+    look = ('import sys, importlib.util\n'
+            "    names = 'compare exercises grading handout making sandbox solutions eval'\n"
+            '    found = [name for name in names.split() if name in sys.modules or importlib.util.find_spec(name)]\n'
+            f'    assert not found\n    {line}')
+    grader = grading.Grader('positivity_threshold', 0)
+    for names in ("'compare", "'common compare"):
+        text = METRIX.replace(line, look.replace("'compare", names))
+        grade = grader.grade(grading.read(grader.exercise, text.encode()))
+        assert sum(grade.points.values()) == (5 if names == "'compare" else 0), 'common can be imported'
+        assert grade.notes == ['look at importlib, modules']
+
+
+# ---- what is said of a file
+
+@pytest.mark.parametrize('text, why', [
+    (METRIX.replace('return pull + push\n', 'return pull +\n'), r'SyntaxError in line \d+: invalid syntax'),
+    ('', 'hand in the whole script: positivity_threshold is not in this file'),
+    ('exit()', 'hand in the whole script: positivity_threshold is not in this file'),
+    ('\0', '.*null bytes')])
+def test_what_cannot_be_graded_has_a_reason(text, why):
+    script = grading.read(EXERCISES['positivity_threshold'], text.encode())
+    assert re.fullmatch(why, script.why) and not script.text
+
+
+def test_a_reason_at_import_stands_once(handed_in, tmp_path, capsys):
+    (tmp_path / 'e.py').write_text('exit("early")\n' + METRIX)
+    handout.main(['grade', 'positivity_threshold', str(tmp_path / 'e.py'), '--feedback', str(tmp_path / 'feedback')])
+    assert 'in all 0/5 (SystemExit: early)' in capsys.readouterr().out
+    text = (tmp_path / 'feedback/e.txt').read_text()
+    assert text == 'positivity_threshold: 0 of 5 points\n\nSystemExit: early\n'
+
+
+def test_other_functions_that_were_changed_are_named_and_other_exercises_put_back():
+    """Neither docstrings nor layout count; pair_labels is an exercise, too, and mix is none."""
+    exercise = EXERCISES['positivity_threshold']
+    text = METRIX.replace('    """lam x_i +', '    """Two').replace('x.index_select(0, i) + (1', 'x[i] + (1')
+    text = making.cut(text, ['pair_labels', 'labelled_loss'])
+    script = grading.read(exercise, text.encode())
+    assert script.notes == ['changed, too: mix']
+    assert 'NotImplementedError' not in script.text and 'x[i] + (1' in script.text
+    assert making.lines_of(script.text)[0] == making.lines_of(METRIX)[0]
+    text = METRIX.replace('CUB = dict(dim=512', "CUB = dict(path='/home/me', dim=512")
+    script = grading.read(exercise, text.encode())
+    assert script.notes == ['look at /home/me', 'changed, too: CUB']
+
+
+def test_files_that_are_not_graded_are_named(tmp_path, capsys):
+    for path in ('anna/train_hse.py', 'ben/train_hse (1).py', 'carl.py', 'empty/x.txt', 'deep/er/x.py'):
+        (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / path).write_text('')
+    graded, others = grading.scripts_in([tmp_path], 'train_hse.py')
+    assert [path.name for path in graded] == ['train_hse.py']
+    assert {path.name for path in others} == {'train_hse (1).py', 'carl.py', 'x.py'}
+    handout.main(['grade', 'hybrid_loss', str(tmp_path / 'empty')])
+    handout.main(['grade', 'hybrid_loss', str(tmp_path / 'deep')])
+    assert capsys.readouterr().out.splitlines() == [
+        'empty: there is no .py file in this folder', 'deep: there is no .py file in this folder itself',
+        'not graded: er/x.py']
+
+
+# ---- points
+
+
+@pytest.mark.parametrize('right, points', [
+    ('by_hand gradient any half', dict(pa_eq1=3, pa_eq3=1)),
+    ('by_hand gradient any', dict(pa_eq1=2, pa_eq3=1)),
+    ('gradient any half', dict(pa_eq1=1, pa_eq3=1)),            # Eq. (1) has no worked example that is right
+    ('any half', dict(pa_eq1=1, pa_eq3=0))])
+def test_of_a_formula_that_is_another_one_the_other_tests_count_half(right, points):
+    tests = {'by_hand': 'test_pa_eq1_by_hand', 'gradient': 'test_pa_eq3_closed_form_gradient',
+             'any': 'test_pa_eq1_of_any_batch', 'half': 'test_pa_eq1_in_half_precision'}
+    found, of = grading.points_of(list(tests.values()), [tests[word] for word in right.split()], 'proxynca_loss')
+    assert found == points and of == dict(pa_eq1=3, pa_eq3=1)

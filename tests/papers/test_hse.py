@@ -1,5 +1,5 @@
 """train_hse.py against the equations of HSE; hybrids pixel by pixel; EPSHN and N-pair; batches and the picture."""
-from math import cos, exp, log, pi, radians
+from math import cos, exp, log, pi, radians, sin
 from unittest.mock import Mock
 
 import numpy as np
@@ -113,10 +113,15 @@ def test_hse_eq9_of_any_batch():
                      torch.tensor([5, 2, 0, 2, 5]), h)
 
 
-def test_hse_eq9_without_overflow():
-    loss = hybrid_loss(on_circle(0), on_circle(40, 0), *masks([True, False]), temperature=1e-3)
-    expect(loss, (1 - cos(radians(40))) / 1e-3,
-           'HSE Eq. (9) of a hybrid at 0, its weak positive at 40, its negative at 0 degrees, temperature 0.001')
+@pytest.mark.parametrize('dtype, temperature', [(torch.float32, 1e-3), (torch.float64, 1e-4)])
+def test_hse_eq9_without_overflow(dtype, temperature):
+    """exp() ends at an exponent of 88 in float32, and of 709 in float64; here it is 234 and 2,340."""
+    h, z = on_circle(0, dtype=dtype).requires_grad_(), on_circle(40, 0, dtype=dtype)
+    loss = hybrid_loss(h, z, *masks([True, False]), temperature=temperature)
+    what = f'HSE Eq. (9) of a hybrid at 0, weak positive at 40, negative at 0 degrees, temperature {temperature}'
+    expect(loss, (1 - cos(radians(40))) / temperature, f'{what}, {dtype}', 1e-5)
+    loss.backward()
+    expect(h.grad * temperature, [[1 - cos(radians(40)), -sin(radians(40))]], f'its gradient, {dtype}', 1e-5)
 
 
 def test_hse_eq9_in_half_precision():

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
 from torch.distributions import Beta
-from torch.utils._python_dispatch import TorchDispatchMode
-from worked import expect, expect_raised
+from worked import Largest, expect, expect_raised
 
 import common
 import train_metrix
@@ -93,7 +92,7 @@ def test_metrix_eq7_table_1_row_by_row(kind):
 
 
 @every_row
-def test_a_side_without_examples_adds_nothing(kind):
+def test_metrix_eq7_a_side_without_examples_adds_nothing(kind):
     s, y, some = (2 * torch.rand(3, 4) - 1).requires_grad_(), torch.rand(3, 4), torch.ones(3, 4).bool()
     but_the_first = some & torch.tensor([[False], [True], [True]])
     for y_, valid in ((0 * y, some), (0 * y + 1, some), (y, but_the_first)):
@@ -102,6 +101,46 @@ def test_a_side_without_examples_adds_nothing(kind):
         assert loss.isfinite().all() and grad.isfinite().all()
     assert loss[0] == 0 and not grad[0].any()
     assert torch.equal(labelled_loss(s[:, :0], y[:, :0], some[:, :0], kind), torch.zeros(3))
+
+
+def test_metrix_eq7_in_half_precision():
+    y = torch.tensor([[1, 0, 0.3, 0.6], [0, 0.5, 1, 0.2]])
+    valid = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1]]).bool()
+    s = torch.tensor([[0.9, 0.8, 0.4, -0.2], [0.7, 0.95, 0.1, 0.85]], dtype=torch.float64)
+    for kind in ('ms', 'contrastive'):
+        expect_raised(lambda s, kind=kind: labelled_loss(s, y, valid, kind), f'Metrix Eq. (7), {kind},', s)
+
+
+def test_metrix_eq7_leaves_its_arguments_and_takes_masks_for_labels():
+    """Labels may be 0 and 1 as integers, or a mask of the positives."""
+    s, mask, valid = shares(12).view(3, 4), torch.rand(3, 4) < 0.5, torch.rand(3, 4) < 0.8
+    given = [t.clone() for t in (s, mask, valid)]
+    expected = labelled_loss(s, mask.double(), valid, 'ms')
+    for labels in (mask, mask.long(), mask.float()):
+        expect(labelled_loss(s, labels, valid, 'ms'), expected, f'Metrix Eq. (7) with labels of {labels.dtype}')
+    assert all(map(torch.equal, given, (s, mask, valid))), 'Metrix Eq. (7): the arguments were changed'
+
+
+def test_metrix_eq9_over_mixtures_by_hand():
+    """Two anchors, two mixtures: the second anchor has the first one only. Each counts as a positive with its label, as
+    a negative with the rest; the loss of an anchor is no mean over them."""
+    s = torch.tensor([[0.6, 0.9], [0.2, 0.8]], dtype=torch.float64)
+    y = torch.tensor([[0.3, 0.8], [0.7, 0.2]], dtype=torch.float64)
+    valid = torch.tensor([[True, True], [True, False]])
+    first = -(0.3 * 0.6 + 0.8 * 0.9) + 0.7 * (0.6 - 0.5) + 0.2 * (0.9 - 0.5)
+    expect(labelled_loss(s, y, valid, 'contrastive', reduction='sum'), [first, -0.7 * 0.2],
+           'Metrix Eq. (9), mixtures at 0.6 and 0.9 with labels 0.3 and 0.8, and one at 0.2 with label 0.7, '
+           'contrastive, sum')
+
+
+def test_metrix_eq9_over_mixtures_closed_form_gradient():
+    """Contrastive with sums: -y by a similarity below the margin, -y + (1 - y) above it; 0 where it is not valid."""
+    s = torch.tensor([[0.6, 0.1, 0.9]], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([[0.3, 0.8, 0.4]], dtype=torch.float64)
+    valid = torch.tensor([[True, True, False]])
+    labelled_loss(s, y, valid, 'contrastive', reduction='sum').sum().backward()
+    expect(s.grad, [[-0.3 + 0.7, -0.8, 0]], 'the gradient of Metrix Eq. (9), mixtures at 0.6, 0.1, 0.9 with labels '
+           '0.3, 0.8, 0.4, the last one not valid, contrastive, sum')
 
 
 # ---- mixing
@@ -135,17 +174,6 @@ def direct(f, i, j, lam, pool):
     return sum(parts[name](mixed, 1) for name in pool.split('+')).flatten(1)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the number of values in the largest tensor that an operation returns while it lasts."""
-    values = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        out = operation(*args, **(kwargs or {}))
-        self.values = max([self.values, *(t.numel() for t in torch.utils._pytree.tree_leaves(out)
-                                          if isinstance(t, torch.Tensor))])
-        return out
-
-
 def maps_and_pairs(dtype=torch.float64):
     """24 maps of 130 channels and 289 positions, more than a byte holds, and 276 pairs of them: they repeat, and come
     in any order. All mixed maps together would have ten million values."""
@@ -155,30 +183,17 @@ def maps_and_pairs(dtype=torch.float64):
     return f, i, j, shares(276, dtype)
 
 
-def lean(f, i, j, lam, pool='avg+max'):
-    """mix_features, with its gradient by f, in half of the memory that all mixed maps would take: neither one tensor
-    nor all that is kept for the backward pass may have more values."""
-    __tracebackhide__ = True
-    f, kept = f.detach().clone().requires_grad_(), {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
-        return tensor
-    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        p = mix_features(f, i, j, lam, pool)
-        p.backward(torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype))
-    limit = len(i) * f[0].numel() // 2
-    for number, what in (largest.values, 'in the largest tensor'), (sum(kept.values()), 'kept for the backward pass'):
-        assert number < limit, (f'Metrix Eq. (4) of maps {list(f.shape)}, {len(i)} pairs: expected fewer than '
-                                f'{limit:,} values {what}, got {number:,}')
+def with_gradient(pooled, f, *pairs):
+    """What a function of maps returns, and its gradient by the maps"""
+    f = f.detach().clone().requires_grad_()
+    p = pooled(f, *pairs)
+    p.backward(torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype))
     return p.detach(), f.grad
 
 
 def expect_direct_pooling(f, i, j, lam, pool):
-    f.requires_grad_()
-    p = direct(f, i, j, lam, pool)
-    gradient, = torch.autograd.grad(p, f, torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype))
-    found, its_gradient = lean(f, i, j, lam, pool)
+    p, gradient = with_gradient(direct, f, i, j, lam, pool)
+    found, its_gradient = with_gradient(mix_features, f, i, j, lam, pool)
     expect(found, p, f'Metrix Eq. (4), {pool}, of maps {list(f.shape)}')
     expect(its_gradient, gradient, f'the gradient of Metrix Eq. (4), {pool}: the first maximum takes it')
 
@@ -191,6 +206,24 @@ def test_metrix_eq4_feature_is_direct_pooling(pool):
     expect_direct_pooling(f, i, j, lam, pool)
 
 
+@pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
+def test_metrix_eq4_feature_takes_half_of_the_memory_of_all_mixed_maps(pool):
+    """Neither one tensor nor all that is kept for the backward pass may have more values."""
+    f, i, j, lam = maps_and_pairs()
+    f.requires_grad_()
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mix_features(f, i, j, lam, pool).sum().backward()
+    limit = len(i) * f[0].numel() // 2
+    for number, what in (largest.values, 'in the largest tensor'), (sum(kept.values()), 'kept for the backward pass'):
+        assert number < limit, (f'Metrix Eq. (4) of maps {list(f.shape)}, {len(i)} pairs: expected fewer than '
+                                f'{limit:,} values {what}, got {number:,}')
+
+
 def test_metrix_eq4_feature_of_equal_maxima():
     """With many of them, and with channels of zeros"""
     f, i, j, lam = maps_and_pairs()
@@ -201,15 +234,16 @@ def test_metrix_eq4_feature_of_any_pairs():
     """Their order does not matter, and arguments stay as they are."""
     f, i, j, lam = maps_and_pairs()
     given = [t.clone() for t in (f, i, j, lam)]
-    p, gradient = lean(*given)
+    p = mix_features(*given)
     assert all(map(torch.equal, given, (f, i, j, lam))), 'Metrix Eq. (4): the arguments were changed'
     order = torch.arange(len(i)).flip(0)
-    expect(lean(f, i[order], j[order], lam[order])[0], p[order], 'Metrix Eq. (4) of the same pairs from last to first')
+    expect(mix_features(f, i[order], j[order], lam[order]), p[order],
+           'Metrix Eq. (4) of the same pairs from last to first')
 
 
 def test_metrix_eq4_feature_in_half_precision():
     f, i, j, lam = maps_and_pairs(torch.float32)
-    expect_raised(lambda f: lean(f, i, j, lam.to(f.dtype) if f.dtype == torch.float64 else lam)[0],
+    expect_raised(lambda f: mix_features(f, i, j, lam.to(f.dtype) if f.dtype == torch.float64 else lam),
                   'Metrix Eq. (4), features', f.relu())
 
 
@@ -300,7 +334,7 @@ def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkey
     expect(~y & valid, [[0, 0, 1, 0], [0, 0, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0]], 'Metrix Eq. (6) of classes 0, 0, 1, 0')
 
 
-def test_metrix_eq8_labels():
+def test_metrix_eq8_labels_by_hand():
     """A mixture is valid for the class of one of its ends, and labelled with the share of that end."""
     y, i, j = torch.tensor([5, 2, 5, 0]), torch.tensor([0, 2, 0]), torch.tensor([1, 3, 2])
     pair_y, valid = train_metrix.pair_labels(y, torch.tensor([5, 2, 0, 3]), i, j, torch.tensor([0.3, 0.6, 0.5]))
@@ -369,6 +403,67 @@ def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
             ('ms', dict(beta=2, gamma=9, m=0.7), log(1 + pull) / 2 + log(1 + push) / 9)):
         expect(labelled_loss(torch.tensor([[0.6, 0.9]]), labels, valid, kind, **hyper), [expected],
                f'Metrix Eq. (13) to (15): lambda 0.3 and 0.8, s(a, v) 0.6 and 0.9, {kind}, {hyper}', 1e-5)
+
+
+# ms of Table 1 over mixtures: similarities, and labels lambda
+MIXED = 'mixtures at 0.6, 0.9 with labels 0.3, 0.8, beta 2, gamma 9, m 0.7'
+
+
+def two_mixtures():
+    return (torch.tensor([[0.6, 0.9]], dtype=torch.float64, requires_grad=True),
+            torch.tensor([[0.3, 0.8]], dtype=torch.float64))
+
+
+def test_metrix_eq15_by_hand():
+    """lambda counts among positives, the rest among negatives."""
+    s, y = two_mixtures()
+    pull = 0.3 * exp(-2 * (0.6 - 0.7)) + 0.8 * exp(-2 * (0.9 - 0.7))
+    push = 0.7 * exp(9 * (0.6 - 0.7)) + 0.2 * exp(9 * (0.9 - 0.7))
+    terms = train_metrix.ms(s, y, 1 - y, 2, 9, 0.7)
+    expect(torch.stack(terms), [[log(1 + pull) / 2], [log(1 + push) / 9]], f'Metrix Eq. (15), pull and push, {MIXED}')
+
+
+def test_metrix_eq15_closed_form_gradient():
+    """By s: minus the share of a mixture in 1 + sum y exp(...) for the pull, plus its share for the push"""
+    s, y = two_mixtures()
+    pull, push = train_metrix.ms(s, y, 1 - y, 2, 9, 0.7)
+    (pull.sum() + push.sum()).backward()
+    p = [0.3 * exp(-2 * (0.6 - 0.7)), 0.8 * exp(-2 * (0.9 - 0.7))]
+    n = [0.7 * exp(9 * (0.6 - 0.7)), 0.2 * exp(9 * (0.9 - 0.7))]
+    expect(s.grad, [[b / (1 + sum(n)) - a / (1 + sum(p)) for a, b in zip(p, n)]],
+           f'the gradient of Metrix Eq. (15), {MIXED}')
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+def test_metrix_eq15_is_a_soft_maximum(dtype):
+    """With large scales the hardest mixture of each kind is left, whatever its weight, unless that is 0."""
+    s, y = torch.tensor([[0.5, -0.9, 0.8, 0.95]], dtype=dtype), torch.tensor([[0.5, 0, 0.25, 1]], dtype=dtype)
+    pull, push = train_metrix.ms(s, y, 1 - y, beta=1e4, gamma=1e4, m=0.7)
+    expect(torch.stack([pull, push]), [[0.7 - 0.5], [0.8 - 0.7]], 'Metrix Eq. (15), mixtures at 0.5, -0.9, 0.8, 0.95 '
+           'with labels 0.5, 0, 0.25, 1, m 0.7, beta and gamma 10,000: does exp() overflow?', 1e-3)
+
+
+def test_metrix_eq15_of_no_positives_or_no_negatives_is_0():
+    """Value and gradient; a mask serves as weights 1 and 0."""
+    s, y = two_mixtures()
+    for positive, negative in ((0 * y, 0 * y), (torch.zeros(1, 2).bool(), torch.zeros(1, 2).bool())):
+        terms = train_metrix.ms(s, positive, negative)
+        gradient, = torch.autograd.grad(sum(terms).sum(), s)
+        expect(torch.stack([*terms, gradient.sum(dim=1)]), [[0], [0], [0]], 'Metrix Eq. (15) without weights, and its '
+               f'gradient; weights of {positive.dtype}')
+    ones = torch.ones(1, 2)
+    expect(torch.stack(train_metrix.ms(s, ones.bool(), ones.bool())), torch.stack(train_metrix.ms(s, ones, ones)),
+           'Metrix Eq. (15), a mask for weights of 1')
+
+
+def test_metrix_eq15_of_any_order_and_unchanged_arguments():
+    s, y = shares(12).view(2, 6), shares(12).flip(0).view(2, 6)
+    given = s.clone(), y.clone()
+    terms = train_metrix.ms(s, y, 1 - y)
+    assert torch.equal(s, given[0]) and torch.equal(y, given[1]), 'Metrix Eq. (15): the arguments were changed'
+    expect(torch.stack(train_metrix.ms(s.flip(1), y.flip(1), 1 - y.flip(1))), torch.stack(terms),
+           'Metrix Eq. (15) with the mixtures in another order')
+    assert terms[0].shape == (2,) and terms[0].dtype == torch.float64, 'two terms, both (A,), of the type of s'
 
 
 def test_metrix_eq9_and_metrix_eq10_by_hand(before_training, monkeypatch):

@@ -39,12 +39,13 @@ def test_pa_eq4_by_hand():
 
 
 def test_pa_eq4_of_a_batch_of_one_class():
-    """The push is divided by both proxies, though that of the class itself has nothing to push."""
-    loss = proxy_anchor_loss(on_circle(0, 40), torch.tensor([1, 1]), on_circle(100, 10), 4.0)
+    """The push is divided by both proxies, though that of the class itself has nothing to push; the last class has no
+    image."""
+    loss = proxy_anchor_loss(on_circle(0, 40), torch.tensor([0, 0]), on_circle(10, 100), 4.0)
     pull = log(1 + sum(exp(-4 * (cos(radians(d)) - DELTA)) for d in (10, 30)))
     push = log(1 + sum(exp(4 * (cos(radians(d)) + DELTA)) for d in (100, 60)))
     expect(loss, pull + push / 2,
-           'Proxy-Anchor Eq. (4) of images at 0, 40, both of class 1, proxies at 100, 10 degrees, alpha 4, delta 0.1')
+           'Proxy-Anchor Eq. (4) of images at 0, 40, both of class 0, proxies at 10, 100 degrees, alpha 4, delta 0.1')
 
 
 def test_pa_eq4_of_any_batch():
