@@ -148,7 +148,7 @@ def proxy_anchor_loss(draw):
 
 
 @exercise('train_proxynca_pp.py', 'test_proxynca_pp_', 'ProxyNCA++, as at the top of the script', week=5, level=1,
-          minutes=30, copies={'train_metrix.py': 'proxynca_pp_of_queries'})
+          minutes=30, copies={'train_metrix.py': 'proxynca_pp_of_queries mixed_cross_entropy'})
 def proxynca_pp_loss(draw):
     z, y, proxies = draw.images_and_vectors()
     return 'proxynca_pp_loss', dict(z=z, y=y, proxies=proxies) | draw.some(temperature=draw.scale(0.01, 4))

@@ -593,7 +593,7 @@ WRONG['ms'] = {
     'scales swapped': ('positive) / beta', 'positive) / gamma', 'negative) / gamma', 'negative) / beta'),
     'signs swapped': ('-beta * (s - m)', 'beta * (s - m)', 'gamma * (s - m), negative', '-gamma * (s - m), negative'),
     'no division': ('positive) / beta', 'positive)', 'negative) / gamma', 'negative)'),
-    'without the 1 +': ('zero = t.new_zeros(len(t), 1) ', "zero = t.new_full((len(t), 1), float('-inf')) "),
+    'without the 1 +': ('F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)', '(t + weight.log()).logsumexp(dim=1)'),
     'm for negatives with plus': ('gamma * (s - m)', 'gamma * (s + m)'),
     'exp overflows': ('''
 def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
