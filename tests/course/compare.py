@@ -16,8 +16,8 @@ from sandbox import pack
 
 DRAWS = 32                                          # inputs of an exercise; every fourth is drawn twice
 # How far an answer may be from the project's, as a share of the largest number of the same output. Half precision is
-# raised to float32, but a vector in half precision is not quite of unit length.
-TOLERANCE = {'float64': 1e-7, 'float32': 1e-3, 'float16': 5e-3, 'bfloat16': 2e-2}
+# raised to float32, but a vector in half precision is not quite of unit length; and a hyper-parameter may be a float32.
+TOLERANCE = {'float64': 1e-6, 'float32': 1e-3, 'float16': 5e-3, 'bfloat16': 2e-2}
 GRADIENT = TOLERANCE | {'float16': 5e-2, 'bfloat16': 1e-1}                          # which has the type of the vectors
 MOVED = {'float64': 1e-12, 'float32': 1e-6, 'float16': 1e-6, 'bfloat16': 1e-6}      # how far inputs are moved
 FLOOR = 0.01                                        # smaller numbers are compared as if the largest were this
@@ -121,13 +121,17 @@ class Draw:
     def dim(self):
         return self.size('dim', (2, 2), (3, 3), (4, 9), (10, 40), (65, 140), (513, 700))
 
-    def images(self, largest=200):
-        """Embeddings z and classes y of a batch"""
+    def images(self, largest=200, apart=0.0):
+        """Embeddings z and classes y of a batch. One that is less than `apart` from an earlier one is a copy of it."""
         # Few are large: a loop over all pairs in Python is right, and takes its time.
         n = self.size('images', (1, 1), (2, 4), (2, 4), (5, 9), (5, 9), (5, 9), (10, 30), (10, 30), (10, 30), (10, 30),
                       (31, 64), (31, 64), (65, min(110, largest)), (largest * 2 // 3, largest))
         y = self.labels(n)
         z = self.unit(n, self.dim(), y)
+        for i in range(n):
+            near = np.linalg.norm(z[:i] - z[i], axis=1) < apart
+            if near.any():
+                z[i] = z[near.argmax()]
         copy_of = self.deal('copies', 'none', 'none', 'one class', 'another class')
         if n > 3 and copy_of != 'none':
             a, b = self.choice.sample(range(n), 2)

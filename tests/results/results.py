@@ -175,12 +175,12 @@ def line_of(command, log, table, printed, threads):
         rows = [row for row in rows if row['epoch'] in table.epochs]
         kept = r'epoch|R@1|MAP@R|minutes'
     columns = {key: [rounded(row[key]) for row in rows] for key in rows[-1] if re.fullmatch(kept, key)}
-    columns['minutes'] = [round(minutes, 3) for minutes in columns['minutes']]
+    columns['minutes'] = [round(minutes, 3) for minutes in columns['minutes'][-1 if table.epochs else 0:]]
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
     steps = re.search(r', of ([\d,]+) batches of ', printed)
-    return dict(command=command, commit=commit.strip(), machine=machine, torch=torch.__version__,
+    return dict(command=command, commit=commit.strip(), machine=machine, torch=torch.__version__.split('+')[0],
                 steps=int(steps[1].replace(',', '')), columns=columns)
 
 
