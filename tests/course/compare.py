@@ -5,7 +5,8 @@ the project's script, the other one what was handed in; each returns values and 
 Tests can be read, and a function can be written that passes them alone; which inputs are drawn here cannot be known.
 
 Left out are inputs at which the function jumps, such as ties: there, rounding decides, and it differs between two ways
-to compute the same. These are the inputs at which the project's own answer changes when they are moved a little.
+to compute the same. These are the inputs at which the project's own answer changes when they are moved a little, or
+when it is computed in float64.
 """
 import copy
 import random
@@ -171,9 +172,9 @@ def moves(number):
     return [(sign, np.random.default_rng(number)) for sign in (1, -1)]
 
 
-def packed(function, arguments, slope, sign=0, noise=None):
+def packed(function, arguments, slope, sign=0, noise=None, exact=False):
     """The bytes of a call. With noise, floating-point numbers are moved by about their rounding, half precision is
-    float32, and unit vectors are so again."""
+    float32, and unit vectors are so again. If exact, the same numbers are float64."""
     plain, arrays = {}, []
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -184,6 +185,7 @@ def packed(function, arguments, slope, sign=0, noise=None):
                 moved = values * (1 + sign * MOVED[kind] * noise.standard_normal(values.shape))
                 values = np.where(values == np.round(values), values, moved)        # 0 and 1 are special shares
                 kind = 'float32' if '16' in kind else kind
+            kind = 'float64' if exact and kind in MOVED else kind
             value = ['tensor', len(arrays), kind, grad]
             arrays.append(values)
         plain[name] = value

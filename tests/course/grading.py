@@ -105,7 +105,8 @@ class Comparison:
         self.exercise = EXERCISES[name]
         self.files = with_imports([self.exercise.script], source)
         calls = compare.draw_calls(self.exercise.draw, seed)
-        packed = [[compare.packed(*call), *(compare.packed(*call, *move) for move in compare.moves(number))]
+        packed = [[compare.packed(*call), compare.packed(*call, exact=True),
+                   *(compare.packed(*call, *move) for move in compare.moves(number))]
                   for number, call in enumerate(calls)]
         found = iter(answers(self.files, self.exercise.script, sum(packed, [])))
         self.calls = []
@@ -114,7 +115,7 @@ class Comparison:
             kind = compare.precision(call[1])
             if isinstance(answer[0], str):
                 raise ValueError(f'the project itself fails: {compare.described(*call[:2])}: {answer[0]}')
-            if not any(self.differ(answer, other, kind, 0.3) for other in moved):
+            if not any(self.differ(answer, (answer[0], numbers), kind, 0.3) for _, numbers in moved):
                 self.calls.append((compare.described(*call[:2]), kind, variants[0], answer))
         self.left_out = len(calls) - len(self.calls)
 
