@@ -551,7 +551,7 @@ class Dataset:
 
     def new(self, images):
         """Of which images the class is new to the network, (N,) bool"""
-        known = {*(self.known or (self.train.classes if self.train else ()))}
+        known = {*map(nfc, self.known or (self.train.classes if self.train else ()))}
         places_of_known = [i for i, class_ in enumerate(images.classes) if class_ in known]
         return ~torch.isin(images.labels, torch.tensor(places_of_known, dtype=torch.long))
 
@@ -1099,7 +1099,7 @@ def list_images(name, root, known=None, fold=None, only=None):
             elif not divided:
                 parts = halves(parts['whole']) if len(classes_of(parts['whole'])) > 3 else dict(query=parts['whole'])
         elif known is not None:
-            parts = to_evaluate(root, parts, {*known}, only)
+            parts = to_evaluate(root, parts, {*map(nfc, known)}, only)
         else:
             if not divided:
                 parts = halves(parts['whole'])
@@ -1746,11 +1746,13 @@ def written_whole(path):
     temporary = path.with_name(f'{mark}{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f'{mark}[0-9]*.tmp'):  # of this file, by a killed process of this machine
-            try:
-                os.getpgid(int(left.stem.removeprefix(mark)))
-            except ProcessLookupError:
-                left.unlink()
+        for left in path.parent.glob('*.tmp'):              # of this file, by a killed process of this machine
+            process = left.stem.removeprefix(mark)
+            if left.stem.startswith(mark) and process.isdigit():
+                try:
+                    os.getpgid(int(process))
+                except ProcessLookupError:
+                    left.unlink()
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)

@@ -111,7 +111,7 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     """
     searched, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
     z, searched = (F.normalize(t, dim=1) for t in (z, searched))
-    b = 2 ** 24 // len(searched)                                         # queries at a time
+    b = max(1, 2 ** 24 // len(searched))                                 # queries at a time
     counts = 0      # (2 steps,) how many pairs have each similarity: first the negative pairs, then the positive ones
     for part, part_labels in zip(z.split(b), y.split(b)):
         level = ((part @ searched.T + 1) * steps / 2).long().clamp(0, steps - 1)        # (b, G)
@@ -121,7 +121,7 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
         counts[-1] -= len(z)                                             # each image with itself, of similarity 1
     counts = counts.view(2, steps).double()
     # The shares of negative and of positive pairs that are below each threshold, both (steps,)
-    negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True)
+    negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
     accuracy = (negative + 1 - positive) / 2
     return 2 * int(accuracy.argmax()) / steps - 1, 100 * accuracy.max().item()
 

@@ -315,6 +315,8 @@ def test_classes_are_one_however_unicode_composes_their_letters(run, small, tmp_
     run(train_ms, '--data', 'mac', '--name', 'x')
     data = common.load_dataset('folder', 'linux', 40, 32, known=common.load_checkpoint('runs/x').classes)
     assert data.query.classes == ['Z', 'z']
+    typed = common.load_dataset('folder', 'linux', 40, 32, known=[apart, 'Auto'])
+    assert typed.query.classes == ['Z', 'z'], 'names that come from elsewhere'
     assert common.load_dataset('folder', 'mac', 40, 32).train.classes[1] == composed
     draw_folder(tmp_path / 'linux', [apart], per_class=4, seed=1)
     data = common.load_dataset('folder', 'linux', 40, 32)
