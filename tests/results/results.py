@@ -18,9 +18,9 @@ for a claim of a paper, add a row to the table of claims in README.md (claims.py
 table.
 
 A finished run becomes a line of runs.jsonl, with its commit and its evaluations, see tables.py; no two lines have the
-same command. Numbers have six digits. It has what the pages show: R@1, MAP@R, s+, s- and minutes, but of a table with
-`epochs` only R@1 and MAP@R of these epochs, and the last minutes. What the log of a run has besides (loss, R@2 to RP,
-img/s) is not kept: to have it, run the command again, and read runs/NAME/log.jsonl.
+same command. Numbers have six digits. It has what the pages show: R@1, MAP@R and minutes of each evaluation, and the
+last s+ and s-; but of a table with `epochs` only R@1 and MAP@R of these epochs, and the last minutes. What the log of a
+run has besides (loss, R@2 to RP, img/s) is not kept: to have it, run the command again, and read runs/NAME/log.jsonl.
 
 A run that was stopped goes on at the next start. Its folder in runs/ is named by its command, so an unfinished run
 whose command is changed begins anew. A run that fails is named at the end, and does not stop the others. Once the line
@@ -170,12 +170,13 @@ def run(command, table, file, threads, gpus):
 def line_of(command, log, table, printed, threads):
     """The line of runs.jsonl of a run, from its log and from what it printed"""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    kept = ['epoch', 'R@1', 'MAP@R', 's+', 's-', 'minutes']
+    of_all, of_last = ['epoch', 'R@1', 'MAP@R', 'minutes'], ['s+', 's-']
     if table.epochs:
         rows = [row for row in rows if row['epoch'] in table.epochs]
-        kept = ['epoch', 'R@1', 'MAP@R', 'minutes']
-    columns = {key: [rounded(row[key]) for row in rows] for key in kept}
-    columns['minutes'] = [round(minutes, 3) for minutes in columns['minutes'][-1 if table.epochs else 0:]]
+        of_all, of_last = ['epoch', 'R@1', 'MAP@R'], ['minutes']
+    columns = {key: [rounded(row[key]) for row in rows] for key in of_all}
+    columns |= {key: [rounded(rows[-1][key])] for key in of_last}
+    columns['minutes'] = [round(minutes, 3) for minutes in columns['minutes']]
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')

@@ -3,8 +3,8 @@
 A run is a line of runs.jsonl:
 
     command   with its repeat
-    columns   {'epoch': [0, 2, 4], 'R@1': [...], ...}, a number for each evaluation, the first before training; only
-              the last of the minutes where a table has `epochs`
+    columns   {'epoch': [0, 2, 4], 'R@1': [...], ...}, a number for each evaluation, the first before training; of s+
+              and s- only the last one, and where a table has `epochs`, of the minutes, too
     steps     in an epoch
     measured  {'alignment': 0.44, ...}, of the network when its training had ended; only in tables that are measured
     commit, machine, torch
