@@ -1,7 +1,8 @@
 """Runs of train_metrix.py whose step is changed: python tests/results/results.py --patched NAME train_metrix.py FLAGS
 
-A patch is a function that returns the functions of train_metrix.py which it replaces, by their names. `softer:2:10:0.5`
-gives the patch `softer` three numbers. The docstrings of the patches stand on the page that is named why.md.
+A patch is a function that returns the functions of train_metrix.py, or the methods of common.Embedder, which it
+replaces, by their names. `softer:2:10:0.5` gives the patch `softer` three numbers. The docstrings of the patches stand
+on the page that is named why.md.
 """
 from unittest import mock
 
@@ -99,7 +100,44 @@ def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
     return (logs[0] / beta + logs[1] / gamma).mean()
 
 
-PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released)}
+def with_features(change):
+    """Changes the features of a batch in training; those of an evaluation stay"""
+    real = common.Embedder.features
+
+    def features(self, x):
+        f = real(self, x)
+        return change(f) if torch.is_grad_enabled() else f
+    return dict(features=features)
+
+
+def dropout(p):
+    """`F.dropout(f, p)`: in training, a share p of the numbers of each vector is 0"""
+    return with_features(lambda f: F.dropout(f, p))
+
+
+def noise(sigma):
+    """`f + sigma / sqrt(c) * randn`: in training, vectors have noise of length sigma; theirs is 1, on average"""
+    return with_features(lambda f: f + sigma / f.shape[1] ** 0.5 * torch.randn_like(f))
+
+
+def smooth(epsilon):
+    """`proxy_anchor(s, y, 1 - y)`, label smoothing: an image has label 1 - epsilon with the proxy of its class, and
+    epsilon / (C - 1) with each other proxy"""
+    real = train_metrix.proxy_anchor
+
+    def proxy_anchor(s, positive, negative, **hyper):
+        y = torch.where(positive, 1 - epsilon, epsilon / (len(s) - 1))                          # (C, B)
+        return real(s, y, 1 - y, **hyper)
+    return dict(proxy_anchor=proxy_anchor)
+
+
+def scale(factor):
+    """`factor * clean_loss(...)`: a larger loss without another direction"""
+    real = train_metrix.clean_loss
+    return dict(clean_loss=lambda *args, **kwargs: factor * real(*args, **kwargs))
+
+
+PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released, dropout, noise, smooth, scale)}
 
 
 def run_patched(words):
@@ -112,5 +150,5 @@ def run_patched(words):
     except (TypeError, ValueError):
         raise common.UsageError(f'{words[0]}: {patch} takes other numbers, see tests/results/patches.py') from None
     for function, replacement in replaced.items():
-        setattr(train_metrix, function, replacement)
+        setattr(train_metrix if hasattr(train_metrix, function) else common.Embedder, function, replacement)
     train_metrix.main(words[2:])

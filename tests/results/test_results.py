@@ -654,6 +654,27 @@ def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
     assert patches.PATCHES['released']()['clean_loss']('ms', z, y) == 0, 'it is in place of both terms'
 
 
+def test_patches_that_brake_change_a_training_step_as_they_say():
+    """Features without gradients, as in an evaluation, stay as they are"""
+    model = common.Embedder('none', dim=400, pool='avg', channels=400, length=5.0)
+    x = torch.randn(64, 400, 1, 1, generator=torch.Generator().manual_seed(0))
+    f = model.features(x)
+    dropped, noisy = (patches.PATCHES[name](number)['features'] for name, number in (('dropout', 0.25), ('noise', 0.5)))
+    assert (dropped(model, x) == 0).float().mean() == pytest.approx(0.25, abs=0.01)
+    assert (noisy(model, x) - f).flatten(1).norm(dim=1).mean() == pytest.approx(0.5, abs=0.02)
+    with torch.no_grad():
+        assert dropped(model, x).equal(f) and noisy(model, x).equal(f)
+    s, positive = torch.rand(3, 8, generator=torch.Generator().manual_seed(1)) - 0.5, torch.eye(3, 8).bool()
+    y = torch.full((3, 8), 0.05)
+    y[positive] = 0.9
+    smoothed = patches.PATCHES['smooth'](0.1)['proxy_anchor'](s, positive, ~positive)
+    for found, wanted in zip(smoothed, train_metrix.proxy_anchor(s, y, 1 - y)):
+        assert torch.allclose(found, wanted)
+    z, labels = torch.nn.functional.normalize(f.flatten(1), dim=1), torch.arange(64) // 4
+    scaled = patches.PATCHES['scale'](1.4)['clean_loss']
+    assert scaled('ms', z, labels) == 1.4 * train_metrix.clean_loss('ms', z, labels)
+
+
 def test_a_patch_replaces_a_function_of_the_script(monkeypatch):
     """`softer` hands its three numbers to the mixed loss, whatever the flags say."""
     seen = []
