@@ -21,16 +21,16 @@ Equations
 
 Symbols
     paper     here          flag              meaning
-    f, g_m    model, f      -                 the network; its maps f (B, c, h, w), m being the trunk's last layer
-    a, V(a)   A; V, valid   --pairs           A anchors with up to V mixtures; valid (A, M): which of all M each has
-    x, x'     i, j          -                 (M,) the two ends of each mixture, as indices of E images, or proxies, too
-    y         pair_y        -                 (A, M) labels of mixtures for anchors. y are classes, but in labelled_loss
-    lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha); as a label it is pair_y
+    f, g_m    model, f      -                 the network is model; here f is g_m(x), the maps of its last layer m
+    a, V(a)   A; M, valid   --pairs           A anchors, M mixtures; valid (A, M) marks those in the V(a) of each anchor
+    x, x'     i, j          -                 (M,) indices of the two ends of each mixture, among E images and proxies
+    y         pair_y        -                 (A, M) labels of mixtures; the name y means classes, or in Eq. (7) labels
+    lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
     w         strength      --strength        weight of the mixed loss
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
-    m         m             --m               margin on s, of ms and contrastive; the index m of g_m is a layer
+    m         m             --m               margin on s, of ms and contrastive
     beta      beta          --beta            sharpness of ms for positives;  gamma, --gamma  for negatives
-    Q, T      q, temperature  --temperature   Q queries; T of ProxyNCA++, but in shapes T are the positions of a map
+    Q, T      q, temperature  --temperature   queries; temperature of ProxyNCA++. In shapes, T is the size of a map, h w
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
@@ -68,7 +68,7 @@ def labelled_loss(s, y, valid, kind, **hyper):
     """
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
-    # Eq. (7): tau( sigma+( sum y rho+(s) ) + sigma-( sum (1 - y) rho-(s) ) ); tau is the identity, but for lifted.
+    # Eq. (7): tau( sigma+( sum y rho+(s) ) + sigma-( sum (1 - y) rho-(s) ) ); tau is the identity, except for lifted.
     # Eq. (3) is Eq. (7) with the labels 1 and 0 of Eq. (5) and (6).
     # Eq. (9) is Eq. (7) over mixtures. For pos-neg pairs it is written out as Eq. (13).
     pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)                          # (A,), (A,)
@@ -77,7 +77,7 @@ def labelled_loss(s, y, valid, kind, **hyper):
 
 # ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
 # a negative (1 - y), all (A, V). A mask serves as weights 1 and 0. A row is sigma and rho in one: it returns the two
-# terms of Eq. (7), pull and push, both (A,). Proxy-Anchor has the row of its own paper.
+# terms of Eq. (7), pull and push, both (A,). Proxy-Anchor follows Eq. (4) of its own paper.
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
@@ -112,8 +112,8 @@ def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
 def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
     """The two logarithms of Proxy-Anchor Eq. (4), without its divisors
 
-    alpha is beta and gamma of Table 1, and delta is m. That row has s - m also on negatives, where Proxy-Anchor has
-    s + delta, and factors 1 / beta and 1 / gamma, which Proxy-Anchor has not.
+    alpha is beta and gamma of Table 1, and delta is m. Table 1 has s - m also on negatives, where Proxy-Anchor has
+    s + delta, and it has factors 1 / beta and 1 / gamma, which Proxy-Anchor has not.
     """
     pull = log1p_sum_exp(-alpha * (s - delta), positive)
     push = log1p_sum_exp(alpha * (s + delta), negative)
@@ -129,7 +129,7 @@ def log1p_sum_exp(t, weight):
 
 def log_sum_exp(t, weight):
     """log(sum of weight * exp(t)) of each row, without overflow; 0 for a row whose weights are all 0."""
-    # The first column is log 0 = -inf, which adds nothing. A row without weights has log 1 = 0 there, and nothing else.
+    # The first column is log 0 = -inf, which adds nothing. Where all weights of a row are 0, it is log 1 = 0 instead.
     first = weight.any(dim=1, keepdim=True).logical_not().log()                                 # (A, 1)
     return torch.cat([first, t + weight.log()], dim=1).logsumexp(dim=1)
 
@@ -144,31 +144,31 @@ TABLE_1 = {
     # The rows from here on are for the reader; nothing below trains with them.
     'binomial': lambda s, positive, negative, beta=18.0, gamma=75.0, m=0.77: (
         log1p_sum_exp(-beta * (s - m), positive), log1p_sum_exp(gamma * (s - m), negative)),
-    # Here tau is [.]+ of the sum of both terms. So they are returned as one, and 0 is the other.
+    # Here tau is [.]+ of the sum of both terms. So the first value is [.]+ of the sum, and the second is 0.
     'lifted': lambda s, positive, negative, m=0.5: (
         (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
     'nca': nca,                                                         # and ProxyNCA
-    # Scaled by 1/T = 9. Training has proxynca_pp_of_queries, which scales by 2/T = 18 and sums over all proxies.
+    # s / T with T = 1/9, as in Table 1. Training takes proxynca_pp_of_queries, with 2 s / T and a sum over all proxies.
     'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: nca(s / temperature, positive, negative)}
 
 
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar. For ms and
     contrastive, it is the mean over the anchors of Eq. (3): label 1 for P(a), Eq. (5), and label 0 for N(a), Eq. (6).
-    With epsilon, P(a) and N(a) are what the miner keeps of them; an anchor without positives keeps nothing, and adds 0.
+    With epsilon, only pairs that the miner keeps count. An anchor without positives keeps none, and adds 0.
 
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
     """
     z = common.at_least_float32(z)
-    if kind in OF_QUERIES:
-        return mixed_cross_entropy(OF_QUERIES[kind](z, proxies, **hyper), y, y, 1)
+    if kind in QUERY_LOGITS:
+        return F.cross_entropy(QUERY_LOGITS[kind](z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
         z, proxies = common.same_precision(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
-        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # by the classes in the batch, and by all C
+        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # over classes of the batch; over all C
     s = z @ z.T                                                                                 # (B, B)
     same = y[:, None] == y                                                                      # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
@@ -181,7 +181,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
-    # The labels are 1 for positives, else 0. Valid is neither the image itself, nor what the miner dropped.
+    # Positives have label 1, the others 0. The anchor itself and pairs that the miner dropped are not valid.
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()
 
 
@@ -204,17 +204,18 @@ def mixed_cross_entropy(logits, y_i, y_j, lam):
     return (lam * to_i + (1 - lam) * to_j).mean()
 
 
-OF_QUERIES = {'proxynca_pp': proxynca_pp_of_queries}        # losses in which an image, or a mixture, is a query
+# The losses that compare queries, which are images or mixtures, with all proxies, and have no anchors
+QUERY_LOGITS = {'proxynca_pp': proxynca_pp_of_queries}
 
 
 # ---- mixtures
 
-# How V(a), Eq. (8), is computed without a loop over the anchors. For pos-neg and anc-neg pairs, any two images of two
-# classes are mixed once, with one lambda, for all anchors. A table of labels and a mask, both (A, M), say which
-# mixtures an anchor has, and with which label. For an anchor of the class of end i, a mixture has label lambda; for one
-# of the class of end j, it has 1 - lambda; for all others it is not in V(a). With anc-neg pairs, it is in V(a) only if
-# one of its ends is a itself, and with pos-neg pairs only if none is. Pos-pos pairs are two images of one class, with
-# label 1.
+# How V(a), Eq. (8), is computed without a loop over the anchors. For pos-neg and anc-neg pairs, any two images of
+# different classes are mixed once, with one lambda, for all anchors. A table of labels and a mask, both (A, M), say
+# which mixtures an anchor has, and with which label. For an anchor of the class of end i, a mixture has label lambda;
+# for one of the class of end j, it has 1 - lambda; for all others it is not in V(a). With anc-neg pairs, it is in V(a)
+# only if one of its ends is a itself, and with pos-neg pairs only if neither end is. Pos-pos pairs are two images of
+# one class, with label 1.
 
 
 def mix(x, i, j, lam):
@@ -230,16 +231,17 @@ def mix_embeddings(z, i, j, lam):
 
 
 def mix_similarities(s, u, i, j, lam):
-    """s(a, v) of anchors a and mixtures v = lam u_i + (1 - lam) u_j, where no v is formed
+    """s(a, v / |v|) of anchors a and mixtures v = lam u_i + (1 - lam) u_j, where no v is formed
 
-    s (E, A) the products u.a of ends and anchors; u (E, D) the ends, of any length; i, j, lam (M,) -> (M, A)
-    The loss needs similarities alone, and those of a mixture of Eq. (4) follow from those of its ends:
+    u (E, D) the ends, of any length; s (E, A) the products u.a, or (E, C) logits, which are linear in u as well;
+    i, j, lam (M,) -> (M, A) or (M, C)
+    The loss needs similarities alone, and those of a mixture of embeddings follow from those of its ends:
         s(a, v) = (lam a.u_i + (1 - lam) a.u_j) / |v|
         |v|^2 = lam^2 |u_i|^2 + (1 - lam)^2 |u_j|^2 + 2 lam (1 - lam) u_i.u_j
     In embedding mixup, the ends u are embeddings. In feature mixup, they are what the linear head W p + b makes of the
     pooled features p, before it is scaled to unit length: W (lam p_i + (1 - lam) p_j) + b = lam u_i + (1 - lam) u_j.
-    That needs average pooling, which is linear, too. With max pooling or LayerNorm, mixed features need vectors, and
-    so do mixed images.
+    That needs average pooling, which is linear, too. With max pooling or LayerNorm, and for mixed images, v itself
+    has to be computed.
     """
     lam = lam.to(u.dtype)
     gram = u @ u.T                                                                              # (E, E)
@@ -247,7 +249,8 @@ def mix_similarities(s, u, i, j, lam):
     of_i = lam ** 2 * square.index_select(0, i)                                                 # (M,)
     of_j = (1 - lam) ** 2 * square.index_select(0, j)                                           # (M,)
     of_mixture = of_i + of_j + 2 * lam * (1 - lam) * gram[i, j]                                 # (M,): |v|^2
-    # Where the ends are opposite, rounding could leave 0 or less. So |v|^2 is at least as large as its rounding error.
+    # Where the ends are opposite, rounding could leave 0 or less. So |v|^2 is raised to its rounding error, if it is
+    # below, and to 1e-24, if both ends are 0.
     rounding = torch.finfo(u.dtype).eps * (of_i + of_j)
     length = of_mixture.maximum(rounding).clamp_min(1e-24).sqrt()
     return mix(s, i, j, lam) / length[:, None]
@@ -255,12 +258,11 @@ def mix_similarities(s, u, i, j, lam):
 
 def mix_features(f, i, j, lam, pool='avg+max'):
     """Eq. (4), feature mixup: f_m(lam g_m(x) + (1 - lam) g_m(x')). Here m is the last layer of the trunk, the maps f
-    are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f_i + (1 - lam) f_j), where
-    f_i is the map of image i.
+    are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f[i] + (1 - lam) f[j]).
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
     Value and gradient are exact, though no tensor ever holds the mixed maps of all pairs. Average pooling is linear, so
-    it is enough to mix the pooled maps. The maximum is not; of equal maxima, the first takes the gradient.
+    it is enough to mix the pooled maps. The maximum is not linear. Of equal maxima, the first takes the gradient.
     """
     f = common.at_least_float32(f)
     p = 0
@@ -280,7 +282,7 @@ def max_of_mixed(f, i, j, lam):
     h, w = f.shape[2:]
     lam = lam[:, None]                                                                          # (M, 1)
     positions = []
-    # So many pairs at a time: 2^27 values on a GPU, where few large chunks are faster, and 2^21 on a CPU
+    # n pairs at a time have 2^27 values on a GPU, where few large chunks are faster, and 2^21 on a CPU.
     n = max(1, 2 ** (27 if f.is_cuda else 21) // f[0].numel())
     with torch.no_grad():
         for i_, j_, lam_ in zip(i.split(n), j.split(n), lam.split(n)):
@@ -315,14 +317,14 @@ def pair_labels(y, anchor_y, i, j, lam):
 def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> pair_y, valid; both (A, M)
 
-    V(a) has a mixture for each pair in M(a). U+(a) are the positives of a, with label 1, U-(a) its negatives, with
-    label 0, and S(a) is a itself, with label 1.
+    V(a) has a mixture for each pair in the set M(a). U+(a) are the positives of a, with label 1, U-(a) its negatives,
+    with label 0, and S(a) is a itself, with label 1.
     pairs      pos-neg, anc-neg or pos-pos
     y          (E,) classes of all possible ends;  i, j, lam, anchor_y  as in pair_labels
     anchor     (A,) the anchor's own index among the ends
     negatives  (A, E) bool, the negatives of each anchor that may be mixed
     """
-    # One end is the anchor itself in anc-neg pairs, where M(a) = S(a) x U-(a), and in no others, such as U+(a) x U-(a).
+    # In anc-neg pairs, M(a) = S(a) x U-(a), one end is the anchor itself. In other pairs, as U+(a) x U-(a), neither is.
     with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
     allowed = with_anchor == (pairs == 'anc-neg')
     if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
@@ -338,7 +340,7 @@ def ends_and_anchors(kind, z, y, proxies):
 
     z (B, D), y (B,), proxies (C, D): images and proxies -> (E, D), (E,), and (A,) indices into these
     """
-    if kind != 'proxy_anchor':                      # the images are both
+    if kind != 'proxy_anchor':                      # the images are ends and anchors
         return z, y, torch.arange(len(y), device=y.device)
     present = y.unique()                            # the anchors are the proxies of the classes in the batch
     proxies = F.normalize(common.at_least_float32(proxies), dim=1)[present]
@@ -349,13 +351,12 @@ def ends_and_anchors(kind, z, y, proxies):
 def hardest_negatives(s, negatives, k):
     """Marks the k hardest negatives of each anchor, those of the highest similarity.  s, negatives (A, B) -> (A, B)
 
-    k None: all. An anchor with fewer than k negatives also gets positives. That changes nothing: all its negatives are
-    chosen, so all its mixtures are allowed.
+    k None: all.
     """
     s = s.detach().masked_fill(~negatives, float('-inf'))
     k = min(k or s.shape[1], s.shape[1])
     hardest = s.topk(k, dim=1).indices                                                          # (A, k)
-    return torch.zeros_like(negatives).scatter(1, hardest, True)
+    return negatives & torch.zeros_like(negatives).scatter(1, hardest, True)
 
 
 class Mixing(NamedTuple):
@@ -370,7 +371,7 @@ class Mixing(NamedTuple):
 def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
     """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors; for proxynca_pp, over the mixtures
 
-    kind    a loss of clean_loss;  hyper  its hyper-parameters, a dict;  mixing  a Mixing
+    kind    as in clean_loss;  hyper  its hyper-parameters, a dict;  mixing  a Mixing
     images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
     """
     z = common.at_least_float32(z)
@@ -379,39 +380,39 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
     anchor_y = end_y[anchor]                                                                    # (A,)
     negatives = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, mixing.k)             # (A, B)
     negatives = F.pad(negatives, (0, len(end_y) - len(y)))                  # (A, E): a proxy is never the negative end
-    if mixing.pairs == 'pos-pos':                   # all pairs: those of two classes are not valid, and left out below
+    if mixing.pairs == 'pos-pos':                   # all pairs of images; those of different classes are not valid
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    else:                                           # of the images; in anc-neg pairs, the anchors are mixed as well
+    else:                                           # in anc-neg pairs, the ends are images and, if there are, proxies
         i, j = cross_class_pairs(end_y if mixing.pairs == 'anc-neg' else y)
-    # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 cannot on a Mac's GPU.
+    # (M,): a pair has one lambda and one mixture, for all anchors. torch 2.6 has no Beta on a Mac's GPU, so on the CPU.
     lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
     pair_y, valid = label_mixtures(mixing.pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
         return z.new_zeros(())
-    i, j, lam = (t[used] for t in (i, j, lam))
+    i, j, lam = (t[used] for t in (i, j, lam))      # from here on, M counts these alone
+    valid, pair_y = (t.index_select(1, used) for t in (valid, pair_y))                                      # (A, M)
 
     def compare(v):                                 # linear in v: (M, D) -> (M, A) similarities, or (M, C) logits
-        return OF_QUERIES[kind](v, proxies, **hyper) if kind in OF_QUERIES else v @ anchor_z.T
+        return QUERY_LOGITS[kind](v, proxies, **hyper) if kind in QUERY_LOGITS else v @ anchor_z.T
 
     if mixing.mixup == 'input':
-        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, BatchNorm's running statistics are copies.
+        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, it changes copies of BatchNorm's statistics.
         buffers = {name: t.clone() for name, t in model.named_buffers()} if mixing.clean_bn else {}
         s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))         # (M, A)
     elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
         s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
-    else:                                           # no vectors: see mix_similarities
-        u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))          # (E, D)
+    else:                                           # no mixture is formed: see mix_similarities
+        # (E, D). Features have no proxies among the ends, so E is B.
+        u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))
         s = mix_similarities(compare(u), u, i, j, lam)
-    if kind in OF_QUERIES:                          # compared with all proxies; the anchors only chose the pairs
+    if kind in QUERY_LOGITS:                        # compared with all proxies; the anchors only chose the pairs
         return mixed_cross_entropy(s, y[i], y[j], lam)
-    # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So it gets V columns, which are the
-    # mixtures that it has; where another anchor has more, they are filled up with any that are not valid for it.
-    valid = valid.index_select(1, used)
+    # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So it keeps V of them, the largest
+    # number that any anchor has. topk lists its own mixtures first; the others that fill up its row are not valid.
     v = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                            # (A, V)
-    s = s.gather(0, v.T).T                                                                      # (A, V)
-    pair_y = pair_y.gather(1, used[v])                                                          # (A, V)
-    return labelled_loss(s, pair_y, valid.gather(1, v), kind, **hyper).mean()                   # Eq. (9)
+    s, pair_y, valid = (t.gather(1, v) for t in (s.T, pair_y, valid))                           # (A, V)
+    return labelled_loss(s, pair_y, valid, kind, **hyper).mean()                                # Eq. (9)
 
 
 # ---- analysis: Sections 3.6 and 4.3
@@ -433,9 +434,10 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
 
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
-    Returns for each tenth of lambda: (its middle, measured, predicted, mean similarity, number of pairs (a, v)).
-    measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0, predicted the share at or below
-    the threshold for their own label. Eq. (25) is derived for an anchor with one mixture; here each anchor has many.
+    Returns for bins of lambda, 0.1 wide: (middle, measured, predicted, mean similarity, number of pairs (a, v)).
+    measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0. predicted is the share whose
+    s(a, v) is at or below the threshold for its label. Eq. (25) is derived for an anchor with one mixture; here each
+    anchor has many.
     """
     hyper = dict(beta=beta, gamma=gamma, m=m)
     samples = []
@@ -475,7 +477,7 @@ def utilization(q, z, y, batches, alpha):
         i, j = cross_class_pairs(y[index])
         lam = Beta(alpha, alpha).sample(i.shape)
         v = mix_embeddings(z[index], i, j, lam)                                                     # (M, D)
-        # With the clean ones, examples are never empty: a batch of one class has no mixtures.
+        # A batch of one class has no mixtures. So that it has examples all the same, clean ones are among them.
         mixed = mixed.minimum(distances_to(torch.cat([z[index], v])))
     return clean.mean().item(), mixed.mean().item()                                             # Eq. (12)
 
@@ -523,8 +525,8 @@ def analyse(args):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates, but no decay
 # rate for ProxyNCA++ on CUB and Cars, which gets that of ms. From the released code come smallest crop, warm-up,
-# clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, which
-# is its default; some of its commands have 5 or 20. On SOP and In-Shop its commands freeze BatchNorm for contrastive
+# clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, the
+# default there; some of its commands have 5 or 20. On SOP and In-Shop its commands freeze BatchNorm for contrastive
 # with mixing only; here it trains.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08,
            epochs=100, batch_size=100, per_class=0,
@@ -532,8 +534,8 @@ CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08,
            schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, warmup=1)
 DEFAULTS = {
-    # --lr is already 20 times that of CUB from scratch, and 10 times on vectors, so the proxies get 10 times --lr and
-    # not 100.
+    # Without pretrained weights, --lr is 20 times that of CUB, and on vectors 10 times. So the proxies get 10 times
+    # --lr, and not 100.
     'shapes': dict(proxy_lr_mult=10),
     'folder': dict(proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10),
@@ -541,9 +543,9 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    # The rate of the proxies is that of train_proxy_anchor.py. But 4 images per class stay: mixing needs positives.
+    # The rate of the proxies is that of train_proxy_anchor.py. But --per-class stays 4: mixing needs positives.
     'reality-check': dict(proxy_lr_mult=6000),
-    # What depends on the loss. The paper does not state the margin of contrastive.
+    # These depend on the loss as well. The paper does not state the margin of contrastive.
     ('shapes', 'contrastive'): dict(m=0.5),
     ('folder', 'contrastive'): dict(m=0.5),
     ('vectors', 'contrastive'): dict(m=0.5, epochs=3),
@@ -568,12 +570,12 @@ def plan(args):
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
-        if args.loss in OF_QUERIES:                 # every image is an anchor, so these are all cross-class pairs
+        if args.loss in QUERY_LOGITS:                 # every image is an anchor, so these are all cross-class pairs
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3     # Section B.2; 1 beside features, in Table 6
         k = None if k in ('auto', 'all') else k
-        what = 'queries' if args.loss in OF_QUERIES else ' or '.join(sets)
+        what = 'queries' if args.loss in QUERY_LOGITS else ' or '.join(sets)
         negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
         print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
         choices.append([Mixing(mixup, pairs, k, args.alpha, args.clean_bn) for pairs in sets])
@@ -592,7 +594,7 @@ def get_args(argv=None):
         help='which pairs are mixed; both: each iteration draws pos-neg or anc-neg')
     add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
         metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
-                          'auto is all, but for input 3, and 1 beside features')
+                          'auto is all, for input 3, and for input beside feature 1')
     add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
     add('--beta', type=above_0, default=18.0, help='ms: scale of the positives')
@@ -633,7 +635,7 @@ def check(args):
         common.refuse(args, ['hard_negatives'], '--pairs pos-pos')
     if len(args.hard_negatives) not in (1, len(args.mixup)):
         raise common.UsageError('--hard-negatives: give one K, or one for each of the types of --mixup')
-    if args.loss in OF_QUERIES:
+    if args.loss in QUERY_LOGITS:
         common.refuse(args, ['pairs'], f'--loss {args.loss}, where a mixture is a query')
     if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and args.mixup != ['embed']:
         raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
@@ -652,7 +654,7 @@ def main(argv=None):
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
     learned = {}
-    if args.loss == 'proxy_anchor' or args.loss in OF_QUERIES:          # with proxies as in train_proxy_anchor.py
+    if args.loss == 'proxy_anchor' or args.loss in QUERY_LOGITS:          # with proxies as in train_proxy_anchor.py
         C = data.train.num_classes
         proxies = torch.randn(C, args.dim) * (2 / C) ** 0.5
         learned = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
@@ -677,9 +679,9 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Two different images are mixed once, with one lambda, and all anchors share this mixture. Eq. (8) reads as a draw
-       for each anchor, and pos-pos as all ordered pairs, which has each pair twice. Mixed embeddings are scaled to unit
-       length, as in the released code.
+    1. Two ends are mixed once, with one lambda, and all anchors share this mixture. Eq. (8) seems to draw lambda for
+       each anchor. Its set of pos-pos pairs has each pair in both orders, and a positive with itself. Mixed embeddings
+       are scaled to unit length, as in the released code.
     2. Contrastive has means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor is that of its own paper: it has s + delta on negatives, where Table 1 has s - m, and no factors
@@ -701,21 +703,22 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
        affine weights of frozen BatchNorm after the warm-up.
     9. The code for contrastive has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
        It has the mean over all active pairs of the batch, and here it is over those of each anchor. This changes the
-       clean loss by 5 % and its gradient by 50 to 90 %; together with the mixed loss, it is 1 % and 5 %.
+       clean loss by 5 % and its gradient by 50 to 90 %. The whole loss changes by 1 %, its gradient by 5 %.
    10. The code for ms does not compute Eq. (15). Mixtures are positives only. lambda and 1 - lambda also multiply the
-       clean sums. A mask of pairs of images is laid on a table of mixtures, where it keeps for each image one mixture,
-       which belongs to another anchor. The mean is over all mixtures. More on this in tests/results.
+       clean sums. A mask over pairs of images is applied by position to a table of mixtures, so each image keeps one
+       mixture, which belongs to another anchor. The mean is over all mixtures. More on this in tests/results.
    11. On CUB, the command for ms with mixing trains 100 epochs and halves the rate every 10. That without mixing trains
        60, and halves it every 5. Here both train 100 epochs, as in the paper, and halve it every 10.
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
-    --pairs and --hard-negatives; its last row has --mixup input feature embed. Fig. 6: the same with --strength.
-    Fig. 2: --analyse. Section 4.3, with contrastive: alignment, uniformity and utilization by eval.py --analyse,
-    utilization with mixed examples by --analyse.
+    --pairs and --hard-negatives; the last row of both has --mixup input feature embed. Fig. 6: the same with
+    --strength. Fig. 2: --analyse. Section 4.3, with contrastive: alignment, uniformity and utilization by eval.py
+    --analyse, utilization with mixed examples by --analyse.
 Cost
-    Input mixing sends up to 300 more images through the network per step with anc-neg pairs, and up to 1,200 with
-    pos-neg pairs of 20 x 5 batches. They count in the running statistics of trained BatchNorm, which the evaluation
-    uses, unless --clean-bn is given. For batches of several hundred images, --hard-negatives 40 saves memory and time.
+    With batches of 20 x 5 images and k = 3, a step of input mixing sends up to 300 more images through the network with
+    anc-neg pairs, and up to 1,200 with pos-neg pairs. They count in the running statistics of trained BatchNorm, which
+    the evaluation uses, unless --clean-bn is given. For batches of several hundred images, --hard-negatives 40 saves
+    memory and time.
 """
 
 

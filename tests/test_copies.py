@@ -1,4 +1,5 @@
 """A script copied under another name, with another loss, is a script of its own."""
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,10 @@ def mine(folder, small, tmp_path, monkeypatch):
     assert text.count(parser) == 1
     text = text.replace(parser, parser + "\n    parser.add_argument('--scale', type=float, default=3.0)")
     (tmp_path / 'copies').mkdir()
-    (tmp_path / 'copies' / 'train_mine.py').write_text(text.split('"""', 2)[2])         # and it has no docstring
+    text = text.split('"""', 2)[2]                     # without a docstring, and without the text of NOTES
+    text, notes = re.subn('NOTES = """.*?"""', 'NOTES = ""', text, flags=re.DOTALL)
+    assert notes == 1
+    (tmp_path / 'copies' / 'train_mine.py').write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / 'copies'))
     monkeypatch.delitem(sys.modules, 'train_mine', raising=False)
