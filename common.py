@@ -10,17 +10,17 @@ protocol in section 11. Four sections are worth reading beside any script:
     4. evaluation     Recall@K, R-precision, MAP@R
 
 The others can be skipped: 5 images; 6 reading, what a folder or an annotation holds; 7 roles, which part of it trains,
-tests or is left out; 8 shapes, the built-in dataset; 9 runs, their rows, and what is printed; 10 files: checkpoints,
+tests or is left out; 8 shapes, the built-in dataset; 9 runs, their logs, and what is printed; 10 files: checkpoints,
 weights, writing; 11 command line: the flags that all scripts share, and their recipes; 12 putting together what the
 flags name; 13 devices and processes; 14 errors.
 
-All files write shapes with these letters. Each script has a table of further ones, and of those of its formulas.
+All files write shapes with these letters. Each script explains its further letters and symbols in a table.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
     D  size of an embedding   S  side of a crop, in pixels        z  embeddings (B, D), of unit length
-    N  images in a set        T  positions, h w, of a feature map with c channels
-    G  images in a gallery, which queries are searched in         y  class labels (B,);  s  similarities
+    N  images in a set        T  the h * w positions of a feature map with c channels
+    G  images in a gallery, in which a query looks for matches    y  class labels (B,);  s  similarities
 """
 import argparse
 import hashlib
@@ -66,7 +66,8 @@ from torchvision.transforms import v2
 class Embedder(nn.Module):
     """The network of every script: trunk -> pooling -> linear head -> unit length.
 
-    arch        a classifier of torchvision, without what make_trunk cuts off: resnet50, vit_b_16, convnext_tiny, ...
+    arch        a classifier of torchvision without its last layers: resnet50, vit_b_16, convnext_tiny, ...; or none,
+                for stored vectors, which are features of another network
     dim         D, size of the embedding
     pool        avg, max, or avg+max (their sum), over the T positions of the feature map
     weights     imagenet (torchvision's IMAGENET1K_V1), none (random), or the path of a file
@@ -74,12 +75,12 @@ class Embedder(nn.Module):
     layer_norm  LayerNorm without affine weights, between pooling and head
     normalize   embeddings are scaled to unit length
     head_init   kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
-                is about five times smaller. identity: embeddings begin as the pooled features
+                is about five times smaller. identity, with D = c: embeddings begin as the pooled features
     precision   bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
     chunk       in training, the trunk takes so many images at a time, and computes each chunk once more in the
-                backward pass. So it never holds the activations of more images. 0: the whole batch at once
-    channels    of the input: 3 for images, and for stored vectors the size of a vector
-    length      mean length of the stored vectors for training; the trunk divides vectors by it
+                backward pass. So it holds the activations of one chunk only. 0: the whole batch at once
+    channels    of the input: 3 for images, and for stored vectors their size
+    length      mean norm of the stored vectors for training; the trunk divides vectors by it
     """
 
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
@@ -103,7 +104,7 @@ class Embedder(nn.Module):
 
     def place(self, device):
         """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
-        torch.set_float32_matmul_precision('highest')       # some systems turn on TF32, which errs by 1e-3 in a cosine
+        torch.set_float32_matmul_precision('highest')       # no TF32 for heads and losses: it errs by 1e-3
         self.to(device)
         kind = self.linear.weight.device.type
         # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
@@ -129,10 +130,10 @@ class Embedder(nn.Module):
         negative. Stored vectors (B, c, 1, 1) keep their shape, and are divided by `length`."""
         B, channels, *_ = x.shape
         if channels != self.config['channels']:
-            raise UsageError(f'the network takes {self.config["channels"]} channels (3 of images, or the length of '
+            raise UsageError(f'the network takes {self.config["channels"]} channels (3 of images, or the size of '
                              f'stored vectors), and got {channels}')
-        # In training, each process of torchrun takes its share of the batch; a single process takes all of it. Without
-        # gradients `embed` has shared out the images before.
+        # With gradients, which is in training, each process of torchrun takes its share of the batch, and a single
+        # process takes all of it. Without gradients, it is `embed` that has divided the images.
         if torch.is_grad_enabled():
             x = x.tensor_split(world())[rank()]
         x = x.contiguous(memory_format=self.layout)
@@ -178,7 +179,7 @@ class BalancedSampler(Sampler):
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // (P K) batches, at least one. A batch has no class twice, and no image twice unless its class has
+    An epoch has N // B batches, at least one. A batch has no class twice, and no image twice unless its class has
     fewer than K. All classes, and all images of a class, come up about equally often.
     """
 
@@ -203,8 +204,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def deal(deck, items, number):
-            """Takes `number` items from the top of a deck of cards. If the deck is too short, first the items that are
-            not in it are shuffled and put under it; or all items, if it holds them all."""
+            """Takes `number` items from the top of a deck of cards. While the deck is too short, the items that are not
+            in it are shuffled and put under it. If it holds all items, all of them are."""
             while len(deck) < number:
                 others = [item for item in items if item not in deck]
                 if not others:
@@ -225,10 +226,10 @@ class BalancedSampler(Sampler):
 def learning_rate_factor(iteration, args, per_epoch, total):
     """What all learning rates are multiplied with at `iteration`, which runs from 0 to total - 1.
 
-    step      --decay-rate to the power of the number of decays so far; there is one after every --decay-epochs
+    step      --decay-rate to the power of the number of decays so far; one comes after every --decay-epochs epochs
     cosine    the lower one of two curves: half a cosine, which falls from 1 to 0 over the run, and a straight ramp,
-              which rises from 0 to 1 over the first tenth of the run, or over 100 iterations if these are fewer
-    constant  1.  A schedule of one's own is a further branch here, and a further choice of --schedule
+              which rises to 1 over the first tenth of the run, or over 100 iterations if the tenth is longer
+    constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
         return args.decay_rate ** (iteration // per_epoch // args.decay_epochs)
@@ -243,17 +244,18 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
 
     step       step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S), the whole
                batch, augmented and normalised, and labels (B,) are on the device. The backward pass runs after step
-               returns, so step must change nothing in place that it needs. args.step counts the steps before this one
+               returns, so step must change no tensor in place that the backward pass needs. args.step counts the
+               steps before this one
     optimizer  over the weights of the model and of whatever else the method learns
     learned    {name: parameter or module}: what the method learns beside the model; it goes into the checkpoint
-    sampler    yields lists of indices; None: the batches of --batch-size and --per-class
+    sampler    yields lists of indices of equal length; None: the batches of --batch-size and --per-class
     """
     sampler = sampler or make_sampler(args, data.train.labels)
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
     states = dict(model=model, optimizer=optimizer, learned=nn.ParameterDict(learned or {}))
-    # A new run begins with epoch 0, an evaluation before training; a resumed one goes on behind its last checkpoint.
+    # A new run begins with epoch 0, an evaluation before training; a resumed one goes on after its last checkpoint.
     folder = args.resume or from_main_process(None if rank() else new_folder(args, data))
     with held(folder):
         first, rows, began = (resume(args, data, states, per_epoch, total) if args.resume else
@@ -263,10 +265,10 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             if out_of_patience(args, rows):
                 break
             row = dict(epoch=epoch, loss=None, images_per_second=None)
-            if args.step < min(epoch * per_epoch, total):   # not in epoch 0, nor if only an evaluation is missing
+            if args.step < min(epoch * per_epoch, total):   # not in epoch 0, nor if only its evaluation is due
                 set_seed(args.seed, epoch)
                 model.train()
-                model.train_trunk(epoch > args.warmup)      # in the first --warmup epochs, all but the trunk learns
+                model.train_trunk(epoch > args.warmup)      # in the first --warmup epochs, the trunk does not learn
                 row |= train_epoch(args, data, sampler, step, optimizer, epoch, total)
             if epoch % args.eval_every == 0 or epoch == epochs:
                 row |= evaluate(model, data)
@@ -274,7 +276,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             row = from_main_process(row)                    # under torchrun, all processes keep the row of the first
             if 'R@1' in row or not data.query:
                 rows.append(row)
-            # best.pt is written first: if the process is killed before last.pt is, --resume repeats the epoch.
+            # best.pt is written first: if the process is killed before last.pt is written, --resume repeats the epoch.
             if args.fold and epoch > 0 and best_row(rows) is row:
                 save_epoch(folder / 'best.pt', args, data, states, row, rows)
             save_epoch(folder / 'last.pt', args, data, states, row, rows)
@@ -284,7 +286,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
 
 
 def train_epoch(args, data, sampler, step, optimizer, epoch, total):
-    """Trains an epoch, or as much of it as is left of `total`, the steps of the run. Returns its part of the row: loss;
+    """Trains an epoch, but stops when the run has had `total` steps. Returns its part of the row: loss;
     no_positive, the share of the anchors that have no positive in their batch; and images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     steps = min(len(sampler), total - args.step)
@@ -299,13 +301,13 @@ def train_epoch(args, data, sampler, step, optimizer, epoch, total):
         loss = step(x, y)
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(weights)                          # over the processes of torchrun; else nothing
+        average_gradients(weights)                          # of the processes of torchrun, if there are any
         if args.clip:
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
         args.step += 1
         losses.append(loss.detach())
-        same = (y[:, None] == y).sum(dim=1)                 # (B,) for each image, the images of its class, with itself
+        same = (y[:, None] == y).sum(dim=1)                 # (B,) size of its class in the batch
         without_positive += (same == 1).sum()
         if number == 1 and steps > 1:                       # restart the clock: compiling and tuning slow down step 1
             start = time.time()
@@ -328,7 +330,7 @@ def train_epoch(args, data, sampler, step, optimizer, epoch, total):
 @torch.compiler.set_stance('force_eager')                   # --compile serves training alone
 def embed(model, images, batch_size=128):
     """Embeddings of a whole set, from centre crops -> (N, D) float32 on the CPU, in the order of the images. `model` is
-    any module with weights that turns (B, 3, S, S), normalised as for ImageNet, into (B, D)."""
+    any module with weights. It turns images (B, 3, S, S), normalised as for ImageNet, into (B, D)."""
     device = next(model.parameters()).device
     training = model.training
     model.eval()
@@ -343,23 +345,23 @@ def embed(model, images, batch_size=128):
 def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8)):
     """Recall@K, R-precision and MAP@R, by exact search with the cosine similarity.
 
-    query    (N, D), query_labels (N,);  without a gallery the queries are searched in themselves
+    query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
     gallery  (G, D), gallery_labels (G,)
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; and the number 'unmatched' if it is not 0: see rule 3
     raises   UsageError if there is nothing to retrieve, or if an embedding is NaN or infinite
     A match of a query is another image of its class; R is the number of its matches among all images searched.
-    R@K    share of the queries that have a match among their K nearest
+    R@K    share of the queries that have a match among their K nearest, for each K of `ks`
     RP     share of matches among the R nearest, averaged over the queries
     MAP@R  mean of P(i) over the R nearest, averaged over the queries. P(i) is the precision among the first i
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
-    1. A query is excluded from its own results by its index, for the first hit may be a duplicate.
-    2. Of results with equal similarities (in float32, whose rounding may tell equal vectors apart), non-matches come
-       first. If images with equal similarities do not all fit among the results, a fixed random order decides which do.
-       So a network that maps all images to one point scores about chance or less, not 100.
-    3. A query without a match is a miss in R@K, left out of RP and MAP@R (0 if all are), and counted as 'unmatched'.
+    1. A query is excluded from its own results by its index, for the first result may be a copy of it.
+    2. Among results with equal similarities, non-matches come first. (In float32, rounding may tell equal vectors
+       apart.) If such images do not all fit among the results, a fixed random order decides which of them do. So a
+       network that maps all images to one point scores about chance or less, not 100.
+    3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means of the others, or 0.
     """
-    within = gallery is None                                             # queries are searched in themselves
+    within = gallery is None                                             # the queries are also the gallery
     searched, searched_labels = (query, query_labels) if within else (gallery, gallery_labels)
     itself = int(within)                                                 # a query is no match of itself
     check_embeddings(query, query_labels, searched, searched_labels, itself)
@@ -388,9 +390,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
 
 def ranked_hits(s, hit):
-    """Hits in the order of s, which is sorted; of equal similarities, non-matches first.  s, hit (b, k) -> (b, k),
-    which is hit, changed in place"""
-    tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) rows that have equal ones: mostly few
+    """Hits in the order of their similarities s, which are sorted already; where these are equal, non-matches first.
+    s, hit (b, k) -> (b, k), which is hit, changed in place"""
+    tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) rows with equal similarities: mostly few
     # Two stable sorts: the second keeps the order of the first wherever similarities are equal.
     order = hit[tied].int().argsort(dim=1, stable=True)                  # non-matches, then matches
     by_s = s[tied].gather(1, order).argsort(dim=1, descending=True, stable=True)
@@ -399,7 +401,7 @@ def ranked_hits(s, hit):
 
 
 def precisions(hit, r):
-    """RP and MAP@R of single queries, from 0 to 1.  hit (b, k) as ranked_hits orders it, r (b,) R >= 1 -> (b,), (b,)"""
+    """RP and MAP@R of each query, from 0 to 1.  hit (b, k) from ranked_hits; r (b,) its R, >= 1 -> (b,), (b,)"""
     hit = hit[:, :int(r.max())] if len(r) else hit                       # (b, largest R), to save time
     rank = torch.arange(1, hit.shape[1] + 1, device=hit.device)          # the i of P(i)
     hit = hit & (rank <= r[:, None])                                     # among the R nearest
@@ -411,12 +413,12 @@ def k_nearest(query, gallery, k):
     """Yields, for b queries at a time, their rows (b,), and the cosines and positions of their k nearest, both (b, k).
 
     query    (N, D)
-    gallery  (G, D), k at most G; or None: queries are searched in themselves, each without itself, k at most N - 1
+    gallery  (G, D), k at most G; or None: the queries are the gallery, each without itself, k at most N - 1
     """
     within = gallery is None
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # Files are sorted by class, and of equal similarities a search returns the first. So the gallery is shuffled.
+    # Files are sorted by class, and of equal similarities a search may return the first. So the gallery is shuffled.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
@@ -432,7 +434,7 @@ def k_nearest(query, gallery, k):
         index = order[index]
         if within:
             itself = index == rows[:, None]
-            # If many images equal a query, it may be missing from its own results. Then the last of them is dropped.
+            # If many images equal a query, it may be missing from its own results. Then the last result is dropped.
             itself[:, -1] |= ~itself.any(dim=1)
             s = s[~itself].view(-1, k)
             index = index[~itself].view(-1, k)
@@ -444,8 +446,8 @@ def mean_similarities(z, y):
     z = F.normalize(z.double(), dim=1)
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
-    # The cosines of all pairs of vectors, be it within a class or in the whole set, add up to the squared length of the
-    # vectors' sum. N of these pairs are a vector with itself: their cosines, 1 each, are subtracted.
+    # The squared length of a sum of vectors is the sum of the cosines of all their pairs (a, b), in a class as well as
+    # in the whole set. N of these pairs have a = b: their cosines, 1 each, are subtracted.
     positive = sums.square().sum().item() - len(z)
     positives = counts.square().sum().item() - len(z)
     negative = z.sum(dim=0).square().sum().item() - len(z) - positive
@@ -521,7 +523,7 @@ class Images:
 class Dataset:
     """What load_dataset returns, or what is made by hand of Images. `train` and `evaluate` take either.
 
-    name  of its runs, and in its checkpoints;  ks  the K of Recall@K
+    name  of its runs, and in its checkpoints;  ks  the K of Recall@K, 1 among them
     train, query, gallery  Images, or None where there are none; queries without a gallery are searched in themselves
     known    names of the classes that the network was trained on; None: those of .train
     divided  False: one whole was cut into train and query by the names of its classes
@@ -1955,7 +1957,7 @@ FLAGS = {
         flag('--download', 'same here', action='store_true', help='fetch cub or sop, if it is not in --data'),
         flag('--device', 'same here', default='auto', help='auto, cpu, cuda, cuda:1, mps'),
         flag('--precision', 'images same', choices=['auto', 'bf16', 'fp32'], default='auto',
-             help='of the trunk; fp32 is TF32 on CUDA'),
+             help='of the trunk; fp32 has TF32 convolutions on CUDA'),
     ],
 }
 

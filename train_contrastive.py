@@ -1,20 +1,20 @@
 """train_contrastive.py -- contrastive loss: positives together, negatives apart by a margin.
 
 Hadsell, Chopra, LeCun. Dimensionality Reduction by Learning an Invariant Mapping. CVPR 2006. Three
-later papers write this loss in three ways. The equations below have the numbers of these papers: A
+later papers write this loss in three ways. The equation numbers below are those of these papers: A
 Metric Learning Reality Check (Musgrave et al., ECCV 2020, arXiv:2003.08505), HSE (Yang et al., ICCV
 2023) and Metrix (Venkataramanan et al., ICLR 2022, arXiv:2106.04990).
 
 Idea
-    Two images of one class should lie on one point, and two images of different classes at least a
-    margin apart. A pair that has reached this goal costs nothing and gets no gradient. (With cosines,
-    --form similarity, positives are always pulled.)
+    Two images of one class, a positive pair, should lie on one point, and two images of different
+    classes, a negative pair, at least a margin apart. A pair that has reached this goal costs nothing
+    and gets no gradient. (With cosines, --form similarity, positives are always pulled.)
     All pairs of a batch take part, and most of them are negative: a random batch of 100 CUB images
-    has about 97 positive and 9,800 negative pairs, where (a, b) and (b, a) both count. So positive
-    pairs have a mean of their own, and negative pairs have another. Most negative pairs are far enough
+    has about 97 positive and 9,800 negative pairs, where (a, b) and (b, a) both count. So the loss is
+    a mean over positive pairs plus a mean over negative pairs. Most negative pairs are far enough
     apart, and a mean over all of them would be almost 0. So each mean is only over the pairs that miss
-    their goal. (Both are choices of the code that HSE and Metrix released. The equations below are
-    those of single pairs, or sums.)
+    their goal. (The code that HSE and Metrix released does both. The equations below have no means:
+    each is about one or two pairs, or is a sum.)
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -55,10 +55,10 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     z           (B, D) embeddings of unit length; half precision is raised to float32
     y           (B,)   class labels
     pos_margin  distance up to which a positive pair costs nothing
-    neg_margin  distance from which on a negative pair costs nothing
+    neg_margin  negative pairs at least this far apart cost nothing
     power       1 or 2, exponent of the amount by which a pair misses its goal
-    returns     scalar >= 0; the part of the positive pairs is 0 if there are none, or if all reach their goal, and
-                the part of the negative pairs likewise
+    returns     scalar >= 0, the sum of two means; a mean is 0 if there is no pair of its kind, or if all of them
+                reach their goal
     """
     d = distances(common.at_least_float32(z))                            # (B, B)  HSE Eq. (1), of unit vectors
     positive, negative = pairs(y)
@@ -72,7 +72,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """(B, B) bool masks of the positive and of the negative pairs. No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: a duplicate is no self-pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two equal images are a pair
     return same & ~itself, ~same
 
 
@@ -80,21 +80,21 @@ def distances(z):
     """Euclidean distances of all pairs of unit vectors, (B, D) -> (B, B)
 
     Two points that coincide, or that differ by rounding only, have distance 0 and gradient 0: there is no direction
-    to push them in. If they are of different classes, the pair still costs the margin.
+    to push them in. If they are of different classes, the pair still has its full cost.
     """
     s = z @ z.T                                                          # (B, B)
     length2 = s.diagonal()                           # squared lengths; not quite 1 where z was in half precision
     d2 = length2[:, None] + length2[None, :] - 2 * s
-    # A squared distance is a difference of numbers near 2, each rounded to about eps. Up to 16 eps it is noise: in
-    # float32, distances up to 0.0014.
+    # A squared distance is a difference of numbers near 2, each rounded to about eps. So a d2 up to 16 eps is noise. In
+    # float32, this is a distance up to 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
     # Trap: the slope of sqrt at 0 is infinite. The clamp keeps it finite, and where() makes both value and
-    # gradient 0. The condition is d2 <= floor, because NaN does not fulfil it: so NaN is kept, and shows in the loss.
+    # gradient 0. The comparison NaN <= floor is false, so where() keeps a NaN, which then shows in the loss.
     return torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())
 
 
 def mean_nonzero(t):
-    """Mean of the entries above 0; without such entries 0, with a gradient of 0."""
+    """Mean of the entries above 0 of t >= 0; 0, with a gradient of 0, if there are none."""
     return t.sum() / (t > 0).sum().clamp_min(1)
 
 
@@ -104,8 +104,8 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
     z          (B, D) embeddings of unit length; half precision is raised to float32
     y          (B,)   class labels
     margin     cosine up to which a negative pair costs nothing
-    reduction  'sum': the equation as printed; 'mean': an anchor's sum over positives is divided by their
-               number, its sum over negatives by the number of those above the margin
+    reduction  'sum': the equation as printed; 'mean': the first sum is divided by the number of positives, and
+               the second one by the number of negatives above the margin
     returns    scalar, may be negative; an anchor without any pair adds 0
     """
     if reduction not in ('mean', 'sum'):
@@ -123,7 +123,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The benchmark rows are the contrastive baseline in the released code of Metrix, but for the rate of In-Shop.
+# The benchmark rows are the contrastive baseline in the released code of Metrix, except for lr on In-Shop.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=0,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,
            warmup=5, clip=10.0)
@@ -134,7 +134,7 @@ DEFAULTS = {
     'cub': CUB,
     'cars': CUB,
     'sop': CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25),
-    # lr 1e-4 as in the paper: the released command has 3e-5, and names SOP as its dataset by mistake.
+    # lr is 1e-4 as in Table 4 of Metrix. The released command has 3e-5, and names SOP as its dataset by mistake.
     'inshop': CUB | dict(freeze_bn=False, per_class=5, decay_epochs=5, decay_rate=0.25, warmup=1),
 }
 
@@ -181,12 +181,12 @@ What differs from the papers
        squared, with margin 0.5, averaged over the pairs that miss their goal; this is the default here.
        A margin of 0.5 is not the same in both forms: a distance of 0.5 is a cosine of 0.875, and a
        cosine of 0.5 is a distance of 1.
-    2. The Metrix paper trains 100 epochs with AdamW. Here it is 60 with Adam, as in the released code.
+    2. The Metrix paper trains 100 epochs with AdamW. The benchmarks here have 60 with Adam, as its code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
-       batches of 8 classes x 4. Its released results name -0.20 and 0.3841 as the best margins for
-       CUB. Since no distance is below -0.20, each positive pair is pulled, as with margin 0, and costs
-       0.20 more (with --power 1). The gradient is that of margin 0, unless two positives lie on one point:
-       then this pair costs 0.20, and so it counts in the mean. The Reality Check reports P@1, which is
+       batches of 8 classes x 4. For CUB, its released results name -0.20 as the best margin of positive
+       pairs, and 0.3841 of negative ones. With --power 1, -0.20 gives the gradient of 0, and each positive
+       pair costs 0.20 more. Only a positive pair at distance 0 makes a difference: it costs 0.20 instead of
+       0, so it counts in the mean over pairs that cost something. The Reality Check reports P@1, which is
        R@1: 59.7 on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with the embeddings of four
        such networks concatenated 68.1, 81.8 and 73.1.
 What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)
@@ -194,8 +194,8 @@ What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.
 Tables of the Reality Check
-    Tables 4 to 6: --protocol reality-check with --pos-margin and --neg-margin. Table 2: --weights none --epochs 0,
-    and NMI by eval.py --analyse.
+    Tables 4 to 6 need --protocol reality-check with --pos-margin and --neg-margin. Table 2 needs --weights none
+    --epochs 0, and then eval.py --analyse for NMI.
 """
 
 

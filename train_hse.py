@@ -20,14 +20,14 @@ Equations
 Symbols
     paper       here          flag            meaning
     x_H         hybrids, h    --kind          (H, 3, S, S) images of H hybrids, (H, D) their embeddings
-    x_A, x_B    sources       --num           (H, num) positions of the parents in the batch
+    x_A, x_B    sources       --num           (H, num) positions in the batch of the `num` parents
     f(x)        z             -               (B, D) embeddings of the labelled images, of unit length like h
     C(x)        y             -               (B,) labels
     Nsize       per_class     --per-class     images per class in a batch
     Cnum        combinations  --combinations  sets of `num` classes that are joined. Each gives Nsize hybrids:
                                               hybrid r joins the r-th images of its classes. H = Nsize Cnum
-    alpha       alpha         --alpha         weight of L_Hy, never a parameter of L_m; 0: no hybrids, the
-                                              baseline L = L_m
+    alpha       alpha         --alpha         weight of L_Hy, not the alpha of a base loss L_m; 0: no hybrids,
+                                              the baseline L = L_m
     -           temperature   --temperature   divides the similarities in Eq. (9)
 
 Run
@@ -37,14 +37,14 @@ Run
     python train_hse.py --dataset cub --data data --loss epshn   # the benchmark, on a GPU
 
 Expect
-    Measured with ms, three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 55.2 ± 2.8 on
+    Measured with --loss ms, 3 seeds, a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 55.2 ± 2.8 on
     shapes with hybrids, and to 62.5 ± 5.1 without: hybrids cost 7.3 ± 4.3. On birds, by fine-tuning a ResNet-18,
     it rises from 52.8 to 56.7 ± 1.6 with hybrids, and to 55.9 ± 2.5 without. The difference, 0.8 ± 4.1, shows no
     gain (tests/results).
     The paper (Table 2) reports with EPSHN (easy positive, semi-hard negative), ResNet-50 and 512 dimensions
     R@1 67.4 on CUB (8 images per class; 66.9 with 16) and 85.4 on Cars (16). Without hybrids it has 64.9 and 83.1,
     both with 16 images per class, which on CUB needs --per-class 16. (The text of Section 4.2.1 has 16 for CUB and 8
-    for Cars; these are the numbers of the table.)
+    for Cars. All numbers here are those of Table 2.)
 """
 from functools import partial
 from itertools import chain, repeat
@@ -58,13 +58,13 @@ import common
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """L_Hy, HSE Eq. (9), averaged over the hybrids.
 
-    h              (H, D) embeddings of the hybrids, unit length; half precision is raised to float32
-    z              (B, D) those of the labelled images, the same
+    h              (H, D) embeddings of the hybrids, of unit length like z
+    z              (B, D) those of the labelled images; half precision is raised to float32 in both
     weak_positive  (H, B) bool, the images among which Eq. (8) chooses
     negative       (H, B) bool, the images among which Eq. (7) chooses
     alpha          >= 0, weight
     temperature    > 0; 1 is Eq. (9) as printed, 0.1 the released code
-    returns        scalar >= 0, without overflow. A hybrid that lacks weak positives or negatives adds 0 to the mean;
+    returns        scalar >= 0, without overflow. A hybrid without weak positives, or without negatives, counts as 0;
                    without any hybrids the loss is 0, and so is its gradient
     """
     h, z = common.same_precision(h, z)
@@ -80,12 +80,12 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 
 
 def most_similar(s, allowed):
-    """For each row of s, its largest allowed similarity, and whether any is allowed: (A, B), (A, B) -> (A,), (A,)
+    """For each row of s, its largest allowed similarity, and whether any is allowed: (n, B), (n, B) -> (n,), (n,)
 
-    For unit vectors the nearest is the most similar. Of a row without an allowed entry, one that is not allowed is
-    returned: a finite number, which the caller can multiply by 0.
+    For unit vectors the nearest is the most similar. A row without an allowed entry returns one that is not allowed.
+    That is a finite number, so the caller can multiply it by 0.
     """
-    index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (A, 1)
+    index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
 
@@ -122,11 +122,11 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     images, labels  (B, 3, S, S), (B,); in any order
     kind            cutmix: `num` strips of equal size, from top to bottom or from left to right (axis);
                     mixup: the mean; gridmask: square blocks of mask_size pixels, from the images in turn
-    groups          (B,) super-classes: the classes of a hybrid come from one; None: from the whole batch
+    groups          (B,) super-classes: all classes of a hybrid are of the same one; None: of any
     generator       draws the classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in images, of different classes
     """
-    y = labels.cpu()                                # choosing takes many small steps: faster than on a GPU
+    y = labels.cpu()                                # choosing takes many small steps, which a CPU does faster
     sources = [torch.empty(0, num, dtype=torch.long)]
     for classes in choose_classes(y, num, combinations, None if groups is None else groups.cpu(), generator):
         members = [(y == c).nonzero()[:, 0] for c in classes]
@@ -137,11 +137,11 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
 
 
 def choose_classes(y, num, combinations, groups=None, generator=None):
-    """Draws `combinations` sets of `num` different classes; with groups, those of a set are from one group.
+    """Draws `combinations` sets of `num` different classes; with groups, each set is from one group.
 
     The classes of each group are shuffled and cut into sets of `num`, and the sets of all groups are drawn in random
     order. Once they are used up, the classes are shuffled and cut again. So on SOP, where a batch has two classes of
-    each of the 12 super-classes, 12 combinations of two are one for each super-class.
+    each of the 12 super-classes, each super-class gives one of 12 combinations.
 
     y (B,), groups (B,) or None -> list of (num,)
     """
@@ -159,14 +159,14 @@ def choose_classes(y, num, combinations, groups=None, generator=None):
 
 
 def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
-    """Joins num images into one.  parts (H, num, 3, h, w) -> (H, 3, h, w)"""
+    """Joins num images into one.  parts (H, num, 3, S, S) -> (H, 3, S, S)"""
     num = parts.shape[1]
     height, width = parts.shape[-2:]
     if kind not in KINDS or axis not in AXES:
         raise ValueError(f'kind is one of {KINDS} and axis one of {AXES}; got kind {kind!r}, axis {axis!r}')
     if kind == 'mixup':
         return parts.mean(dim=1)                    # with two images HSE Eq. (3) for lambda = 1/2
-    # owner: which of the num images gives each pixel. It is (h, w), or for strips (h, 1) or (1, w).
+    # owner: which of the num images gives each pixel. It is (S, S), or for strips (S, 1) or (1, S).
     row = torch.arange(height)[:, None]
     column = torch.arange(width)[None, :]
     if kind == 'gridmask':                          # blocks from the images in turn; with two a chessboard
@@ -176,8 +176,8 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
     if owner.max() < num - 1:
         raise common.UsageError(f'{kind} has no room for {num} images in {height} x {width} pixels: lower --mask-size')
     owner = owner.to(parts.device, non_blocking=parts.is_cuda)
-    owner = owner.expand(len(parts), 1, parts.shape[2], height, width)                  # (H, 1, 3, h, w)
-    return parts.gather(1, owner).squeeze(1)        # (H, 3, h, w), each pixel from the image that owns it
+    owner = owner.expand(len(parts), 1, parts.shape[2], height, width)                  # (H, 1, 3, S, S)
+    return parts.gather(1, owner).squeeze(1)        # (H, 3, S, S), each pixel from the image that owns it
 
 
 # ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar
@@ -206,7 +206,7 @@ def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
-    # "<" is written as "not >=", so that a similarity which is NaN stays and shows in the loss.
+    # "not >=" stands for "<", and "not <=" for ">": so a pair whose similarity is NaN stays, and shows in the loss.
     positive = positive & ~(s - epsilon >= hardest_negative)
     negative = negative & ~(s + epsilon <= hardest_positive)
     return (log1p_sum_exp(-sharp_pos * (s - lam), positive) / sharp_pos
@@ -214,13 +214,13 @@ def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=
 
 
 def contrastive_loss(z, y, margin=0.5):
-    """HSE Eq. (2), of one pair: y d^2 + (1 - y) [m - d]_+^2, where y is 1 for a positive pair and else 0. It is squared
+    """HSE Eq. (2), of one pair: y d^2 + (1 - y) [m - d]_+^2. There y is 1 for a positive pair, else 0. It is squared
     as printed; the released code does not square. Positive and negative pairs are averaged separately, each over the
     pairs that miss their goal; train_contrastive.py explains it."""
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal()[None, :] - 2 * s           # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    floor = 16 * torch.finfo(d2.dtype).eps          # up to here d2 is rounding: distance 0, gradient 0
+    floor = 16 * torch.finfo(d2.dtype).eps          # d2 up to this is rounding: distance and gradient are 0
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
     pull = d.square() * positive                                         # HSE Eq. (2) for y = 1: d^2
@@ -258,7 +258,7 @@ def epshn_loss(z, y, temperature=0.1):
 
 
 def npair_loss(z, y):
-    """N-pair (Sohn, NIPS 2016): the first image of a class must find its second one among those of all classes.
+    """N-pair (Sohn, NIPS 2016): the first image of a class must find the second one among the second ones of all.
 
     Cross-entropy over cosines without a temperature, averaged over the P classes that have two images or more in the
     batch. Further images of a class are not used.
@@ -267,7 +267,7 @@ def npair_loss(z, y):
     same = y[:, None] == y[None, :]                                      # (B, B)
     earlier = same.tril(-1).sum(dim=1)                                   # (B,) images of its class that come before
     positive = (earlier == 1).nonzero()[:, 0]                            # (P,) the second image of each class
-    # (P,) the first image of that class, which is the only 1 in a row
+    # (P,) the first image of that class: the only True in its row
     anchor = (same[positive] & (earlier == 0)).int().argmax(dim=1)
     s = z[anchor] @ z[positive].T                                        # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
@@ -304,8 +304,8 @@ class SuperClassSampler:
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The released code trains all base losses with the loop of Proxy-Anchor. These rows have the settings of its commands,
-# but the batch sizes of Tables 2 and 3.
+# The released code of HSE trains all base losses with the loop of Proxy-Anchor. These rows have the settings of HSE's
+# commands, but the batch sizes of Tables 2 and 3.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=128, per_class=8,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5,
            clip=10.0, proxy_lr_mult=100, hybrids='replace', combinations=1)
@@ -318,14 +318,14 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': dict(proxy_lr_mult=6000),      # 4 images per class stay, also with proxies: hybrids need them
+    'reality-check': dict(proxy_lr_mult=6000),      # per_class stays 4, even with proxies: hybrids need it
 }
-# What depends on the base loss, {loss: {datasets: defaults}}. On CUB and Cars the paper states alpha for ms (0.05) and
+# Defaults of each base loss, {loss: {datasets: defaults}}. On CUB and Cars the paper states alpha for ms (0.05) and
 # for Proxy-Anchor (2; the released command for Cars has 0.5, and batches of 30 classes x 4). On SOP alpha is that of
 # the released commands: 0.3 for ms, 1 for EPSHN, 2 for Proxy-Anchor. In-Shop takes the values of SOP, and the datasets
 # that are no benchmarks take those of CUB. Where neither paper nor commands say anything, alpha is 0.1, the default of
-# the released flag. EPSHN has 16 images per class on Cars and 8 on CUB, each the better of Table 2. There N-pair has
-# 64 dimensions.
+# the released flag. EPSHN has 16 images per class on Cars and 8 on CUB, each the better of Table 2. N-pair has 64
+# dimensions in Table 2.
 OF_LOSS = {
     'ms': {'shapes folder reality-check': dict(alpha=0.05), 'cub cars': dict(alpha=0.05, batch_size=80, per_class=5),
            'sop inshop': dict(alpha=0.3)},
@@ -348,15 +348,15 @@ def get_args(argv=None):
     add('--combinations', type=common.at_least(1), default=1, help='Cnum, number of sets of classes per batch')
     add('--axis', choices=AXES, default='top-bottom', help='cutmix: strips above each other, or side by side')
     add('--mask-size', type=common.at_least(1), default=50, help='gridmask: side of the blocks, pixels')
-    add('--hybrids', choices=['replace', 'append'], default='replace', help='instead of the last images, or after all')
-    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies over --lr')
+    add('--hybrids', choices=['replace', 'append'], default='replace', help='instead of the last images, or after them')
+    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies, times --lr')
     add('--show-hybrids', type=common.file_ending('.png'), metavar='PNG', help='save a picture of hybrids, and stop')
     args = common.parse(parser, DEFAULTS, argv)
     if args.dataset == 'vectors':
         raise common.UsageError('hybrids are joined images, and --dataset vectors has none: take another script')
     common.refuse_unread(args, 'loss', proxy_anchor='proxy_lr_mult')
     kinds = KINDS if args.show_hybrids else [args.kind]
-    # Blocks may be so large that one of the images would not show: to join none refuses that before anything is read.
+    # Blocks may be so large that one of the images would not show. blend refuses that here, before anything is read.
     no_images = torch.empty(0, args.num, 3, args.image_size, args.image_size)
     for kind in kinds:
         blend(no_images, kind, mask_size=args.mask_size)
@@ -381,7 +381,7 @@ def check_batch(args, num_classes, groups=None):
                                 f'are {num_classes}; --alpha 0 makes none')
     if classes <= args.num:
         raise common.UsageError(f'--num {args.num} needs {args.num + 1} classes among the images that stay in a batch, '
-                                f'and {max(classes, 0)} do: raise --batch-size, or lower --num, --combinations or '
+                                f'not {max(classes, 0)}: raise --batch-size, or lower --num, --combinations or '
                                 '--per-class, which must be above 0')
     least = args.num * args.per_class * len(groups.unique()) if groups is not None else 0
     if args.batch_size < least:
@@ -394,11 +394,11 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     num_classes = data.train.num_classes
-    # A fold may lack whole super-classes, so that a batch cannot have equally many classes of all of them.
+    # A fold may lack whole super-classes, or have few classes of one. So with --fold they are not used.
     group_of_image = None if args.fold else data.train.groups            # (N,) super-classes
     if args.alpha > 0 or args.show_hybrids:
         check_batch(args, num_classes, group_of_image)
-    group_of_class = torch.zeros(num_classes, dtype=torch.long)          # (C,) 0 for all, if there are none
+    group_of_class = torch.zeros(num_classes, dtype=torch.long)          # (C,) super-class of each class, or 0
     if group_of_image is None:
         sampler = common.make_sampler(args, data.train.labels)
     else:
@@ -406,7 +406,7 @@ def main(argv=None):
         group_of_class[data.train.labels] = group_of_image
 
     def hybridise(images, labels):
-        labels = labels.cpu()                       # waits for the GPU, so only once
+        labels = labels.cpu()                       # the one place that waits for the GPU
         return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
                             args.axis, args.mask_size, groups=group_of_class[labels])
 
@@ -439,7 +439,7 @@ def show(args, data, sampler, hybridise):
     """A picture like Fig. 2: each row has the sources of one hybrid, and then the hybrids of all kinds."""
     images, labels = next(common.batches(data.train, [next(iter(sampler))], args.device, augment=args))
     _, sources = hybridise(images, labels)
-    parts = images[sources[:8]]                                          # (8, num, 3, S, S)
+    parts = images[sources[:8]]                                          # (at most 8, num, 3, S, S)
     joined = [blend(parts, kind, args.axis, args.mask_size)[:, None] for kind in KINDS]
     x = torch.cat([parts, *joined], dim=1).flatten(0, 1)
     common.save_pictures(args.show_hybrids, common.as_pictures(x), columns=args.num + len(KINDS))
@@ -455,16 +455,16 @@ What differs from the paper
     1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and the values of alpha in its
        commands belong to that. --temperature 1 is Eq. (9) as printed.
     2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars, and both replace the last
-       Nsize images of the batch, which are those of one class. Here the last images are replaced, too, or none
-       (--hybrids append). But the classes that are joined are drawn at random, as Section 1 says, from the images that
-       stay in the batch.
+       Nsize images of the batch, which are those of one class; by the text of Section 4 they are random ones. Here the
+       last images are replaced, too, or none (--hybrids append). But the classes that are joined are drawn at random,
+       as Section 1 says, from the images that stay in the batch.
     3. On the benchmarks the network is a ResNet-50 for every loss; the paper has BN-Inception for ms on CUB and Cars.
        The paper says that it keeps the learning rates of the base losses (Section 4). Here they are those of the
        released code.
     4. GridMask: the paper does not say where the blocks are. With two images they form a chessboard here; with three or
        four, each diagonal of blocks is from one image, and the images take turns. Blocks of 250 px (Table 4) need crops
        of more than 250 px: --image-size 256.
-    5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch.
+    5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch. The paper does not say it.
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis left-right). Here
        CutMix joins a top and a bottom half by default, as the text says.

@@ -2,18 +2,18 @@
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric
 Learning. CVPR 2019. arXiv:1904.06627. The equation below is Eq. (2) of Metrix (Venkataramanan et al.,
-ICLR 2022, arXiv:2106.04990), written with the letters of the MS paper.
+ICLR 2022, arXiv:2106.04990), with the parameters' names of the MS paper.
 
 Idea
     In a batch, an image (the anchor) has some positives, images of its class, and many negatives,
     images of other classes. Most of these pairs teach nothing, because the positive is already
     similar or the negative already dissimilar. The log of a sum of exponentials is a smooth maximum.
-    The loss has two of them: one over the positives, of how dissimilar they are, and one over the
-    negatives, of how similar they are. How much a pair counts is the derivative of the loss by its
-    similarity. For a negative n of the anchor a this is
+    The loss has two of them: one over how dissimilar the positives are, and one over how similar the
+    negatives are. How much a pair counts is the derivative of l(a) below by its similarity s. For a
+    negative n of the anchor a it is (beta and lambda: see Symbols)
         exp(beta (s(a,n) - lambda)) / (1 + sum over all negatives n' of exp(beta (s(a,n') - lambda))).
-    So a negative counts the more, the more similar it is, and the less, the more similar the anchor's
-    other negatives are. The loss never compares it with the positives. Only a miner does that, before
+    So a negative counts more if it is more similar, and less if the anchor's other negatives are more
+    similar. The loss never compares negatives with positives. Only a miner does that, before
     the loss: it drops a negative that is less similar than every positive by a tolerance or more, and a
     positive that is more similar than every negative by a tolerance or more.
 
@@ -21,7 +21,7 @@ Equation, for an anchor a; the loss is the mean of l(a) over the B images of the
     Metrix Eq. (2)    l(a) = 1/alpha log(1 + sum_{p in P(a)} exp(-alpha (s(a,p) - lambda)))    pull
                            + 1/beta  log(1 + sum_{n in N(a)} exp( beta  (s(a,n) - lambda)))    push
     P(a) are the other images of a's class in the batch, N(a) those of other classes. Unless --epsilon is off,
-    a miner first drops the easy pairs, and the sums have only those that it keeps: see mine below.
+    a miner first drops the easy pairs, and the sums have only those that it keeps: see mine().
 
 Symbols
     paper     Metrix   here      flag        meaning
@@ -55,7 +55,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0; the larger, the more weight the least similar positives get
     beta     > 0; the larger, the more weight the most similar negatives get
     lam      in [-1, 1]; positives should be above this similarity, negatives below
-    epsilon  tolerance of the miner, a similarity; None: no miner, all pairs count (--epsilon has another default)
+    epsilon  tolerance of the miner, in units of s; None: no miner, all pairs count (--epsilon has another default)
     returns  scalar >= 0, without overflow; an anchor without any pair adds 0
     """
     z = common.at_least_float32(z)
@@ -83,15 +83,15 @@ def log1p_sum_exp(t, keep):
 def pairs(y):
     """(B, B) bool masks of the positive and of the negative pairs. No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: a duplicate is no self-pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two equal images are a pair
     return same & ~itself, ~same
 
 
 def mine(s, y, epsilon):
     """The pairs that the miner keeps, as (B, B) bool masks: positives, negatives.
 
-    A positive p stays if s(a,p) - epsilon < max_n s(a,n): the most similar negative is above it, or little below.
-    A negative n stays if s(a,n) + epsilon > min_p s(a,p): the least similar positive is below it, or little above.
+    A positive p stays if s(a,p) - epsilon < max_n s(a,n): it is not above every negative by epsilon or more.
+    A negative n stays if s(a,n) + epsilon > min_p s(a,p): it is not below every positive by epsilon or more.
     An anchor that has no negatives keeps no positives, and one that has no positives keeps no negatives.
 
     s (B, B) similarities, y (B,) class labels
@@ -111,7 +111,7 @@ def mine(s, y, epsilon):
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=41, batch_size=80,
            per_class=5, optimizer='adam', lr=3e-5, weight_decay=5e-4, schedule='step', decay_epochs=16,
            decay_rate=0.1, warmup=0, clip=0.0)
-# SOP and In-Shop have the MS baseline in the released code of Metrix, with its loss parameters
+# On SOP and In-Shop: the settings and loss parameters of the MS baseline in the released code of Metrix
 METRIX = dict(dim=512, pool='avg+max', freeze_bn=False, min_crop=0.08, epochs=60, batch_size=100, per_class=5,
               optimizer='adam', lr=6e-4, weight_decay=1e-4, schedule='step', decay_epochs=20, decay_rate=0.25,
               warmup=1, clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
@@ -123,7 +123,7 @@ DEFAULTS = {
     # Our choice: about as many iterations as on CUB; an epoch of Cars has 100 of them. In issue 6 of the released
     # code's repository, where somebody gets 78.4 instead of the paper's 84.1, a user advises batches of more than 450.
     'cars': CUB | dict(epochs=30, decay_epochs=12),
-    # In issue 16 there, a user who cites the appendix of the paper reports batches of 1,000 on SOP.
+    # In issue 16 there, a user cites the appendix of the paper for batches of 1,000 on SOP. Here they have 100 images.
     'sop': METRIX,
     'inshop': METRIX,
 }
@@ -178,7 +178,7 @@ What differs from the released code (github.com/msight-tech/research-ms-loss, b6
        those that add 0.
     6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
        stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
-Table 4 of the Reality Check: --protocol reality-check, with the values that its released results name for CUB
+For Table 4 of the Reality Check, add --protocol reality-check and the values of its released results for CUB:
     MS+Miner   --alpha 17.97 --beta 75.66 --lam 0.77 --epsilon 0.39
     MS         --alpha 0.01 --beta 50.60 --lam 0.56 --epsilon off
 """

@@ -5,12 +5,12 @@ Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXi
 Idea
     A proxy is a learned vector that stands for one class. Losses on pairs of images use the relations
     between images, but there are very many pairs. Losses on pairs of an image and a proxy need few
-    pairs, but in earlier ones the gradient of an image does not depend on the other images. In
+    pairs, but before this paper the gradient of an image did not depend on the other images. In
     Proxy-Anchor the proxy is the anchor: it pulls all images of its class in the batch, and pushes all
     other images. The pull is the log of 1 plus a sum of exponentials, one for each image of the class,
-    and an image's exponent grows as it moves away from the proxy. The push is the log of a like sum over
-    the other images, whose exponents grow as they come nearer. Such a log is a smooth maximum of the
-    exponents and 0. So the image with the largest exponent, the hardest one, gets the largest part of
+    and an image's exponent grows as it moves away from the proxy. The push has the same form for the
+    other images, but there the exponent grows as an image comes nearer. Such a log is a smooth maximum
+    of 0 and the exponents. So the image with the largest exponent, the hardest one, gets the largest part of
     the gradient, and how large that part is depends on the other images of the batch.
 
 Equation
@@ -19,10 +19,10 @@ Equation
          + 1/|P|  sum_{p in P}  log(1 + sum_{x in X_p-} exp( alpha (s(x,p) + delta)))    push
     P are the proxies of all C classes, P+ those of the classes in the batch. X_p+ are the images of
     the batch that have the class of p, and X_p- are all other images of the batch.
-    (Some copies of the paper print P- for P in the second sum. Section 3.1 defines P- for a single
-    image, as the proxies of the classes that it is not of, but in Eq. (4) no image is singled out. The
+    (Some copies of the paper print P- for P in Eq. (4) to (6). Section 3.1 defines P- for a single
+    image: the proxies of all classes but its own. But Eq. (4) is not about a single image, and the
     released code sums over all C.) The first three equations of the paper, Proxy-NCA and its gradient,
-    are computed in train_proxynca_pp.py.
+    are explained in train_proxynca_pp.py.
 
 Symbols
     paper    here      flag      meaning
@@ -59,7 +59,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     returns  scalar >= 0, without overflow; the proxy of a class without an image in the batch only pushes
 
     Proxy-Anchor Eq. (5) is the same loss, written with other functions: log(1 + sum exp t) = softplus(log sum exp t).
-    Proxy-Anchor Eq. (6) is its gradient, from which the paper argues. For an image x of the class of p it is
+    Proxy-Anchor Eq. (6) is its gradient, see Section 3.2. For an image x of the class of p it is
         dl/ds(x,p) = -(alpha / |P+|) h(x) / (1 + sum of h(x') over all images x' of this class in the batch),
     with h(x) = exp(-alpha (s(x,p) - delta)). So the pull on one image depends on how far the other images of its class
     are. For an image of another class, the sign is +, P takes the place of P+, h(x) = exp(alpha (s(x,p) + delta)), and
@@ -70,9 +70,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     # (C, B), in row c and column b: whether image b is of class c
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
     num_present = positive.any(dim=1).sum()                                         # |P+|
-    # Proxy-Anchor Eq. (4), first sum: 1/|P+| sum log(1 + sum exp(-alpha (s - delta))), without the 1/alpha that
-    # Multi-Similarity has. Its gradient is Proxy-Anchor Eq. (6), see above. A class that is not in the batch adds
-    # log 1 = 0.
+    # Proxy-Anchor Eq. (4), first sum: 1/|P+| sum log(1 + sum exp(-alpha (s - delta))), without the 1/alpha of
+    # train_ms.py. Its gradient is Proxy-Anchor Eq. (6), see above. A class that is not in the batch adds log 1 = 0.
     pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / num_present
     # Proxy-Anchor Eq. (4), second sum, over all C classes: 1/|P| sum log(1 + sum exp(alpha (s + delta))). Trap: + delta
     # here, - delta above.
@@ -94,25 +93,25 @@ def log1p_sum_exp(t, keep):
 def new_proxies(num_classes, dim):
     """Proxies (C, D) from a normal distribution, so that their directions are uniform on the sphere.
 
-    Their std, sqrt(2 / C), is that of the authors' code. The loss sees only directions and does not depend on it,
-    but the speed of learning does: Adam moves each coordinate by about the learning rate per step, so the
-    longer a proxy is, the more slowly it turns.
+    Their std, sqrt(2 / C), is that of the authors' code. It does not change the loss, which sees only directions. It
+    changes the speed of learning: Adam moves each coordinate by about the learning rate per step, so a longer
+    proxy turns more slowly.
     """
     return torch.randn(num_classes, dim) * (2 / num_classes) ** 0.5
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# CUB and Cars are the authors' commands for ResNet-50. The paper trains 40 epochs there, and varies the batch from 30
-# to 180 (Table 5). Decays count from the first epoch of the run, but the trunk learns only after the 5 epochs of
-# warm-up. So on CUB it begins with half of lr, and after the 20th epoch it has 1/16 of it.
+# CUB and Cars are the authors' commands for ResNet-50, with the 60 epochs of their code. The paper has 40, and batches
+# of 30 to 180 (Table 5). decay_epochs counts from the first epoch, but the trunk learns only after 5 epochs of warm-up.
+# So on CUB it begins with lr / 2, and has lr / 16 after the 20th epoch.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=120, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
 # The authors released commands for SOP and In-Shop with BN-Inception only. These rows use them with ResNet-50.
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, warmup=1)
 DEFAULTS = {
-    # From scratch --lr is 2e-3, 20 times the rate of CUB, and on vectors it is 1e-3. So a factor of 10 is enough for
-    # the proxies.
+    # In common.BASE, --lr is 2e-3 for shapes and folder, and 1e-3 for vectors: 20 and 10 times that of CUB. So a factor
+    # of 10 is enough for the proxies.
     'shapes': dict(proxy_lr_mult=10),
     'folder': dict(proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10),
@@ -120,8 +119,8 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    # In the Reality Check a batch for losses with weights of their own has one image per class (Section 3.1). The rate
-    # of the proxies is that of Proxy-NCA in its released results.
+    # In the Reality Check (see common.py) a batch for classification losses has one image per class (Section 3.1). It
+    # has no Proxy-Anchor, so the rate of the proxies is that of its Proxy-NCA.
     'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
 
@@ -155,12 +154,12 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The main tables of the paper have BN-Inception; here the network is a ResNet-50.
+    1. The main tables of the paper have BN-Inception; on the benchmarks here it is a ResNet-50.
     2. The paper does not state the pooling, warm-up, clipping, the steps of the learning rate, weight
-       decay, how BatchNorm is treated, or the batches of its main tables. All of these are those of the
-       released code, which decays the proxies as well; so are the 60 epochs on CUB and Cars. In issue 1 of
-       its repository, an author says that max pooling beside average pooling adds about one point of R@1
-       on CUB and Cars.
+       decay, BatchNorm (see note 3), or the size of batches in its main tables. They are those of the
+       released code, as are the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In
+       issue 1 of its repository, an author says that max pooling beside average pooling adds about one
+       point of R@1 on CUB and Cars.
 What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)
     3. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
@@ -168,7 +167,7 @@ What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020
     4. With one or two classes the loss of the released code is wrong. It makes one-hot labels by
        label_binarize of scikit-learn, which returns a single column then.
 Tables and figures of the paper
-    Tables 5 and 6: --batch-size. Table 7: --arch and --image-size. Fig. 5: --dim. Fig. 6: --alpha and --delta. In the
+    Tables 5 and 6 vary --batch-size, Table 7 --arch and --image-size, Fig. 5 --dim, Fig. 6 --alpha and --delta. In the
     paper the network is BN-Inception, except in three rows of Table 7: GoogleNet, ResNet-50 and ResNet-101.
 """
 

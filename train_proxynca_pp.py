@@ -16,14 +16,14 @@ Idea
 
 Equations
     ProxyNCA++ (as in its code)   l(X) = mean_x -log( exp(-|x - p+|^2 / T) / sum_{all p} exp(-|x - p|^2 / T) )
-    Proxy-Anchor Eq. (1)          --loss proxynca:
+    Proxy-Anchor Eq. (1)          --loss proxynca (here as a mean):
                                   l(X) = sum_x -log( exp(s(x,p+)) / sum_{p- in P-} exp(s(x,p-)) )
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
     x and p have unit length here, so |x - p|^2 = 2 - 2 s(x,p), and the exponents -|x - p|^2 / T differ
     from 2 s(x,p) / T by a constant, which cancels. So Eq. (1), whose exponents are s(x,p), has T = 2.
-    Three losses are called Proxy-NCA in papers: Eq. (1); CCL Eq. (9), which multiplies these exponents
-    by a scale, so that T = 2 / scale; and that of the Reality Check, see note 8.
+    Papers call two other losses Proxy-NCA, too. That of CCL (train_ccl.py), Eq. (9), multiplies s(x,p)
+    by a scale, so T = 2 / scale. For that of the Reality Check see note 8.
 
 Symbols
     paper    here          flag            meaning
@@ -43,7 +43,7 @@ Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 59.2 ± 8.4 on
     shapes, and from 52.4 to 54.9 ± 2.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
     CCL (Table 2) quotes from the paper, for ResNet-50 and 512 dimensions, R@1 69.0 on CUB, 86.5 on Cars,
-    80.7 on SOP and 90.4 on In-Shop. The released configurations, like the rows here, have crops of 256 px.
+    80.7 on SOP and 90.4 on In-Shop. The released configurations have crops of 256 px, as the recipes here.
 """
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
         return -logits.sum()
     others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) is 0: the sum is over P-
     # Proxy-Anchor Eq. (1), in the form of Proxy-Anchor Eq. (2): sum over x of -s(x,p+) + log sum_{p-} exp(s(x,p-)). The
-    # own logit stands only behind the minus, so its derivative is -1: the first case of Proxy-Anchor Eq. (3).
+    # own logit occurs only with a minus, so its derivative is -1: the first case of Proxy-Anchor Eq. (3).
     return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
@@ -97,7 +97,7 @@ def cosines(z, proxies):
 def new_proxies(num_classes, dim):
     """Proxies (C, D) from a normal distribution with std 1/8, as in the authors' code.
 
-    The loss sees only directions, so the std only sets how fast a proxy turns: the longer it is, the more slowly.
+    The loss sees only directions, so the std only sets how fast a proxy turns: a longer one turns more slowly.
     """
     return torch.randn(num_classes, dim) / 8
 
@@ -121,9 +121,10 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
     # In the Reality Check a batch for losses with weights of their own has one image per class (Section 3.1). The rate
-    # of the proxies is that of Proxy-NCA in its released results.
+    # of the proxies, 6000 times --lr, is that of Proxy-NCA in the released results of the Reality Check.
     'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
+# A row (dataset, loss) is added to that of the dataset.
 DEFAULTS |= {(dataset, 'proxynca'): dict(temperature=2.0) for dataset in DEFAULTS}
 DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # see note 8
 
@@ -138,7 +139,7 @@ def get_args(argv=None):
         help='learning rate of the proxies, as a multiple of --lr')
     add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop')
     args = common.parse(parser, DEFAULTS, argv)
-    common.refuse_unread(args, 'optimizer', adam='eps', adamw='eps', rmsprop='eps')
+    common.refuse_unread(args, 'optimizer', adam='eps', adamw='eps', rmsprop='eps')         # --eps with sgd is refused
     return args
 
 
@@ -169,8 +170,8 @@ What differs from the paper
     1. The authors first train on half of the training classes, and measure R@1 and NMI (which scores
        clusters) on the other half. They note the epochs at which these stop rising, and the best epoch.
        Then they train on all classes: they lower the learning rate at the epochs noted, and stop at the
-       best one. Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), which is the most that
-       theirs have, and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
+       best one. Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code,
+       and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
        Their 5 epochs of warm-up come before the 40; here they are the first 5 of them.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
        (--dim 2048), and the paper reports both.
@@ -193,8 +194,8 @@ About --loss proxynca
     8. In the Reality Check (Section 1.3), Proxy-NCA is cross-entropy applied to Euclidean distances, so the
        own proxy is in the denominator. In the library of its authors, pytorch-metric-learning, the distances
        are squared and multiplied by a scale, which is 13.98 on CUB in the released results. This is
-       --protocol reality-check --loss proxynca_pp --temperature 0.0715. With --loss proxynca, the
-       protocol's temperature is the same, 1/13.98, but the own proxy is not in the denominator.
+       --protocol reality-check --loss proxynca_pp --temperature 0.0715. With --loss proxynca instead, the
+       default temperature is also 1/13.98, but the own proxy is not in the denominator.
 """
 
 

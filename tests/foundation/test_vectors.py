@@ -221,7 +221,7 @@ def test_each_script_begins_with_the_result_of_the_vectors(vectors, script):
 def test_a_network_says_which_inputs_it_takes(run, small, vectors):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'head', '--epochs', '1'])
     write(vectors / 'test.npz', 'gh', [0, 1] * 5, c=5)
-    with pytest.raises(UsageError, match='takes 6 channels .3 of images, or the length of stored vectors., and got 5'):
+    with pytest.raises(UsageError, match='takes 6 channels .3 of images, or the size of stored vectors., and got 5'):
         evaluation.main(['--checkpoint', 'runs/head'])
     run(train_ms, '--name', 'trunk')
     with pytest.raises(UsageError, match='runs/trunk was trained on folder: .* and one for images takes no vectors'):

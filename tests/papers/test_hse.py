@@ -336,7 +336,7 @@ def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
     ('--alpha 0 --per-class 0 --show-hybrids x.png', 0)])
 def test_a_batch_with_no_negative_left_is_refused(run, small, flags, classes):
     """The batch has 4 classes, the dataset 6. Hybrids replace one class for each combination."""
-    with pytest.raises(common.UsageError, match=f'among the images that stay in a batch, and {classes} do'):
+    with pytest.raises(common.UsageError, match=f'among the images that stay in a batch, not {classes}'):
         run(train_hse, *flags.split())
 
 
