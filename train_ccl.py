@@ -8,10 +8,10 @@ Idea
     A memory bank, which keeps embeddings of earlier batches, offers many samples to contrast with, but
     they go stale while the network changes. CCL keeps one vector per class instead, its centre, as a
     parameter that every step updates. A softmax over all centres separates the classes, but its pull
-    to the own centre, that of an image's class, fades once this centre is the nearest. For example,
-    with two classes and cosines times 16, the derivative by the cosine with the own centre has size 8.0
-    if both cosines are equal, and only 0.6 if that with the own centre is larger by 0.2. A second term
-    goes on pulling, the squared distance to the own centre: it "minimizes the intra-class variations"
+    on an image towards the own centre, that of its class, fades once this centre is the nearest. With
+    two classes and cosines times 16, the derivative of this loss by the cosine with the own centre has
+    size 8.0 if both cosines are equal, and only 0.6 if the own one is larger by 0.2. The second term,
+    the squared distance to the own centre, goes on pulling: it "minimizes the intra-class variations"
     (Section 3.2).
 
 Equation, averaged over the batch
@@ -58,8 +58,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
 
     The first line of Eq. (5) is at the top of this file. The second line is lower by a constant, 2 lambda:
         -log( exp(s (c_y.x - m) + 2 lambda c_y.x) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) )
-    Trap: 2 lambda c_y.x stands in the numerator alone. Added to the own logit of a softmax, it would be in the
-    denominator too, which is another loss.
+    Trap: 2 lambda c_y.x stands in the numerator alone. If the own logit of a softmax had it, the denominator would
+    have it, too, which is another loss.
 
     z          (B, D) embeddings of unit length, or about that after dropout; half precision is raised to float32
     y          (B,)   class labels, 0 to C - 1
@@ -80,11 +80,11 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     # Without smoothing, L_contrast, (B,), is
     #     -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) ).
     # For m = 0 it is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a margin
-    # it is Eq. (11), which subtracts its m from s c_y.x and not from c_y.x: so m is s times the margin of Eq. (5).
+    # it is Eq. (11). But Eq. (11) subtracts m from s c_y.x, not from c_y.x. So its m is s times the m of Eq. (5).
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # L_center, (B,), is |x - c_y|^2, the second line of Eq. (2), called Eq. (3) in the text. For x of unit length it is
-    # 2 - 2 c_y.x, Eq. (4). After dropout x has another length, and the two differ. Eq. (4) is computed here: it is
-    # linear in x, so its mean over all draws of the dropout is its value without dropout.
+    # 2 - 2 c_y.x, Eq. (4). After dropout x has another length, and the two differ. Here Eq. (4) is computed: it is
+    # linear in x, and dropout keeps the mean of x, so it keeps the mean of Eq. (4).
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -96,15 +96,15 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
-    extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # (1 - smoothing) - other
+    extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # own label - other label
     return extra + other
 
 
 def scaled_proxynca_loss(z, y, centers, s=16.0):
     """CCL Eq. (9), Proxy-NCA:  -log( exp(s c_y.x) / sum_{j != y} exp(s c_j.x) ),  averaged over the batch.
 
-    The own class is not in the denominator, so the loss can be negative. In Proxy-Anchor Eq. (1) the exponents lack the
-    factor s.
+    The own class is not in the denominator, so the loss can be negative. Proxy-Anchor Eq. (1) has the cosines alone as
+    exponents, without a factor.
 
     The arguments are those of center_contrastive_loss. With a single class only the numerator is left.
     """
@@ -132,7 +132,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 
 
 def momentum_centers(centers, z, y, mu):
-    """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y, where x_y is the mean of the images of class y in the batch. The
+    """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
     centre of a class without images stays.
 
     centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D).
@@ -147,9 +147,9 @@ def corrupt_labels(labels, noise, generator=None):
     """Wrong labels for a training set, two of the three kinds in Section 4.4 (the third is a dataset).
 
     labels     (N,) 0..C-1
-    noise      symmetric:RATE  this share of the images gets a label drawn uniformly from the other classes.
+    noise      symmetric:RATE  a share RATE of the images gets a label drawn uniformly from the other classes.
                                With 0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3, say.
-               longtail:RATE   random classes, together at most this share of the images, are dissolved: the
+               longtail:RATE   random classes with at most RATE of the images in total are dissolved: the
                                images of each, in dataset order, are cut into groups of 5, and each group joins
                                one of the classes that remain. These are numbered anew, in random order.
                                An example with 0.25: class 1 is dissolved, its only group joins class 3, and
@@ -167,8 +167,8 @@ def corrupt_labels(labels, noise, generator=None):
         chosen = torch.randperm(total, generator=generator)[:round(rate * total)]
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
         return labels % classes                                          # plus 1 to C - 1: never the own class
-    order = torch.randperm(classes, generator=generator)                 # the first of these classes are dissolved
-    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # of the first class, the first two, ...
+    order = torch.randperm(classes, generator=generator)                 # the first num_gone are dissolved
+    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # images in the first 1, 2, ... classes
     num_gone = min(int((images <= rate * total).sum()), classes - 2)     # two classes always remain
     new_number = torch.zeros(classes, dtype=torch.long)                  # of a class that remains
     new_number[order[num_gone:]] = torch.arange(classes - num_gone)
@@ -181,11 +181,11 @@ def corrupt_labels(labels, noise, generator=None):
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px, smoothing, and that
-# CUB and Cars have frozen BatchNorm, dropout and colour jitter. From the base code come schedule (with the ramp that
-# momentum 0.99 needs), smallest crop, pooling, epochs, and the jitter of CUB; on Cars the base code has square crops,
-# jitter 0.3 and a change of hue, here it is as on CUB. The paper does not say from which size its 256 px are cut (the
-# base code mostly cuts 224 from 256); here it is 288 px, as in ProxyNCA++. Of the epochs, Section 1 only says that they
-# are "one-fifth" of those of earlier methods such as Metrix. Metrix has 100, so this would be 20.
+# CUB and Cars have frozen BatchNorm, dropout and colour jitter. The base code gives the schedule, whose slow start is
+# needed for momentum 0.99, smallest crop, pooling, epochs, and the jitter of CUB. On Cars it has square crops, jitter
+# 0.3 and a change of hue; here Cars is treated like CUB. The paper does not say from which size its 256 px are cut (the
+# base code mostly cuts 224 from 256); here it is 288 px, as in ProxyNCA++. About epochs, Section 1 only says that CCL
+# converges with "one-fifth" of those of earlier methods such as Metrix. Metrix has 100, so this would be 20.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -198,13 +198,13 @@ DEFAULTS = {
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
-    # In the Reality Check a batch for losses with weights of their own has one image per class (Section 3.1). The rate
-    # of the centres is that of N. Softmax in its released results.
+    # In the Reality Check (see common.py) a batch for classification losses has one image per class (Section 3.1). Its
+    # released results for a normalised softmax train the centres at 4500 times --lr.
     'reality-check': dict(per_class=1, center_lr_mult=4500),
 }
-# The embeddings of center_loss are not normalised, and lie far from their centres. With lam = 2, the gradient of its
-# second term by the network's weights would be about 60 times that of its first (measured on shapes, before training).
-# With 0.03 both are about equal.
+# The embeddings of center_loss are not normalised, and lie far from their centres. With lam = 2, the second term would
+# give the network's weights a gradient about 60 times that of the first one (measured on shapes, before training). With
+# 0.03 both are about equal.
 DEFAULTS |= {(dataset, 'center_loss'): dict(lam=0.03) for dataset in DEFAULTS}
 
 # The flags that the loss of each variant reads
@@ -257,8 +257,8 @@ def main(argv=None):
     model = common.build(args, data=data, head_init='default', normalize=args.variant != 'center_loss')
     # All losses but center_loss see only the direction of a centre. If its length is r, its gradient is r times smaller
     # than at length 1, and a step of the same size turns it r times less. So with SGD it turns r^2 times more slowly.
-    # Of centres drawn from N(0, 1), r^2 would be about D, which is 512 on the benchmarks, and they would hardly turn.
-    # This is why they begin with length 1, in random directions.
+    # If centres were drawn from N(0, 1), r^2 would be about D, 512 on the benchmarks, and they would hardly turn. This
+    # is why they begin with length 1, in random directions.
     centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.variant != 'cluster')
     learned = dict(centers=centers)
@@ -281,7 +281,7 @@ def main(argv=None):
             return center_loss(dropped, labels, classifier.weight, classifier.bias, centers, args.lam, args.smoothing)
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,
                                        stop_grad=args.variant == 'stop_grad')
-        if args.variant == 'cluster':                  # the loss above still has the old centres
+        if args.variant == 'cluster':                  # the loss has a copy of the old centres
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 
@@ -295,27 +295,27 @@ Variants: CCL, and losses with which the paper compares it
     center_loss   Eq. (7), on embeddings that are not normalised: classifier and centres are separate
     stop_grad     L_contrast takes the centres as constants, as in the first row of Table 1 (its second row, CCL, has
                   the numbers of CCL* in Table 2, so it has a margin)
-    cluster       Eq. (14): the centres are running means of their images, not parameters
+    cluster       Eq. (14): the centres are running means of embeddings, not parameters
 What differs from the paper, or is not stated in it
     1. In the second case of the gradient that is printed below Eq. (10), the numerator should be
-       exp(S(x, c) - S(x, c_y)), where S(x, c) is s c.x. The loss here has that gradient.
-    2. Label smoothing changes the labels of a softmax, so only softmaxes are smoothed. L_center is none, and
-       neither is Eq. (9), whose denominator lacks the own class: they stay as they are.
-    3. The paper does not state the lambda of Table 2 (it is 2 in Section 4.4 and Fig. 4, and in Fig. 5 the R@1 that
-       Table 2 has for SOP is at the largest lambda, 2), the m of its CCL*, how the centres start, or the mu of
-       Eq. (14). What else it leaves open is listed above CUB in this file.
-    4. --variant cluster averages the images that a class has in the batch, and then applies Eq. (14).
+       exp(S(x, c) - S(x, c_y)), where S(x, c) is s c.x. Without margin and smoothing, L_contrast has this gradient.
+    2. Label smoothing changes the labels of a softmax. L_center is not a softmax. Eq. (9) is not one either, since
+       its denominator lacks the own class. So these two are not smoothed.
+    3. The paper does not state the lambda of Table 2, the m of its CCL*, how the centres start, or the mu of Eq. (14).
+       Lambda is 2 in Section 4.4 and Fig. 4, and in Fig. 5 it is 2 at the R@1 that Table 2 has for SOP. What else the
+       paper leaves open is listed above CUB in this file.
+    4. --variant cluster averages the embeddings that a class has in the batch, and then applies Eq. (14).
     5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
     6. Dropout comes after the normalisation, as in the base code, and --dropout 0.2 divides what stays by 0.8. So in
        training an embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
     7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
     8. The paper calls stop_grad equivalent to cluster contrastive methods, which have Eq. (14), and Table 1 compares
-       CCL with stop_grad in their place (Section 3.3.6). Both turn a centre in the same direction, but for dropout.
-       But Eq. (14) also changes its length, and its step is set by mu, while that of stop_grad is set by the
-       learning rate and lambda. So both are here.
+       CCL with stop_grad in their place (Section 3.3.6). With plain SGD and without dropout, both turn a centre in
+       the same direction. But Eq. (14) also changes its length, and mu sets its step, while the learning rate and
+       lambda set that of stop_grad. So both are here.
 What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e863)
     9. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
-       stay frozen on CUB and Cars, and both are trained on SOP and In-Shop. The base code also has a BatchNorm
+       are frozen on CUB and Cars, and neither is on SOP and In-Shop. The base code also has a BatchNorm
        without affine weights behind the pooling on Cars, SOP and In-Shop, which is missing here. It has no weight
        decay on biases and on the affine weights of BatchNorm; here all weights decay alike. It reports its best
        epoch on the test set. Its smoothed loss is a KL divergence, which is lower than the cross-entropy here by a
@@ -324,9 +324,9 @@ Tables and figures of the paper
     Table 1: --variant stop_grad --margin M. Table 2: --lam 0 is the baseline, no flag is CCL, --margin M is CCL*,
     where M is not stated.
     Table 3: --label-noise, with an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
-    --protocol reality-check: --lam 0 --smoothing 0 is the N. Softmax of the Reality Check, and with --margin it is its
-    CosFace, whose centres have a rate of 2.5e-3 on CUB in the released results (--center-lr-mult 2500). Both have a
-    scale --s of their own there.
+    With --protocol reality-check, --lam 0 --smoothing 0 is the normalised softmax of the Reality Check. With --margin
+    added it is CosFace, whose centres have a rate of 2.5e-3 on CUB in the released results (--center-lr-mult 2500).
+    Each of the two has a scale --s of its own there.
 """
 
 
