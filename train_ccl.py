@@ -305,7 +305,8 @@ What differs from the paper, or is not stated in it
        Lambda is 2 in Section 4.4 and Fig. 4, and in Fig. 5 it is 2 at the R@1 that Table 2 has for SOP. What else the
        paper leaves open is listed above CUB in this file.
     4. --variant cluster averages the embeddings that a class has in the batch, and then applies Eq. (14).
-    5. Long-tail noise: the paper does not say what forms a cluster. Here 5 images in dataset order do.
+    5. Label noise: the paper does not say whether symmetric noise may draw the own class; here it never does. Nor does
+       it say what forms a cluster of long-tail noise; here 5 images in dataset order do.
     6. Dropout comes after the normalisation, as in the base code, and --dropout 0.2 divides what stays by 0.8. So in
        training an embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
     7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
