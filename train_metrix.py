@@ -155,7 +155,7 @@ TABLE_1 = {
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar. For ms and
     contrastive, it is the mean over the anchors of Eq. (3): label 1 for P(a), Eq. (5), and label 0 for N(a), Eq. (6).
-    With epsilon, only pairs that the miner keeps count. An anchor without positives keeps none, and adds 0.
+    With epsilon, the loss has only pairs kept by the miner. An anchor without positives keeps none, and adds 0.
 
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
@@ -168,7 +168,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
-        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # over classes of the batch; over all C
+        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # |P+| classes in the batch; |P| is C
     s = z @ z.T                                                                                 # (B, B)
     same = y[:, None] == y                                                                      # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
@@ -204,7 +204,7 @@ def mixed_cross_entropy(logits, y_i, y_j, lam):
     return (lam * to_i + (1 - lam) * to_j).mean()
 
 
-# The losses that compare queries, which are images or mixtures, with all proxies, and have no anchors
+# The losses that compare queries, which are images or mixtures, with all proxies
 QUERY_LOGITS = {'proxynca_pp': proxynca_pp_of_queries}
 
 
@@ -384,7 +384,7 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
     else:                                           # in anc-neg pairs, the ends are images and, if there are, proxies
         i, j = cross_class_pairs(end_y if mixing.pairs == 'anc-neg' else y)
-    # (M,): a pair has one lambda and one mixture, for all anchors. torch 2.6 has no Beta on a Mac's GPU, so on the CPU.
+    # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 has no Beta for a Mac.
     lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
     pair_y, valid = label_mixtures(mixing.pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
@@ -397,19 +397,19 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
         return QUERY_LOGITS[kind](v, proxies, **hyper) if kind in QUERY_LOGITS else v @ anchor_z.T
 
     if mixing.mixup == 'input':
-        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, it changes copies of BatchNorm's statistics.
+        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, it updates copies of BatchNorm's statistics.
         buffers = {name: t.clone() for name, t in model.named_buffers()} if mixing.clean_bn else {}
         s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))         # (M, A)
     elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
         s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
     else:                                           # no mixture is formed: see mix_similarities
-        # (E, D). Features have no proxies among the ends, so E is B.
+        # (E, D); of features (B, D), because proxies have none.
         u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))
         s = mix_similarities(compare(u), u, i, j, lam)
     if kind in QUERY_LOGITS:                        # compared with all proxies; the anchors only chose the pairs
         return mixed_cross_entropy(s, y[i], y[j], lam)
-    # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So it keeps V of them, the largest
-    # number that any anchor has. topk lists its own mixtures first; the others that fill up its row are not valid.
+    # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So only V columns stay, as many as
+    # the anchor with most mixtures has. topk puts an anchor's own first; the others in its row are not valid.
     v = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                            # (A, V)
     s, pair_y, valid = (t.gather(1, v) for t in (s.T, pair_y, valid))                           # (A, V)
     return labelled_loss(s, pair_y, valid, kind, **hyper).mean()                                # Eq. (9)
@@ -477,7 +477,7 @@ def utilization(q, z, y, batches, alpha):
         i, j = cross_class_pairs(y[index])
         lam = Beta(alpha, alpha).sample(i.shape)
         v = mix_embeddings(z[index], i, j, lam)                                                     # (M, D)
-        # A batch of one class has no mixtures. So that it has examples all the same, clean ones are among them.
+        # A batch of one class has no mixtures. Its clean images are added, so that there is an example.
         mixed = mixed.minimum(distances_to(torch.cat([z[index], v])))
     return clean.mean().item(), mixed.mean().item()                                             # Eq. (12)
 
@@ -543,7 +543,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    # The rate of the proxies is that of train_proxy_anchor.py. But --per-class stays 4: mixing needs positives.
+    # The rate of the proxies is that of train_proxy_anchor.py. But --per-class stays 4, for pos-neg pairs.
     'reality-check': dict(proxy_lr_mult=6000),
     # These depend on the loss as well. The paper does not state the margin of contrastive.
     ('shapes', 'contrastive'): dict(m=0.5),
@@ -573,7 +573,7 @@ def plan(args):
         if args.loss in QUERY_LOGITS:                 # every image is an anchor, so these are all cross-class pairs
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
-            k = 1 if 'feature' in args.mixup else 3     # Section B.2; 1 beside features, in Table 6
+            k = 1 if 'feature' in args.mixup else 3     # 3 is in Section B.2, 1 in Table 6
         k = None if k in ('auto', 'all') else k
         what = 'queries' if args.loss in QUERY_LOGITS else ' or '.join(sets)
         negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
@@ -594,7 +594,7 @@ def get_args(argv=None):
         help='which pairs are mixed; both: each iteration draws pos-neg or anc-neg')
     add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
         metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
-                          'auto is all, for input 3, and for input beside feature 1')
+                          'auto is all, but 3 for input, or 1 for input and feature together')
     add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
     add('--beta', type=above_0, default=18.0, help='ms: scale of the positives')
@@ -680,8 +680,8 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Two ends are mixed once, with one lambda, and all anchors share this mixture. Eq. (8) seems to draw lambda for
-       each anchor. Its set of pos-pos pairs has each pair in both orders, and a positive with itself. Mixed embeddings
-       are scaled to unit length, as in the released code.
+       each anchor. U+(a)^2 of Section B.4 has each pos-pos pair in both orders, and a positive with itself. Mixed
+       embeddings are scaled to unit length, as in the released code.
     2. Contrastive has means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor is that of its own paper: it has s + delta on negatives, where Table 1 has s - m, and no factors
@@ -703,10 +703,10 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
        affine weights of frozen BatchNorm after the warm-up.
     9. The code for contrastive has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
        It has the mean over all active pairs of the batch, and here it is over those of each anchor. This changes the
-       clean loss by 5 % and its gradient by 50 to 90 %. The whole loss changes by 1 %, its gradient by 5 %.
+       clean loss by 5 % and its gradient by 50 to 90 %. Eq. (10) as a whole changes by 1 %, its gradient by 5 %.
    10. The code for ms does not compute Eq. (15). Mixtures are positives only. lambda and 1 - lambda also multiply the
        clean sums. A mask over pairs of images is applied by position to a table of mixtures, so each image keeps one
-       mixture, which belongs to another anchor. The mean is over all mixtures. More on this in tests/results.
+       mixture, which belongs to another anchor. The mean is over all mixtures. More on this in tests/results/why.md.
    11. On CUB, the command for ms with mixing trains 100 epochs and halves the rate every 10. That without mixing trains
        60, and halves it every 5. Here both train 100 epochs, as in the paper, and halve it every 10.
 Tables and figures of the paper

@@ -22,8 +22,8 @@ Equations
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
     x and p have unit length here, so |x - p|^2 = 2 - 2 s(x,p), and the exponents -|x - p|^2 / T differ
     from 2 s(x,p) / T by a constant, which cancels. So Eq. (1), whose exponents are s(x,p), has T = 2.
-    Papers call two other losses Proxy-NCA, too. That of CCL (train_ccl.py), Eq. (9), multiplies s(x,p)
-    by a scale, so T = 2 / scale. For that of the Reality Check see note 8.
+    Papers call two other losses Proxy-NCA, too. CCL Eq. (9), in train_ccl.py, multiplies s(x,p) by a
+    scale, so T = 2 / scale. For that of the Reality Check see note 8.
 
 Symbols
     paper    here          flag            meaning
