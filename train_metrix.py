@@ -384,14 +384,13 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
     else:                                           # in anc-neg pairs, the ends are images and, if there are, proxies
         i, j = cross_class_pairs(end_y if mixing.pairs == 'anc-neg' else y)
-    # (M,): a pair has one lambda and one mixture, for all anchors. Drawn on the CPU: torch 2.6 has no Beta for a Mac.
+    # (M,): each pair has one lambda, for all anchors. It is drawn on the CPU: torch 2.6 has no Beta on a Mac's GPU.
     lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
     pair_y, valid = label_mixtures(mixing.pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
     if not len(used):
         return z.new_zeros(())
     i, j, lam = (t[used] for t in (i, j, lam))      # from here on, M counts these alone
-    valid, pair_y = (t.index_select(1, used) for t in (valid, pair_y))                                      # (A, M)
 
     def compare(v):                                 # linear in v: (M, D) -> (M, A) similarities, or (M, C) logits
         return QUERY_LOGITS[kind](v, proxies, **hyper) if kind in QUERY_LOGITS else v @ anchor_z.T
@@ -410,6 +409,7 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
         return mixed_cross_entropy(s, y[i], y[j], lam)
     # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So only V columns stay, as many as
     # the anchor with most mixtures has. topk puts an anchor's own first; the others in its row are not valid.
+    valid, pair_y = (t.index_select(1, used) for t in (valid, pair_y))                          # (A, M)
     v = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                            # (A, V)
     s, pair_y, valid = (t.gather(1, v) for t in (s.T, pair_y, valid))                           # (A, V)
     return labelled_loss(s, pair_y, valid, kind, **hyper).mean()                                # Eq. (9)
@@ -570,7 +570,7 @@ def plan(args):
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
         if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
-        if args.loss in QUERY_LOGITS:                 # every image is an anchor, so these are all cross-class pairs
+        if args.loss in QUERY_LOGITS:               # with all negatives, these are all cross-class pairs
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3     # 3 is in Section B.2, 1 in Table 6
@@ -654,7 +654,7 @@ def main(argv=None):
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
     learned = {}
-    if args.loss == 'proxy_anchor' or args.loss in QUERY_LOGITS:          # with proxies as in train_proxy_anchor.py
+    if args.loss == 'proxy_anchor' or args.loss in QUERY_LOGITS:        # with proxies as in train_proxy_anchor.py
         C = data.train.num_classes
         proxies = torch.randn(C, args.dim) * (2 / C) ** 0.5
         learned = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)

@@ -170,10 +170,12 @@ def run(command, table, file, threads, gpus):
 def line_of(command, log, table, printed, threads):
     """The line of runs.jsonl of a run, from its log and from what it printed"""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    of_all, of_last = ['epoch', 'R@1', 'MAP@R', 'minutes'], ['s+', 's-']
+    of_all = ['epoch', 'R@1', 'MAP@R', 'minutes']
+    of_last = ['s+', 's-']
     if table.epochs:
         rows = [row for row in rows if row['epoch'] in table.epochs]
-        of_all, of_last = ['epoch', 'R@1', 'MAP@R'], ['minutes']
+        of_all = ['epoch', 'R@1', 'MAP@R']
+        of_last = ['minutes']
     columns = {key: [rounded(row[key]) for row in rows] for key in of_all}
     columns |= {key: [rounded(rows[-1][key])] for key in of_last}
     columns['minutes'] = [round(minutes, 3) for minutes in columns['minutes']]
