@@ -7,10 +7,10 @@ unifying mutual information view of metric learning (ECCV 2020), which is called
 Idea
     A memory bank, which keeps embeddings of earlier batches, offers many samples to contrast with, but
     they go stale while the network changes. CCL keeps one vector per class instead, its centre, as a
-    parameter that every step updates. A softmax over all centres separates the classes, but its pull
-    on an image towards the own centre, that of its class, fades once this centre is the nearest. With
-    two classes and cosines times 16, the derivative of this loss by the cosine with the own centre has
-    size 8.0 if both cosines are equal, and only 0.6 if the own one is larger by 0.2. The second term,
+    parameter that every step updates. A softmax over all centres separates the classes. But it pulls an
+    image only weakly to its own centre, that of its class, once this centre is the nearest. With two
+    classes and s = 16, the derivative of this loss by the cosine with the own centre has size 8.0 if
+    both cosines are equal, and only 0.6 if the own one is larger by 0.2. The second term,
     the squared distance to the own centre, goes on pulling: it "minimizes the intra-class variations"
     (Section 3.2).
 
@@ -35,7 +35,7 @@ Symbols
 
 Run
     python train_ccl.py                                     # offline, a few minutes on two CPU cores
-    python train_ccl.py --lam 0                             # NSoftmax, Eq. (8), the paper's baseline
+    python train_ccl.py --lam 0                             # the paper's baseline NSoftmax, Eq. (8), smoothed
     python train_ccl.py --lam 0 --margin 0.1                # CosFace, the large margin of Eq. (11)
     python train_ccl.py --margin 0.1                        # like CCL* in Table 2, whose margin is not stated
     python train_ccl.py --variant proxynca                  # one of four other losses, see --help
@@ -43,7 +43,7 @@ Run
 
 Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.5 to 72.1 ± 5.3 on
-    shapes, and from 51.8 to 57.8 ± 3.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
+    shapes. On 25 species of birds, a pretrained ResNet-18 rises from 51.8 to 57.8 ± 3.9 (tests/results).
     The paper (Table 2) reports, with ResNet-50, 512 dimensions and margin 0, R@1 71.8 on CUB, 89.6 on
     Cars, 82.3 on SOP and 92.1 on In-Shop; for its baseline 71.1, 87.7, 80.8 and 90.2.
 """
@@ -77,14 +77,14 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     own = F.one_hot(y, len(c)).to(c.dtype)                               # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * own)                                 # (B, C)
-    # Without smoothing, L_contrast, (B,), is
+    # L_contrast (B,) without smoothing is
     #     -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) ).
     # For m = 0 it is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a margin
     # it is Eq. (11). But Eq. (11) subtracts m from s c_y.x, not from c_y.x. So its m is s times the m of Eq. (5).
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center, (B,), is |x - c_y|^2, the second line of Eq. (2), called Eq. (3) in the text. For x of unit length it is
+    # L_center (B,) is ||x - c_y||^2, the second line of Eq. (2), called Eq. (3) in the text. For x of unit length it is
     # 2 - 2 c_y.x, Eq. (4). After dropout x has another length, and the two differ. Here Eq. (4) is computed: it is
-    # linear in x, and dropout keeps the mean of x, so it keeps the mean of Eq. (4).
+    # linear in x, so its expected value is the same with and without dropout.
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -96,7 +96,7 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     single class, that class gets 1.
     """
     other = smoothing / max(num_classes - 1, 1)
-    extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # own label - other label
+    extra = F.one_hot(y, num_classes).to(dtype) * (1 - num_classes * other)     # own minus other label
     return extra + other
 
 
@@ -104,7 +104,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
     """CCL Eq. (9), Proxy-NCA:  -log( exp(s c_y.x) / sum_{j != y} exp(s c_j.x) ),  averaged over the batch.
 
     The own class is not in the denominator, so the loss can be negative. Proxy-Anchor Eq. (1) has the cosines alone as
-    exponents, without a factor.
+    exponents, without the factor s.
 
     The arguments are those of center_contrastive_loss. With a single class only the numerator is left.
     """
@@ -121,7 +121,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     """CCL Eq. (7), averaged over the batch. It is a whole loss, and not the term L_center of Eq. (5):
         -log( exp(W_y.x + b_y) / sum_j exp(W_j.x + b_j) ) + lambda ||x - c_y||^2
     The first term, cross-entropy of a linear classifier, is Eq. (6). Its weights W and the centres c are separate
-    parameters.  z (B, D) and centers (C, D), both not normalised; weight (C, D), bias (C,) -> scalar
+    parameters.  x is z (B, D), not normalised, like centers (C, D); weight (C, D), bias (C,) -> scalar
     """
     z, weight, bias, centers = common.same_precision(z, weight, bias, centers)
     logits = F.linear(z, weight, bias)                                   # (B, C)
@@ -149,14 +149,14 @@ def corrupt_labels(labels, noise, generator=None):
     labels     (N,) 0..C-1
     noise      symmetric:RATE  a share RATE of the images gets a label drawn uniformly from the other classes.
                                With 0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3, say.
-               longtail:RATE   random classes with at most RATE of the images in total are dissolved: the
-                               images of each, in dataset order, are cut into groups of 5, and each group joins
-                               one of the classes that remain. These are numbered anew, in random order.
+               longtail:RATE   random classes, together at most RATE of all images, are dissolved: the images
+                               of each, in dataset order, are cut into groups of 5, and each group joins one of
+                               the classes that remain. These are numbered anew, in random order.
                                An example with 0.25: class 1 is dissolved, its only group joins class 3, and
                                the classes 3, 0, 2 that remain get the numbers 0, 1, 2. Then 0 0 1 1 2 2 3 3
                                becomes 1 1 0 0 2 2 0 0.
     generator  None: torch's global generator
-    returns    (N,) labels 0..C'-1; longtail leaves C' = C minus the classes that were dissolved
+    returns    (N,) labels 0..C'-1; longtail leaves C' = C minus the number of dissolved classes
     """
     kind, rate = noise.split(':')
     rate = float(rate)
@@ -166,26 +166,27 @@ def corrupt_labels(labels, noise, generator=None):
     if kind == 'symmetric':
         chosen = torch.randperm(total, generator=generator)[:round(rate * total)]
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
-        return labels % classes                                          # plus 1 to C - 1: never the own class
-    order = torch.randperm(classes, generator=generator)                 # the first num_gone are dissolved
-    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # images in the first 1, 2, ... classes
+        return labels % classes                                          # adding 1 to C - 1 gives another class
+    order = torch.randperm(classes, generator=generator)                 # its first classes are dissolved
+    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # images in the first 1, 2, ... of order
     num_gone = min(int((images <= rate * total).sum()), classes - 2)     # two classes always remain
     new_number = torch.zeros(classes, dtype=torch.long)                  # of a class that remains
     new_number[order[num_gone:]] = torch.arange(classes - num_gone)
     new_labels = new_number[labels]
     for c in order[:num_gone].tolist():
-        for cluster in (labels == c).nonzero()[:, 0].split(5):
-            new_labels[cluster] = torch.randint(classes - num_gone, (1,), generator=generator)
+        for group in (labels == c).nonzero()[:, 0].split(5):
+            new_labels[group] = torch.randint(classes - num_gone, (1,), generator=generator)
     return new_labels
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px, smoothing, and that
-# CUB and Cars have frozen BatchNorm, dropout and colour jitter. The base code gives the schedule, whose slow start is
-# needed for momentum 0.99, smallest crop, pooling, epochs, and the jitter of CUB. On Cars it has square crops, jitter
-# 0.3 and a change of hue; here Cars is treated like CUB. The paper does not say from which size its 256 px are cut (the
-# base code mostly cuts 224 from 256); here it is 288 px, as in ProxyNCA++. About epochs, Section 1 only says that CCL
-# converges with "one-fifth" of those of earlier methods such as Metrix. Metrix has 100, so this would be 20.
+# CUB and Cars have frozen BatchNorm, dropout and colour jitter. The base code gives smallest crop, pooling, epochs,
+# jitter of CUB, and the schedule. With momentum 0.99 the rate has to rise slowly, which this schedule does by itself,
+# without --warmup. For Cars the base code has square crops, jitter 0.3 and a change of hue; here Cars is augmented like
+# CUB. The paper does not say from which size its 256 px are cut (the base code mostly cuts 224 from 256); here it is
+# 288 px, as in ProxyNCA++. Section 1 says that CCL converges with "one-fifth" of the epochs of earlier methods, such as
+# Metrix. Metrix has 100, so this would be about 20.
 CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
            epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
            schedule='cosine', warmup=0, clip=0.0)
@@ -198,8 +199,8 @@ DEFAULTS = {
     'cars': CUB | dict(epochs=100, lr=0.05),
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
-    # In the Reality Check (see common.py) a batch for classification losses has one image per class (Section 3.1). Its
-    # released results for a normalised softmax train the centres at 4500 times --lr.
+    # Section 3.1 of the Reality Check (see common.py): a batch for classification losses has one image per class. In
+    # the released results, the centres of a normalised softmax have 4500 times --lr.
     'reality-check': dict(per_class=1, center_lr_mult=4500),
 }
 # The embeddings of center_loss are not normalised, and lie far from their centres. With lam = 2, the second term would
@@ -221,7 +222,7 @@ def label_noise(text):
     return f'{kind}:{common.between(0, 0.999)(rate)}'
 
 
-label_noise.__name__ = 'symmetric:RATE or longtail:RATE'                # in the error message
+label_noise.__name__ = 'symmetric:RATE or longtail:RATE'                # argparse prints it
 
 
 def get_args(argv=None):
@@ -233,7 +234,7 @@ def get_args(argv=None):
     add('--lam', type=common.at_least(0, float), default=2.0, help='lambda, weight of the centre term')
     add('--smoothing', type=common.between(0, 0.999), default=0.1, help='epsilon, label smoothing')
     add('--mu', type=common.between(0, 1), default=0.9, help='variant cluster: weight of the old centre')
-    add('--center-lr-mult', type=common.at_least(0, float), default=1.0, help='rate of the centres, times --lr')
+    add('--center-lr-mult', type=common.at_least(0, float), default=1.0, help='factor on --lr for the centres')
     add('--dropout', type=common.between(0, 0.999), default=0.0, help='share of an embedding dropped before the loss')
     add('--label-noise', type=common.number_or(label_noise, 'none'), default='none',
         help='wrong training labels: symmetric:RATE or longtail:RATE')
@@ -281,7 +282,7 @@ def main(argv=None):
             return center_loss(dropped, labels, classifier.weight, classifier.bias, centers, args.lam, args.smoothing)
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,
                                        stop_grad=args.variant == 'stop_grad')
-        if args.variant == 'cluster':                  # the loss has a copy of the old centres
+        if args.variant == 'cluster':                  # the loss holds a copy, so this is safe
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 
@@ -293,8 +294,8 @@ Variants: CCL, and losses with which the paper compares it
     ccl           Eq. (5)
     proxynca      Eq. (9): the own class is not in the denominator
     center_loss   Eq. (7), on embeddings that are not normalised: classifier and centres are separate
-    stop_grad     L_contrast takes the centres as constants, as in the first row of Table 1 (its second row, CCL, has
-                  the numbers of CCL* in Table 2, so it has a margin)
+    stop_grad     L_contrast takes the centres as constants, as in the first row of Table 1 (the second row is called
+                  CCL, but has the numbers of CCL* in Table 2, so CCL there has a margin)
     cluster       Eq. (14): the centres are running means of embeddings, not parameters
 What differs from the paper, or is not stated in it
     1. In the second case of the gradient that is printed below Eq. (10), the numerator should be
@@ -302,8 +303,8 @@ What differs from the paper, or is not stated in it
     2. Label smoothing changes the labels of a softmax. L_center is not a softmax. Eq. (9) is not one either, since
        its denominator lacks the own class. So these two are not smoothed.
     3. The paper does not state the lambda of Table 2, the m of its CCL*, how the centres start, or the mu of Eq. (14).
-       Lambda is 2 in Section 4.4 and Fig. 4, and in Fig. 5 it is 2 at the R@1 that Table 2 has for SOP. What else the
-       paper leaves open is listed above CUB in this file.
+       Lambda is 2 in Section 4.4 and Fig. 4. In Fig. 5, lambda 2 gives the R@1 that Table 2 has for SOP. What else the
+       paper leaves open is in the comment above CUB = dict(...) in this file.
     4. --variant cluster averages the embeddings that a class has in the batch, and then applies Eq. (14).
     5. Label noise: the paper does not say whether symmetric noise may draw the own class; here it never does. Nor does
        it say what forms a cluster of long-tail noise; here 5 images in dataset order do.
@@ -311,23 +312,24 @@ What differs from the paper, or is not stated in it
        training an embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
     7. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
     8. The paper calls stop_grad equivalent to cluster contrastive methods, which have Eq. (14), and Table 1 compares
-       CCL with stop_grad in their place (Section 3.3.6). With plain SGD and without dropout, both turn a centre in
-       the same direction. But Eq. (14) also changes its length, and mu sets its step, while the learning rate and
-       lambda set that of stop_grad. So both are here.
+       CCL with stop_grad in their place (Section 3.3.6). With plain SGD and without dropout, stop_grad and
+       Eq. (14) turn a centre in the same direction. The step depends on mu in Eq. (14), and on the learning rate and
+       lambda in stop_grad. Eq. (14) also changes the length of a centre. So both are here.
 What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e863)
     9. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
        are frozen on CUB and Cars, and neither is on SOP and In-Shop. The base code also has a BatchNorm
        without affine weights behind the pooling on Cars, SOP and In-Shop, which is missing here. It has no weight
-       decay on biases and on the affine weights of BatchNorm; here all weights decay alike. It reports its best
-       epoch on the test set. Its smoothed loss is a KL divergence, which is lower than the cross-entropy here by a
-       constant and has the same gradient.
+       decay on biases and on the affine weights of BatchNorm; here all weights decay alike. Its head starts with
+       bias 0, here with torch's small random one. Its test images of Cars and SOP are squashed to squares. It
+       reports its best epoch on the test set. Its smoothed loss is a KL divergence, which is lower than the
+       cross-entropy here by a constant and has the same gradient.
 Tables and figures of the paper
-    Table 1: --variant stop_grad --margin M. Table 2: --lam 0 is the baseline, no flag is CCL, --margin M is CCL*,
-    where M is not stated.
+    Table 1: --variant stop_grad --margin M. Table 2: --lam 0 is the baseline, the defaults are CCL,
+    --margin M is CCL*, where M is not stated.
     Table 3: --label-noise, with an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
     With --protocol reality-check, --lam 0 --smoothing 0 is the normalised softmax of the Reality Check. With --margin
     added it is CosFace, whose centres have a rate of 2.5e-3 on CUB in the released results (--center-lr-mult 2500).
-    Each of the two has a scale --s of its own there.
+    Each of the two has its own --s in them.
 """
 
 

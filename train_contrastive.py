@@ -13,8 +13,8 @@ Idea
     has about 97 positive and 9,800 negative pairs, where (a, b) and (b, a) both count. So the loss is
     a mean over positive pairs plus a mean over negative pairs. Most negative pairs are far enough
     apart, and a mean over all of them would be almost 0. So each mean is only over the pairs that miss
-    their goal. (The code that HSE and Metrix released does both. The equations below have no means:
-    each is about one or two pairs, or is a sum.)
+    their goal. (The code of HSE and Metrix has these two means. The equations below have no means: each is
+    about one or two pairs, or is a sum.)
 
 Equations; [t]_+ is max(t, 0)
     Reality Check Eq. (1)  one positive and one negative pair:  [d_p - m_pos]_+  +  [m_neg - d_n]_+
@@ -40,7 +40,7 @@ Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 51.5 ± 0.4 on
     shapes, and from 52.8 to 57.5 ± 2.4 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
     Metrix (Table 2) reports, with ResNet-50 and 512 dimensions, R@1 64.7 on CUB, 81.6 on Cars, 74.9 on
-    SOP and 86.4 on In-Shop for its contrastive loss; notes 1 and 2 say what differs.
+    SOP and 86.4 on In-Shop for its contrastive loss; notes 1, 2 and 4 say what differs.
 """
 import torch
 
@@ -72,7 +72,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """(B, B) bool masks of the positive and of the negative pairs. No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two equal images are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index, so equal images are a pair
     return same & ~itself, ~same
 
 
@@ -85,8 +85,8 @@ def distances(z):
     s = z @ z.T                                                          # (B, B)
     length2 = s.diagonal()                           # squared lengths; not quite 1 where z was in half precision
     d2 = length2[:, None] + length2[None, :] - 2 * s
-    # A squared distance is a difference of numbers near 2, each rounded to about eps. So a d2 up to 16 eps is noise. In
-    # float32, this is a distance up to 0.0014.
+    # For close points, d2 is a difference of numbers near 2, each rounded to about eps. So a d2 up to 16 eps is noise.
+    # In float32, this is a distance up to 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
     # Trap: the slope of sqrt at 0 is infinite. The clamp keeps it finite, and where() makes both value and
     # gradient 0. The comparison NaN <= floor is false, so where() keeps a NaN, which then shows in the loss.
@@ -94,7 +94,7 @@ def distances(z):
 
 
 def mean_nonzero(t):
-    """Mean of the entries above 0 of t >= 0; 0, with a gradient of 0, if there are none."""
+    """Mean of the entries of t that are not 0, or 0 if all are 0. No entry is below 0."""
     return t.sum() / (t > 0).sum().clamp_min(1)
 
 
@@ -184,18 +184,18 @@ What differs from the papers
     2. The Metrix paper trains 100 epochs with AdamW. The benchmarks here have 60 with Adam, as its code.
     3. The Reality Check tunes both margins for each dataset, with BN-Inception, 128 dimensions and
        batches of 8 classes x 4. For CUB, its released results name -0.20 as the best margin of positive
-       pairs, and 0.3841 of negative ones. With --power 1, -0.20 gives the gradient of 0, and each positive
-       pair costs 0.20 more. Only a positive pair at distance 0 makes a difference: it costs 0.20 instead of
-       0, so it counts in the mean over pairs that cost something. The Reality Check reports P@1, which is
-       R@1: 59.7 on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6), and with the embeddings of four
-       such networks concatenated 68.1, 81.8 and 73.1.
+       pairs, and 0.3841 of negative ones. With --power 1, -0.20 has the same gradient as a margin of 0,
+       and each positive pair costs 0.20 more. Only a positive pair at distance 0 changes the gradient: it
+       costs 0.20 instead of 0, so it counts in the mean. The Reality Check reports P@1, which is R@1: 59.7
+       on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6). Four such networks with concatenated embeddings
+       have 68.1, 81.8 and 73.1.
 What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)
     4. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.
 Tables of the Reality Check
-    Tables 4 to 6 need --protocol reality-check with --pos-margin and --neg-margin. Table 2 needs --weights none
-    --epochs 0, and then eval.py --analyse for NMI.
+    Tables 4 to 6 need --protocol reality-check, --pos-margin and --neg-margin. Table 2, the NMI of random networks,
+    needs --weights none --epochs 0, and then eval.py --analyse.
 """
 
 

@@ -6,13 +6,13 @@ ICLR 2022, arXiv:2106.04990), with the parameters' names of the MS paper.
 
 Idea
     In a batch, an image (the anchor) has some positives, images of its class, and many negatives,
-    images of other classes. Most of these pairs teach nothing, because the positive is already
+    images of other classes. Most of these pairs are easy and teach nothing, as the positive is already
     similar or the negative already dissimilar. The log of a sum of exponentials is a smooth maximum.
     The loss has two of them: one over how dissimilar the positives are, and one over how similar the
-    negatives are. How much a pair counts is the derivative of l(a) below by its similarity s. For a
+    negatives are. A pair's weight is |dl(a)/ds|, where s is its similarity and l(a) is below. For a
     negative n of the anchor a it is (beta and lambda: see Symbols)
         exp(beta (s(a,n) - lambda)) / (1 + sum over all negatives n' of exp(beta (s(a,n') - lambda))).
-    So a negative counts more if it is more similar, and less if the anchor's other negatives are more
+    So a negative has more weight if it is more similar, and less if the anchor's other negatives are more
     similar. The loss never compares negatives with positives. Only a miner does that, before
     the loss: it drops a negative that is less similar than every positive by a tolerance or more, and a
     positive that is more similar than every negative by a tolerance or more.
@@ -83,7 +83,7 @@ def log1p_sum_exp(t, keep):
 def pairs(y):
     """(B, B) bool masks of the positive and of the negative pairs. No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two equal images are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index, so equal images are a pair
     return same & ~itself, ~same
 
 
@@ -120,8 +120,8 @@ DEFAULTS = {
     'folder': dict(),
     'vectors': dict(epochs=3),
     'cub': CUB,
-    # Our choice: about as many iterations as on CUB; an epoch of Cars has 100 of them. In issue 6 of the released
-    # code's repository, where somebody gets 78.4 instead of the paper's 84.1, a user advises batches of more than 450.
+    # Our choice: about as many iterations as on CUB; an epoch of Cars has 100 of them. In issue 6 of the MS
+    # authors' repository, somebody gets 78.4 instead of the paper's 84.1, and a user advises batches of more than 450.
     'cars': CUB | dict(epochs=30, decay_epochs=12),
     # In issue 16 there, a user cites the appendix of the paper for batches of 1,000 on SOP. Here they have 100 images.
     'sop': METRIX,
@@ -174,7 +174,7 @@ What differs from the released code (github.com/msight-tech/research-ms-loss, b6
     5. The released code does not recognise the pair of an image with itself by its index, but drops
        all positives above a similarity of 1 - 1e-5, and so exact duplicates too. It stops with an
        error at an anchor without positives, or without negatives. Here an anchor without positives adds
-       only its push, or with the miner 0. In both codes the mean is over all anchors of the batch, also
+       only its push, or 0 with the miner. In both codes the mean is over all anchors of the batch, also
        those that add 0.
     6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
        stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
