@@ -9,10 +9,10 @@ protocol in section 11. Four sections are worth reading beside any script:
     3. training       optimizer, learning rate, the loop
     4. evaluation     Recall@K, R-precision, MAP@R
 
-The others can be skipped: 5 images; 6 reading, what a folder or an annotation holds; 7 roles, which part of it trains,
-tests or is left out; 8 shapes, the built-in dataset; 9 runs, their logs, and what is printed; 10 files: checkpoints,
-weights, writing; 11 command line: the flags that all scripts share, and their recipes; 12 putting together what the
-flags name; 13 devices and processes; 14 errors.
+The others can be skipped: 5 images, and `batches` of crops; 6 reading, what a folder or an annotation holds; 7 roles,
+which part of it trains, tests or is left out; 8 shapes, the built-in dataset; 9 runs: `evaluate`, logs, and what is
+printed; 10 files: checkpoints, weights, writing; 11 command line: the flags that all scripts share, and their recipes;
+12 putting together what the flags name; 13 devices and processes; 14 errors.
 
 All files write shapes with these letters. Each script explains its further letters and symbols in a table.
 
@@ -126,14 +126,14 @@ class Embedder(nn.Module):
             module.requires_grad_(False)
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map (B, c, h, w). That of a ResNet comes after a ReLU, so it is never
-        negative. Stored vectors (B, c, 1, 1) keep their shape, and are divided by `length`."""
+        """Images (B, 3, S, S) -> last feature map (B, c, h, w) of a ResNet, after a ReLU, so never negative; of most
+        other networks (B, c, 1, 1). Stored vectors (B, c, 1, 1) keep their shape, and are divided by `length`."""
         B, channels, *_ = x.shape
         if channels != self.config['channels']:
             raise UsageError(f'the network takes {self.config["channels"]} channels (3 of images, or the size of '
                              f'stored vectors), and got {channels}')
-        # With gradients, which is in training, each process of torchrun takes its share of the batch, and a single
-        # process takes all of it. Without gradients, it is `embed` that has divided the images.
+        # Gradients are on in training: then each process of torchrun takes its share of the batch, and a single
+        # process takes all of it. Without gradients, `embed` has divided the images already.
         if torch.is_grad_enabled():
             x = x.tensor_split(world())[rank()]
         x = x.contiguous(memory_format=self.layout)
@@ -205,7 +205,7 @@ class BalancedSampler(Sampler):
     def __iter__(self):
         def deal(deck, items, number):
             """Takes `number` items from the top of a deck of cards. While the deck is too short, the items that are not
-            in it are shuffled and put under it. If it holds all items, all of them are."""
+            in it, or all items if none is missing, are shuffled and put under it."""
             while len(deck) < number:
                 others = [item for item in items if item not in deck]
                 if not others:
@@ -257,7 +257,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
     states = dict(model=model, optimizer=optimizer, learned=nn.ParameterDict(learned or {}))
     # A new run begins with epoch 0, an evaluation before training; a resumed one goes on after its last checkpoint.
     folder = args.resume or from_main_process(None if rank() else new_folder(args, data))
-    with held(folder):
+    with held(folder):                                      # no other run may use it
         first, rows, began = (resume(args, data, states, per_epoch, total) if args.resume else
                               begin(args, data, sampler, folder))
         print_recipe(args, model, data, sampler, epochs)
@@ -265,7 +265,7 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             if out_of_patience(args, rows):
                 break
             row = dict(epoch=epoch, loss=None, images_per_second=None)
-            if args.step < min(epoch * per_epoch, total):   # not in epoch 0, nor if only its evaluation is due
+            if args.step < min(epoch * per_epoch, total):   # not in epoch 0, nor if a resumed run only evaluates
                 set_seed(args.seed, epoch)
                 model.train()
                 model.train_trunk(epoch > args.warmup)      # in the first --warmup epochs, the trunk does not learn
@@ -273,8 +273,8 @@ def train(args, model, data, step, optimizer, learned=None, sampler=None):
             if epoch % args.eval_every == 0 or epoch == epochs:
                 row |= evaluate(model, data)
             row['minutes'] = (time.time() - began) / 60
-            row = from_main_process(row)                    # under torchrun, all processes keep the row of the first
-            if 'R@1' in row or not data.query:
+            row = from_main_process(row)                    # under torchrun, all take the row of the main process
+            if 'R@1' in row or not data.query:              # evaluated, or there is no test set
                 rows.append(row)
             # best.pt is written first: if the process is killed before last.pt is written, --resume repeats the epoch.
             if args.fold and epoch > 0 and best_row(rows) is row:
@@ -297,7 +297,7 @@ def train_epoch(args, data, sampler, step, optimizer, epoch, total):
     for number, (x, y) in enumerate(batches(data.train, lists, args.device, augment=args), start=1):
         for group in optimizer.param_groups:
             factor = learning_rate_factor(args.step, args, len(sampler), total)
-            group['lr'] = group.setdefault('initial_lr', group['lr']) * factor
+            group['lr'] = group.setdefault('initial_lr', group['lr']) * factor      # initial_lr is set once, in step 1
         loss = step(x, y)
         optimizer.zero_grad()
         loss.backward()
@@ -314,7 +314,7 @@ def train_epoch(args, data, sampler, step, optimizer, epoch, total):
         if number % 20 == 0 or number == steps:             # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
             if not math.isfinite(mean):
-                raise NotFinite(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or up to 19 before; '
+                raise NotFinite(f'the loss is {mean} at epoch {epoch}, step {number} of {steps} or in the 19 before; '
                                 f'try a lower --lr, or --precision fp32')
             minutes = (time.time() - start) / max(1, number - 1) * (total - args.step) / 60
             show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {steps}; {minutes:.1f} min of training to come')
@@ -357,7 +357,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     1. A query is excluded from its own results by its index, for the first result may be a copy of it.
     2. Among results with equal similarities, non-matches come first. (In float32, rounding may tell equal vectors
-       apart.) If such images do not all fit among the results, a fixed random order decides which of them do. So a
+       apart.) If not all images of one similarity fit among the results, a fixed random order decides which do. So a
        network that maps all images to one point scores about chance or less, not 100.
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means of the others, or 0.
     """
@@ -403,9 +403,9 @@ def ranked_hits(s, hit):
 def precisions(hit, r):
     """RP and MAP@R of each query, from 0 to 1.  hit (b, k) from ranked_hits; r (b,) its R, >= 1 -> (b,), (b,)"""
     hit = hit[:, :int(r.max())] if len(r) else hit                       # (b, largest R), to save time
-    rank = torch.arange(1, hit.shape[1] + 1, device=hit.device)          # the i of P(i)
-    hit = hit & (rank <= r[:, None])                                     # among the R nearest
-    p = hit.cumsum(dim=1) / rank * hit                                   # Reality Check Eq. (4)
+    i = torch.arange(1, hit.shape[1] + 1, device=hit.device)             # the i of P(i)
+    hit = hit & (i <= r[:, None])                                        # among the R nearest
+    p = hit.cumsum(dim=1) / i * hit                                      # Reality Check Eq. (4)
     return hit.sum(dim=1) / r, p.sum(dim=1) / r                          # the second is Reality Check Eq. (3)
 
 
@@ -1660,7 +1660,7 @@ def distrusting(path):
 
 
 def make_trunk(arch, weights, channels, length):
-    """The trunk of an Embedder, and the channels c of its feature maps. A ResNet loses its own pooling and classifier;
+    """The trunk of an Embedder, and the channels c of its feature maps. A ResNet or RegNet loses its last two layers;
     of another network only the last linear layer is cut off, and its features are maps (B, c, 1, 1). With arch 'none'
     the trunk only divides stored vectors, maps (B, channels, 1, 1), by `length`."""
     if arch == 'none':

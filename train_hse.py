@@ -4,9 +4,9 @@ Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Le
 
 Idea
     Join two to four images of different classes, the parents, into one image, the hybrid. It is hard to
-    place: it looks like each parent and is of none of their classes. Half a label of each parent would mean
-    little, because the half cut from an image may show only its background. So a hybrid has no label, and
-    HSE asks for less: it should be nearer to some image of its parents' classes than to any image of
+    place: it looks like each parent and is of none of their classes. A share of each parent's label would mean
+    little, because the part cut from an image may show only its background. So a hybrid has no label, and
+    HSE asks for less: a hybrid should be nearer to some image of its parents' classes than to any image of
     another class in the batch. For this the network has to see what a hybrid shares with its parents. The
     hybrid and only one image of the parents' classes are pulled together, the one that is nearest anyway.
 
@@ -74,7 +74,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     # Eq. (9) is -alpha log(1 / (1 + exp(s_hn) / exp(s_ewp))). With t = s_ewp - s_hn, the argument of the logarithm is
     # 1 / (1 + exp(-t)), the sigmoid of t. Here both similarities have been divided by the temperature.
     # Algorithm 1 ends in -alpha logsoftmax([s_ewp, s_hn]).mean(). That mean includes the log-probability of s_hn, so
-    # this loss would be least where s_ewp = s_hn, which cannot be meant.
+    # the loss of Algorithm 1 would be least where s_ewp = s_hn, which cannot be meant.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
@@ -117,14 +117,14 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     """Hybrids of a batch: `per_class` of them for each of `combinations` sets of `num` classes.
 
     Hybrid r of a combination joins image r of each of its classes; a class with fewer images uses its first
-    ones again. If there are fewer than `num` classes, no hybrid is made: H = 0.
+    ones again. If there are fewer than `num` classes (with groups: in each), no hybrid is made: H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
     kind            cutmix: `num` strips of equal size, from top to bottom or from left to right (axis);
                     mixup: the mean; gridmask: square blocks of mask_size pixels, from the images in turn
     groups          (B,) super-classes: all classes of a hybrid are of the same one; None: of any
     generator       draws the classes; None is torch's global one
-    returns         hybrids (H, 3, S, S); sources (H, num), positions in images, of different classes
+    returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
     y = labels.cpu()                                # choosing takes many small steps, which a CPU does faster
     sources = [torch.empty(0, num, dtype=torch.long)]
@@ -214,8 +214,8 @@ def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=
 
 
 def contrastive_loss(z, y, margin=0.5):
-    """HSE Eq. (2), of one pair: y d^2 + (1 - y) [m - d]_+^2. There y is 1 for a positive pair, else 0. It is squared
-    as printed; the released code does not square. Positive and negative pairs are averaged separately, each over the
+    """HSE Eq. (2), of one pair: y d^2 + (1 - y) [m - d]_+^2. There y is 1 for a positive pair, else 0; [t]_+ is
+    max(t, 0). The released code does not square. Positive and negative pairs are averaged separately, each over the
     pairs that miss their goal; train_contrastive.py explains it."""
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
@@ -258,7 +258,7 @@ def epshn_loss(z, y, temperature=0.1):
 
 
 def npair_loss(z, y):
-    """N-pair (Sohn, NIPS 2016): the first image of a class must find the second one among the second ones of all.
+    """N-pair (Sohn, NIPS 2016): the first image of a class must find the second one among those of all classes.
 
     Cross-entropy over cosines without a temperature, averaged over the P classes that have two images or more in the
     batch. Further images of a class are not used.
@@ -318,7 +318,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': dict(proxy_lr_mult=6000),      # per_class stays 4, even with proxies: hybrids need it
+    'reality-check': dict(proxy_lr_mult=6000),      # per_class stays 4, even with proxies: 1 gives one hybrid
 }
 # Defaults of each base loss, {loss: {datasets: defaults}}. On CUB and Cars the paper states alpha for ms (0.05) and
 # for Proxy-Anchor (2; the released command for Cars has 0.5, and batches of 30 classes x 4). On SOP alpha is that of
@@ -406,7 +406,7 @@ def main(argv=None):
         group_of_class[data.train.labels] = group_of_image
 
     def hybridise(images, labels):
-        labels = labels.cpu()                       # the one place that waits for the GPU
+        labels = labels.cpu()                       # waits for the GPU
         return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
                             args.axis, args.mask_size, groups=group_of_class[labels])
 
@@ -454,17 +454,17 @@ learned within the classes.
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and the values of alpha in its
        commands belong to that. --temperature 1 is Eq. (9) as printed.
-    2. Algorithm 1 joins the first classes of the batch, as does the code on CUB and Cars, and both replace the last
-       Nsize images of the batch, which are those of one class; by the text of Section 4 they are random ones. Here the
-       last images are replaced, too, or none (--hybrids append). But the classes that are joined are drawn at random,
-       as Section 1 says, from the images that stay in the batch.
+    2. Algorithm 1, and the code on CUB and Cars, join the first classes of the batch and replace its last Nsize images,
+       which are those of one class; by the text of Section 4, random images are replaced. Here the last ones are
+       replaced, too, or none (--hybrids append), as in Table 3. But the classes that are joined are drawn at random,
+       as Section 1 says, from those that stay in the batch.
     3. On the benchmarks the network is a ResNet-50 for every loss; the paper has BN-Inception for ms on CUB and Cars.
        The paper says that it keeps the learning rates of the base losses (Section 4). Here they are those of the
        released code.
     4. GridMask: the paper does not say where the blocks are. With two images they form a chessboard here; with three or
        four, each diagonal of blocks is from one image, and the images take turns. Blocks of 250 px (Table 4) need crops
        of more than 250 px: --image-size 256.
-    5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch. The paper does not say it.
+    5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch. The paper does not say what it did.
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis left-right). Here
        CutMix joins a top and a bottom half by default, as the text says.
@@ -477,7 +477,7 @@ What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen.
 Tables and figures of the paper
     Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:
-    --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N, with a --loss that the text does not name.
+    --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N, with losses that the text does not name.
     Fig. 6: --loss ms --combinations N.
 """
 

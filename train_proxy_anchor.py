@@ -62,7 +62,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     Proxy-Anchor Eq. (6) is its gradient, see Section 3.2. For an image x of the class of p it is
         dl/ds(x,p) = -(alpha / |P+|) h(x) / (1 + sum of h(x') over all images x' of this class in the batch),
     with h(x) = exp(-alpha (s(x,p) - delta)). So the pull on one image depends on how far the other images of its class
-    are. For an image of another class, the sign is +, P takes the place of P+, h(x) = exp(alpha (s(x,p) + delta)), and
+    are from p. For an image of another class, the sign is +, P replaces P+, h(x) = exp(alpha (s(x,p) + delta)), and
     the sum is over all images that are not of the class of p.
     """
     z, proxies = common.same_precision(z, proxies)
@@ -71,7 +71,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
     num_present = positive.any(dim=1).sum()                                         # |P+|
     # Proxy-Anchor Eq. (4), first sum: 1/|P+| sum log(1 + sum exp(-alpha (s - delta))), without the 1/alpha of
-    # train_ms.py. Its gradient is Proxy-Anchor Eq. (6), see above. A class that is not in the batch adds log 1 = 0.
+    # train_ms.py. The gradient is Proxy-Anchor Eq. (6), see above. A class that is not in the batch adds log 1 = 0.
     pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / num_present
     # Proxy-Anchor Eq. (4), second sum, over all C classes: 1/|P| sum log(1 + sum exp(alpha (s + delta))). Trap: + delta
     # here, - delta above.
@@ -103,7 +103,7 @@ def new_proxies(num_classes, dim):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # CUB and Cars are the authors' commands for ResNet-50, with the 60 epochs of their code. The paper has 40, and batches
 # of 30 to 180 (Table 5). decay_epochs counts from the first epoch, but the trunk learns only after 5 epochs of warm-up.
-# So on CUB it begins with lr / 2, and has lr / 16 after the 20th epoch.
+# So on CUB the trunk begins with lr / 2, and has lr / 16 after the 20th epoch.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=120, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -119,8 +119,8 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    # In the Reality Check (see common.py) a batch for classification losses has one image per class (Section 3.1). It
-    # has no Proxy-Anchor, so the rate of the proxies is that of its Proxy-NCA.
+    # In the Reality Check (see common.py) a batch for classification losses has one image per class (Section 3.1).
+    # That paper has no Proxy-Anchor, so the rate of the proxies is that of its Proxy-NCA.
     'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
 
@@ -154,10 +154,10 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The main tables of the paper have BN-Inception; on the benchmarks here it is a ResNet-50.
+    1. In the main tables of the paper the network is BN-Inception; on the benchmarks here, a ResNet-50.
     2. The paper does not state the pooling, warm-up, clipping, the steps of the learning rate, weight
-       decay, BatchNorm (see note 3), or the size of batches in its main tables. They are those of the
-       released code, as are the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In
+       decay, the size of batches in its main tables, or how BatchNorm trains. All but the last (see note 3) are
+       those of the released code, as are the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In
        issue 1 of its repository, an author says that max pooling beside average pooling adds about one
        point of R@1 on CUB and Cars.
 What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)
@@ -165,7 +165,7 @@ What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020
        weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
        the test set.
     4. With one or two classes the loss of the released code is wrong. It makes one-hot labels by
-       label_binarize of scikit-learn, which returns a single column then.
+       label_binarize of scikit-learn, which returns a single column then, all zeros with one class.
 Tables and figures of the paper
     Tables 5 and 6 vary --batch-size, Table 7 --arch and --image-size, Fig. 5 --dim, Fig. 6 --alpha and --delta. In the
     paper the network is BN-Inception, except in three rows of Table 7: GoogleNet, ResNet-50 and ResNet-101.

@@ -10,17 +10,17 @@ Idea
     asks that an image is nearer to its own proxy, that of its class, than to the others. Proxy-NCA
     leaves the own proxy out of the denominator, and so pulls with the same force however near the image
     is. ProxyNCA++ puts the own proxy back, so the loss is minus the log of the probability of the own
-    proxy. It also divides the squared distances by a low temperature: undivided they span only 0 to
-    4, and with many classes that probability could not come near 1. Beside the loss, ProxyNCA++ has
-    max pooling, LayerNorm, and proxies that learn faster than the network.
+    proxy. Its exponents, minus the squared distances, are divided by a low temperature: undivided they
+    span only -4 to 0, and with many classes that probability could not come near 1. Beside the loss,
+    ProxyNCA++ has max pooling, LayerNorm, and proxies that learn faster than the network.
 
 Equations
     ProxyNCA++ (as in its code)   l(X) = mean_x -log( exp(-|x - p+|^2 / T) / sum_{all p} exp(-|x - p|^2 / T) )
-    Proxy-Anchor Eq. (1)          --loss proxynca (here as a mean):
+    Proxy-Anchor Eq. (1)          --loss proxynca (main divides it by B):
                                   l(X) = sum_x -log( exp(s(x,p+)) / sum_{p- in P-} exp(s(x,p-)) )
     Proxy-Anchor Eq. (2)               = sum_x ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )
     p+ is the proxy of x's class, P- are all others. LSE is the log of a sum of exponentials.
-    x and p have unit length here, so |x - p|^2 = 2 - 2 s(x,p), and the exponents -|x - p|^2 / T differ
+    x has unit length and p is normalised, so |x - p|^2 = 2 - 2 s(x,p), and the exponents -|x - p|^2 / T differ
     from 2 s(x,p) / T by a constant, which cancels. So Eq. (1), whose exponents are s(x,p), has T = 2.
     Papers call two other losses Proxy-NCA, too. CCL Eq. (9), in train_ccl.py, multiplies s(x,p) by a
     scale, so T = 2 / scale. For that of the Reality Check see note 8.
@@ -103,10 +103,10 @@ def new_proxies(num_classes, dim):
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The benchmark rows are the released configurations, except for dim and schedule (notes 1 and 2 at
+# The benchmark rows are the released configurations, except for schedule and dim (notes 1 and 2 at
 # the end). Adam divides its steps by eps + the root of its running mean of squared gradients. With
-# eps = 1 this divisor is about 1, and Adam acts like SGD with momentum. This is why the proxies can
-# have learning rates of 240 to 2,400.
+# eps = 1 and small gradients this divisor is about 1, and Adam acts like SGD with momentum. This is
+# why the proxies can have learning rates of 240 to 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
            decay_epochs=20, decay_rate=0.1, warmup=5, clip=10.0)
@@ -120,8 +120,8 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
-    # In the Reality Check a batch for losses with weights of their own has one image per class (Section 3.1). The rate
-    # of the proxies, 6000 times --lr, is that of Proxy-NCA in the released results of the Reality Check.
+    # In the Reality Check a batch for classification losses has one image per class (Section 3.1). The rate of the
+    # proxies, 6000 times --lr, is that of Proxy-NCA in the released results of the Reality Check.
     'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
 # A row (dataset, loss) is added to that of the dataset.
@@ -169,13 +169,13 @@ NOTES = """
 What differs from the paper
     1. The authors first train on half of the training classes, and measure R@1 and NMI (which scores
        clusters) on the other half. They note the epochs at which these stop rising, and the best epoch.
-       Then they train on all classes: they lower the learning rate at the epochs noted, and stop at the
-       best one. Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code,
+       Then they train on all training classes: they lower the learning rate at the epochs noted, and stop
+       at the best one. Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code,
        and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
-       Their 5 epochs of warm-up come before the 40; here they are the first 5 of them.
+       Their 5 epochs of warm-up come before the 40 (or 80); here the first 5 of the 40 (or 80) are warm-up.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
        (--dim 2048), and the paper reports both.
-    3. The learning rates are those of the released configurations. In issue 2 of its repository, the
+    3. The learning rates are those of the released configurations. In issue 2 of their repository, the
        author says that those in the paper's first version are misprints.
 What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     4. As in the released code, only head and proxies learn in the first 5 epochs. The released code has
@@ -185,8 +185,8 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
        when |p| is about sqrt(512) / 8 = 2.8. So clipping at 10 does not change it then.
     5. One GPU. The released commands split each batch over two GPUs, so BatchNorm sees half a batch.
     6. Evaluation by cosine. The released code compares embeddings that are not normalised, although
-       training normalises them. With one or two classes its loss is wrong: it makes one-hot labels by
-       label_binarize of scikit-learn, which returns a single column then.
+       training normalises them. With one class its loss divides by 0, and with two it is wrong: it makes
+       one-hot labels by label_binarize of scikit-learn, which returns a single column then.
 About --loss proxynca
     7. With T = 2, and as a mean, its gradients are about 18 times smaller than those of ProxyNCA++ at the
        start of training. On the benchmarks Adam has eps = 1, so its steps are proportional to the

@@ -435,7 +435,7 @@ def max_of_mixed(f, i, j, lam):
 # ---- retrieval
 
 WRONG['retrieval_metrics'] = {
-    'sum past R': ['hit = hit & (rank <= r[:, None])', '', ':int(r.max())]', ':]'],
+    'sum past R': ['hit = hit & (i <= r[:, None])', '', ':int(r.max())]', ':]'],
     'the query finds itself': ('k_nearest(query, gallery, depth)', 'k_nearest(query, searched, depth)'),
     'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
@@ -459,7 +459,7 @@ WRONG['retrieval_metrics'] = {
         'len(query) == 0 or len(searched) <= itself', 'False'],
     'NaN is no error': ['not z.isfinite().all()', 'False'],
     'NaN in the gallery is no error': (', (searched, searched_labels))', ',)'),
-    'precision where there is no match': ('hit.cumsum(dim=1) / rank * hit', 'hit.cumsum(dim=1) / rank'),
+    'precision where there is no match': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
     'class numbers of the gallery': (', minlength=int(query_labels.max()) + 1)', ')'),

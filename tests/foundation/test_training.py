@@ -237,7 +237,7 @@ def test_a_loss_that_is_no_number_stops_within_twenty_steps(run, small, monkeypa
         steps.append(1)
         return real(z, *rest) * (float('nan') if len(steps) == bad_step else 1)
     monkeypatch.setattr(train_ms, 'multi_similarity_loss', loss)
-    with pytest.raises(UsageError, match=f'the loss is nan at epoch 1, step {noticed} of 50 or up to 19 before'):
+    with pytest.raises(UsageError, match=f'the loss is nan at epoch 1, step {noticed} of 50 or in the 19 before'):
         run(train_ms, '--data', 'many', '--name', 'broken', '--steps', '50', '--batch-size', '2', '--per-class', '0')
     assert len(steps) == noticed and common.read_checkpoint('runs/broken')['epoch'] == 0
 
