@@ -21,16 +21,16 @@ Equations
 
 Symbols
     paper     here          flag              meaning
-    f, g_m    model, f      -                 the network is model; here f is g_m(x), the maps of its last layer m
+    f, g_m    model, f      -                 the network is model; here f is g_m(x), maps of the trunk's last layer m
     a, V(a)   A; M, valid   --pairs           A anchors, M mixtures; valid (A, M) marks those in the V(a) of each anchor
     x, x'     i, j          -                 (M,) indices of the two ends of each mixture, among E images and proxies
-    y         pair_y        -                 (A, M) labels of mixtures; the name y means classes, or in Eq. (7) labels
+    y         pair_y        -                 (A, M) labels of mixtures; y has classes, but in labelled_loss labels
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
     w         strength      --strength        weight of the mixed loss
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
     m         m             --m               margin on s, of ms and contrastive
     beta      beta          --beta            sharpness of ms for positives;  gamma, --gamma  for negatives
-    Q, T      q, temperature  --temperature   queries; temperature of ProxyNCA++. In shapes, T is the size of a map, h w
+    Q, T      q, temperature  --temperature   queries of Eq. (12); temperature of ProxyNCA++. In shapes, T is h * w
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
@@ -75,9 +75,9 @@ def labelled_loss(s, y, valid, kind, **hyper):
     return pull + push
 
 
-# ---- Table 1: rows as functions of the similarities s, and of the weights that an example has as a positive (y) and as
-# a negative (1 - y), all (A, V). A mask serves as weights 1 and 0. A row is sigma and rho in one: it returns the two
-# terms of Eq. (7), pull and push, both (A,). Proxy-Anchor follows Eq. (4) of its own paper.
+# ---- Table 1: rows as functions of the similarities s, and of an example's weights: `positive` is y, and `negative` is
+# 1 - y (both 0 if it is not valid), all (A, V). A mask serves as weights 1 and 0. A row is sigma and rho in one: it
+# returns the two terms of Eq. (7), pull and push, both (A,). Proxy-Anchor follows Eq. (4) of its own paper.
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
@@ -144,24 +144,24 @@ TABLE_1 = {
     # The rows from here on are for the reader; nothing below trains with them.
     'binomial': lambda s, positive, negative, beta=18.0, gamma=75.0, m=0.77: (
         log1p_sum_exp(-beta * (s - m), positive), log1p_sum_exp(gamma * (s - m), negative)),
-    # Here tau is [.]+ of the sum of both terms. So the first value is [.]+ of the sum, and the second is 0.
+    # Here tau is [.]+, so the first value is [.]+ of the sum of both terms, and the second is 0.
     'lifted': lambda s, positive, negative, m=0.5: (
         (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
     'nca': nca,                                                         # and ProxyNCA
-    # s / T with T = 1/9, as in Table 1. Training takes proxynca_pp_of_queries, with 2 s / T and a sum over all proxies.
+    # s / T as in Table 1; 1/9 is of ProxyNCA++. Training takes proxynca_pp_of_queries: 2 s / T, a sum over all proxies.
     'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: nca(s / temperature, positive, negative)}
 
 
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar. For ms and
-    contrastive, it is the mean over the anchors of Eq. (3): label 1 for P(a), Eq. (5), and label 0 for N(a), Eq. (6).
+    contrastive, it is the mean of Eq. (3) over the anchors: positives have label 1, Eq. (5), and negatives 0, Eq. (6).
     With epsilon, the loss has only pairs kept by the miner. An anchor without positives keeps none, and adds 0.
 
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
     """
     z = common.at_least_float32(z)
-    if kind in QUERY_LOGITS:
+    if kind in QUERY_LOGITS:                        # proxynca_pp, see below
         return F.cross_entropy(QUERY_LOGITS[kind](z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
         z, proxies = common.same_precision(z, proxies)
@@ -175,8 +175,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     negative = ~same                                                                            # N(a) in Eq. (6)
     if epsilon is not None:
         # The miner of train_ms.py keeps a positive if s - epsilon < the most similar negative, and a negative if
-        # s + epsilon > the least similar positive. They are written with "not", so that a pair whose similarity is NaN
-        # is kept, and the loss shows it.
+        # s + epsilon > the least similar positive. Both tests are written with "not", so that a pair whose similarity
+        # is NaN is kept, and the loss shows it.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -236,7 +236,7 @@ def mix_similarities(s, u, i, j, lam):
     u (E, D) the ends, of any length; s (E, A) the products u.a, or (E, C) logits, which are linear in u as well;
     i, j, lam (M,) -> (M, A) or (M, C)
     The loss needs similarities alone, and those of a mixture of embeddings follow from those of its ends:
-        s(a, v) = (lam a.u_i + (1 - lam) a.u_j) / |v|
+        s(a, v / |v|) = (lam a.u_i + (1 - lam) a.u_j) / |v|
         |v|^2 = lam^2 |u_i|^2 + (1 - lam)^2 |u_j|^2 + 2 lam (1 - lam) u_i.u_j
     In embedding mixup, the ends u are embeddings. In feature mixup, they are what the linear head W p + b makes of the
     pooled features p, before it is scaled to unit length: W (lam p_i + (1 - lam) p_j) + b = lam u_i + (1 - lam) u_j.
@@ -261,8 +261,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f[i] + (1 - lam) f[j]).
 
     f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    Value and gradient are exact, though no tensor ever holds the mixed maps of all pairs. Average pooling is linear, so
-    it is enough to mix the pooled maps. The maximum is not linear. Of equal maxima, the first takes the gradient.
+    Value and gradient are exact, and no mixed maps are kept for the backward pass. Average pooling is linear, so it is
+    enough to mix the pooled maps. The maximum is not: see max_of_mixed. Of equal maxima, the first takes the gradient.
     """
     f = common.at_least_float32(f)
     p = 0
@@ -276,8 +276,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 def max_of_mixed(f, i, j, lam):
     """max over the T positions of lam f_i + (1 - lam) f_j.  f (B, c, h, w), i, j, lam (M,) -> (M, c)
 
-    The mixed maps of all pairs would take gigabytes. So maps are mixed a few pairs at a time, without gradients, only
-    to find where the maxima are. Then both ends are mixed at these positions, with gradients.
+    On CUB, the mixed maps of all pairs would take 2 GB. So maps are mixed for n pairs at a time, without gradients,
+    only to find where the maxima are. Then both ends are mixed at these positions, with gradients.
     """
     h, w = f.shape[2:]
     lam = lam[:, None]                                                                          # (M, 1)
@@ -320,7 +320,7 @@ def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
     V(a) has a mixture for each pair in the set M(a). U+(a) are the positives of a, with label 1, U-(a) its negatives,
     with label 0, and S(a) is a itself, with label 1.
     pairs      pos-neg, anc-neg or pos-pos
-    y          (E,) classes of all possible ends;  i, j, lam, anchor_y  as in pair_labels
+    y          (E,) classes of all possible ends;  i, j, lam (M,), anchor_y (A,)  as in pair_labels
     anchor     (A,) the anchor's own index among the ends
     negatives  (A, E) bool, the negatives of each anchor that may be mixed
     """
@@ -369,7 +369,7 @@ class Mixing(NamedTuple):
 
 
 def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
-    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors; for proxynca_pp, over the mixtures
+    """The second term of Eq. (10), without w: the mean of Eq. (9) over anchors; for proxynca_pp, mixed_cross_entropy
 
     kind    as in clean_loss;  hyper  its hyper-parameters, a dict;  mixing  a Mixing
     images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
@@ -382,7 +382,7 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
     negatives = F.pad(negatives, (0, len(end_y) - len(y)))                  # (A, E): a proxy is never the negative end
     if mixing.pairs == 'pos-pos':                   # all pairs of images; those of different classes are not valid
         i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    else:                                           # in anc-neg pairs, the ends are images and, if there are, proxies
+    else:                                           # in anc-neg pairs of proxy_anchor, proxies are ends as well
         i, j = cross_class_pairs(end_y if mixing.pairs == 'anc-neg' else y)
     # (M,): each pair has one lambda, for all anchors. It is drawn on the CPU: torch 2.6 has no Beta on a Mac's GPU.
     lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
@@ -396,13 +396,13 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
         return QUERY_LOGITS[kind](v, proxies, **hyper) if kind in QUERY_LOGITS else v @ anchor_z.T
 
     if mixing.mixup == 'input':
-        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, it updates copies of BatchNorm's statistics.
+        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, copies of BatchNorm's statistics are updated.
         buffers = {name: t.clone() for name, t in model.named_buffers()} if mixing.clean_bn else {}
         s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))         # (M, A)
     elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
         s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
     else:                                           # no mixture is formed: see mix_similarities
-        # (E, D); of features (B, D), because proxies have none.
+        # (E, D); in feature mixing (B, D), because proxies have no features.
         u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))
         s = mix_similarities(compare(u), u, i, j, lam)
     if kind in QUERY_LOGITS:                        # compared with all proxies; the anchors only chose the pairs
@@ -410,8 +410,8 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
     # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So only V columns stay, as many as
     # the anchor with most mixtures has. topk puts an anchor's own first; the others in its row are not valid.
     valid, pair_y = (t.index_select(1, used) for t in (valid, pair_y))                          # (A, M)
-    v = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                            # (A, V)
-    s, pair_y, valid = (t.gather(1, v) for t in (s.T, pair_y, valid))                           # (A, V)
+    own = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                          # (A, V)
+    s, pair_y, valid = (t.gather(1, own) for t in (s.T, pair_y, valid))                         # (A, V)
     return labelled_loss(s, pair_y, valid, kind, **hyper).mean()                                # Eq. (9)
 
 
@@ -419,8 +419,8 @@ def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
 
 
 def positivity_threshold(lam, beta, gamma, m):
-    """The similarity s(a, v) up to which a mixture v acts as a positive of its anchor a in ms: the right-hand side of
-    Eq. (24)
+    """The similarity s(a, v) up to which a lone mixture v acts as a positive of its anchor a in ms: the right-hand
+    side of Eq. (24)
 
     lam      number or tensor, in [0, 1]: share of the positive in the mixture
     beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
@@ -594,7 +594,7 @@ def get_args(argv=None):
         help='which pairs are mixed; both: each iteration draws pos-neg or anc-neg')
     add('--hard-negatives', nargs='+', type=common.number_or(common.at_least(1), 'all', 'auto'), default=['auto'],
         metavar='K', help='how many hardest negatives of an anchor are mixed: one K, or one for each type of --mixup; '
-                          'auto is all, but 3 for input, or 1 for input and feature together')
+                          'auto is all, but for input 3, or 1 if feature is given as well')
     add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
     add('--beta', type=above_0, default=18.0, help='ms: scale of the positives')
@@ -679,9 +679,9 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Two ends are mixed once, with one lambda, and all anchors share this mixture. Eq. (8) seems to draw lambda for
-       each anchor. U+(a)^2 of Section B.4 has each pos-pos pair in both orders, and a positive with itself. Mixed
-       embeddings are scaled to unit length, as in the released code.
+    1. Two ends are mixed once, with one lambda, and all anchors share this mixture. Eq. (8) seems to draw lambda anew
+       for each pair of each anchor, and U+(a)^2 of Section B.4 has each pos-pos pair in both orders, and a positive
+       with itself. Mixed embeddings are scaled to unit length here, as in the released code.
     2. Contrastive has means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor is that of its own paper: it has s + delta on negatives, where Table 1 has s - m, and no factors
@@ -702,18 +702,18 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
     8. Both codes have one lambda for a batch, and Adam. Both report the best epoch on the test set, and train the
        affine weights of frozen BatchNorm after the warm-up.
     9. The code for contrastive has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
-       It has the mean over all active pairs of the batch, and here it is over those of each anchor. This changes the
-       clean loss by 5 % and its gradient by 50 to 90 %. Eq. (10) as a whole changes by 1 %, its gradient by 5 %.
+       It has the mean over all active pairs of the batch. Here it is over those of each anchor, and then over all
+       anchors: one without positives, as about 37 of 100 in random batches of CUB, counts with a pull of 0.
    10. The code for ms does not compute Eq. (15). Mixtures are positives only. lambda and 1 - lambda also multiply the
-       clean sums. A mask over pairs of images is applied by position to a table of mixtures, so each image keeps one
-       mixture, which belongs to another anchor. The mean is over all mixtures. More on this in tests/results/why.md.
+       clean sums. A mask over pairs of images is applied by position to a table of mixtures, so an image keeps one
+       mixture at most, of another anchor. The mean is over all mixtures. More on this in tests/results/why.md.
    11. On CUB, the command for ms with mixing trains 100 epochs and halves the rate every 10. That without mixing trains
        60, and halves it every 5. Here both train 100 epochs, as in the paper, and halve it every 10.
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
-    --pairs and --hard-negatives; the last row of both has --mixup input feature embed. Fig. 6: the same with
-    --strength. Fig. 2: --analyse. Section 4.3, with contrastive: alignment, uniformity and utilization by eval.py
-    --analyse, utilization with mixed examples by --analyse.
+    --pairs and --hard-negatives; the last row of both has --mixup input feature embed. Fig. 6 (Cars): --mixup and
+    --strength, with contrastive. Fig. 2: --analyse. Section 4.3, with contrastive: alignment, uniformity and
+    utilization by eval.py --analyse, utilization with mixed examples by --analyse.
 Cost
     With batches of 20 x 5 images and k = 3, a step of input mixing sends up to 300 more images through the network with
     anc-neg pairs, and up to 1,200 with pos-neg pairs. They count in the running statistics of trained BatchNorm, which
