@@ -8,9 +8,9 @@ Idea
     A memory bank, which keeps embeddings of earlier batches, offers many samples to contrast with, but
     they go stale while the network changes. CCL keeps one vector per class instead, its centre, as a
     parameter that every step updates. A softmax over all centres separates the classes. But it pulls an
-    image only weakly to its own centre, that of its class, once this centre is the nearest. With two
-    classes and s = 16, the derivative of this loss by the cosine with the own centre has size 8.0 if
-    both cosines are equal, and only 0.6 if the own one is larger by 0.2. The second term,
+    image only weakly to its own centre, that of its class, once this centre is nearest by far. With
+    two classes and s = 16, the derivative of this loss by the cosine with the own centre has size 8.0
+    if both cosines are equal, and only 0.6 if the own one is larger by 0.2. The second term,
     the squared distance to the own centre, goes on pulling: it "minimizes the intra-class variations"
     (Section 3.2).
 
@@ -36,7 +36,7 @@ Symbols
 Run
     python train_ccl.py                                     # offline, a few minutes on two CPU cores
     python train_ccl.py --lam 0                             # the paper's baseline NSoftmax, Eq. (8), smoothed
-    python train_ccl.py --lam 0 --margin 0.1                # CosFace, the large margin of Eq. (11)
+    python train_ccl.py --lam 0 --margin 0.1                # the same with the margin of CosFace, Eq. (11)
     python train_ccl.py --margin 0.1                        # like CCL* in Table 2, whose margin is not stated
     python train_ccl.py --variant proxynca                  # one of four other losses, see --help
     python train_ccl.py --dataset cub --data data           # the benchmark, on a GPU
@@ -166,9 +166,9 @@ def corrupt_labels(labels, noise, generator=None):
     if kind == 'symmetric':
         chosen = torch.randperm(total, generator=generator)[:round(rate * total)]
         labels[chosen] += torch.randint(1, classes, (len(chosen),), generator=generator)
-        return labels % classes                                          # adding 1 to C - 1 gives another class
+        return labels % classes                                          # adding any of 1..C-1 gives another class
     order = torch.randperm(classes, generator=generator)                 # its first classes are dissolved
-    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # images in the first 1, 2, ... of order
+    images = torch.bincount(labels, minlength=classes)[order].cumsum(0)  # images in the first 1, 2, ... classes
     num_gone = min(int((images <= rate * total).sum()), classes - 2)     # two classes always remain
     new_number = torch.zeros(classes, dtype=torch.long)                  # of a class that remains
     new_number[order[num_gone:]] = torch.arange(classes - num_gone)
@@ -182,8 +182,8 @@ def corrupt_labels(labels, noise, generator=None):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, crops of 256 px, smoothing, and that
 # CUB and Cars have frozen BatchNorm, dropout and colour jitter. The base code gives smallest crop, pooling, epochs,
-# jitter of CUB, and the schedule. With momentum 0.99 the rate has to rise slowly, which this schedule does by itself,
-# without --warmup. For Cars the base code has square crops, jitter 0.3 and a change of hue; here Cars is augmented like
+# jitter of CUB, and the schedule. With momentum 0.99 the rate has to rise slowly, which this schedule does, and
+# not --warmup. For Cars the base code has square crops, jitter 0.3 and a change of hue; here Cars is augmented like
 # CUB. The paper does not say from which size its 256 px are cut (the base code mostly cuts 224 from 256); here it is
 # 288 px, as in ProxyNCA++. Section 1 says that CCL converges with "one-fifth" of the epochs of earlier methods, such as
 # Metrix. Metrix has 100, so this would be about 20.
@@ -200,7 +200,7 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
     # Section 3.1 of the Reality Check (see common.py): a batch for classification losses has one image per class. In
-    # the released results, the centres of a normalised softmax have 4500 times --lr.
+    # the released results for CUB, the centres of a normalised softmax have about 4500 times --lr.
     'reality-check': dict(per_class=1, center_lr_mult=4500),
 }
 # The embeddings of center_loss are not normalised, and lie far from their centres. With lam = 2, the second term would
@@ -208,7 +208,7 @@ DEFAULTS = {
 # 0.03 both are about equal.
 DEFAULTS |= {(dataset, 'center_loss'): dict(lam=0.03) for dataset in DEFAULTS}
 
-# The flags that the loss of each variant reads
+# The flags that each variant reads
 READS = dict(ccl='s margin lam smoothing center_lr_mult', stop_grad='s margin lam smoothing center_lr_mult',
              cluster='s margin lam smoothing mu', proxynca='s center_lr_mult',
              center_loss='lam smoothing center_lr_mult')
@@ -329,7 +329,7 @@ Tables and figures of the paper
     Table 3: --label-noise, with an Inception network there. Fig. 5: --lam and --margin. Fig. 6: --dim.
     With --protocol reality-check, --lam 0 --smoothing 0 is the normalised softmax of the Reality Check. With --margin
     added it is CosFace, whose centres have a rate of 2.5e-3 on CUB in the released results (--center-lr-mult 2500).
-    Each of the two has its own --s in them.
+    In these results, each of the two losses has its own --s.
 """
 
 

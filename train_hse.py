@@ -117,10 +117,10 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     """Hybrids of a batch: `per_class` of them for each of `combinations` sets of `num` classes.
 
     Hybrid r of a combination joins image r of each of its classes; a class with fewer images uses its first
-    ones again. If there are fewer than `num` classes (with groups: in each), no hybrid is made: H = 0.
+    ones again. If there are fewer than `num` classes (with groups: in each group), no hybrid is made: H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
-    kind            cutmix: `num` strips of equal size, from top to bottom or from left to right (axis);
+    kind            cutmix: `num` strips of about equal size, above each other or side by side (axis);
                     mixup: the mean; gridmask: square blocks of mask_size pixels, from the images in turn
     groups          (B,) super-classes: all classes of a hybrid are of the same one; None: of any
     generator       draws the classes; None is torch's global one
@@ -141,7 +141,7 @@ def choose_classes(y, num, combinations, groups=None, generator=None):
 
     The classes of each group are shuffled and cut into sets of `num`, and the sets of all groups are drawn in random
     order. Once they are used up, the classes are shuffled and cut again. So on SOP, where a batch has two classes of
-    each of the 12 super-classes, each super-class gives one of 12 combinations.
+    each of the 12 super-classes, each super-class gives one of the 12 combinations.
 
     y (B,), groups (B,) or None -> list of (num,)
     """
@@ -258,7 +258,7 @@ def epshn_loss(z, y, temperature=0.1):
 
 
 def npair_loss(z, y):
-    """N-pair (Sohn, NIPS 2016): the first image of a class must find the second one among those of all classes.
+    """N-pair (Sohn, NIPS 2016): the first image of a class must find the second one among all second images.
 
     Cross-entropy over cosines without a temperature, averaged over the P classes that have two images or more in the
     batch. Further images of a class are not used.
@@ -318,7 +318,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': dict(proxy_lr_mult=6000),      # per_class stays 4, even with proxies: 1 gives one hybrid
+    'reality-check': dict(proxy_lr_mult=6000),      # per_class 4, though 1 for proxies elsewhere: 1 gives one hybrid
 }
 # Defaults of each base loss, {loss: {datasets: defaults}}. On CUB and Cars the paper states alpha for ms (0.05) and
 # for Proxy-Anchor (2; the released command for Cars has 0.5, and batches of 30 classes x 4). On SOP alpha is that of

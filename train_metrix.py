@@ -30,7 +30,7 @@ Symbols
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
     m         m             --m               margin on s, of ms and contrastive
     beta      beta          --beta            sharpness of ms for positives;  gamma, --gamma  for negatives
-    Q, T      q, temperature  --temperature   queries of Eq. (12); temperature of ProxyNCA++. In shapes, T is h * w
+    Q, T      q, temperature  --temperature   queries of Eq. (12); temperature of ProxyNCA++. T in (B T, c) is h * w
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
@@ -148,7 +148,7 @@ TABLE_1 = {
     'lifted': lambda s, positive, negative, m=0.5: (
         (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
     'nca': nca,                                                         # and ProxyNCA
-    # s / T as in Table 1; 1/9 is of ProxyNCA++. Training takes proxynca_pp_of_queries: 2 s / T, a sum over all proxies.
+    # s / T as in Table 1; 1/9 is of ProxyNCA++. Training takes proxynca_pp_of_queries: softmax of 2 s / T over proxies.
     'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: nca(s / temperature, positive, negative)}
 
 
@@ -210,7 +210,7 @@ QUERY_LOGITS = {'proxynca_pp': proxynca_pp_of_queries}
 
 # ---- mixtures
 
-# How V(a), Eq. (8), is computed without a loop over the anchors. For pos-neg and anc-neg pairs, any two images of
+# How V(a), Eq. (8), is computed without a loop over the anchors. For pos-neg and anc-neg pairs, two ends of
 # different classes are mixed once, with one lambda, for all anchors. A table of labels and a mask, both (A, M), say
 # which mixtures an anchor has, and with which label. For an anchor of the class of end i, a mixture has label lambda;
 # for one of the class of end j, it has 1 - lambda; for all others it is not in V(a). With anc-neg pairs, it is in V(a)
@@ -434,7 +434,7 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
 
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
-    Returns for bins of lambda, 0.1 wide: (middle, measured, predicted, mean similarity, number of pairs (a, v)).
+    Returns for bins of the label, 0.1 wide: (middle, measured, predicted, mean similarity, number of pairs (a, v)).
     measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0. predicted is the share whose
     s(a, v) is at or below the threshold for its label. Eq. (25) is derived for an anchor with one mixture; here each
     anchor has many.
@@ -526,8 +526,8 @@ def analyse(args):
 # Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates, but no decay
 # rate for ProxyNCA++ on CUB and Cars, which gets that of ms. From the released code come smallest crop, warm-up,
 # clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, the
-# default there; some of its commands have 5 or 20. On SOP and In-Shop its commands freeze BatchNorm for contrastive
-# with mixing only; here it trains.
+# default there; some of its commands have 5 or 20. Its commands for contrastive with mixing freeze BatchNorm
+# on SOP and In-Shop, and have a warm-up of 5 on In-Shop; here BatchNorm trains, and the warm-up is 1.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08,
            epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, proxy_lr_mult=100, weight_decay=1e-4, clip=10.0,
@@ -705,8 +705,8 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
        It has the mean over all active pairs of the batch. Here it is over those of each anchor, and then over all
        anchors: one without positives, as about 37 of 100 in random batches of CUB, counts with a pull of 0.
    10. The code for ms does not compute Eq. (15). Mixtures are positives only. lambda and 1 - lambda also multiply the
-       clean sums. A mask over pairs of images is applied by position to a table of mixtures, so an image keeps one
-       mixture at most, of another anchor. The mean is over all mixtures. More on this in tests/results/why.md.
+       clean sums. A mask over pairs of images is applied by position to a table of mixtures, so an image gets one
+       mixture at most, mostly another anchor's. The mean is over all mixtures. More on this in tests/results/why.md.
    11. On CUB, the command for ms with mixing trains 100 epochs and halves the rate every 10. That without mixing trains
        60, and halves it every 5. Here both train 100 epochs, as in the paper, and halve it every 10.
 Tables and figures of the paper
@@ -716,8 +716,8 @@ Tables and figures of the paper
     utilization by eval.py --analyse, utilization with mixed examples by --analyse.
 Cost
     With batches of 20 x 5 images and k = 3, a step of input mixing sends up to 300 more images through the network with
-    anc-neg pairs, and up to 1,200 with pos-neg pairs. They count in the running statistics of trained BatchNorm, which
-    the evaluation uses, unless --clean-bn is given. For batches of several hundred images, --hard-negatives 40 saves
+    anc-neg pairs, and up to 1,200 with pos-neg pairs. Unless --clean-bn is given, they count in the running statistics
+    of trained BatchNorm, which the evaluation uses. For batches of several hundred images, --hard-negatives 40 saves
     memory and time.
 """
 

@@ -121,7 +121,7 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
     # In the Reality Check a batch for classification losses has one image per class (Section 3.1). The rate of the
-    # proxies, 6000 times --lr, is that of Proxy-NCA in the released results of the Reality Check.
+    # proxies, 6000 times --lr, is that of Proxy-NCA in its released results for CUB.
     'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
 # A row (dataset, loss) is added to that of the dataset.

@@ -76,7 +76,7 @@ def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
     there is a row (a, p, n), but p is always the least similar of P(a). Row r has the mixture v = unit(lam p + (1 -
     lam) n). In the clean sums, lam and 1 - lam also multiply the 1 of log(1 + ...). Mixtures are positives only.
     A mask of pairs (a, p), which are indices of images, is used on the table of all rows against all mixtures. So an
-    image a stands for row a, which has another anchor, and an image p for the mixture of row p, and only the first B
+    image a stands for row a, mostly of another anchor, and an image p for the mixture of row p, and only the first B
     rows have any. The mean is over all M rows, of which only the first B have clean sums.
     """
     B = len(y)
