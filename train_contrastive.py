@@ -123,7 +123,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
-# The benchmark rows are the contrastive baseline in the released code of Metrix, except for lr on In-Shop.
+# The benchmark rows are Metrix's contrastive baseline (github.com/billpsomas/metrix, b679703), but for lr on In-Shop.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=0,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,
            warmup=5, clip=10.0)

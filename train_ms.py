@@ -167,7 +167,7 @@ What differs from the paper
     3. For Cars, SOP and In-Shop nothing was released. Cars takes the settings of CUB, the other two take
        the commands of Metrix's MS baseline (github.com/billpsomas/metrix, b679703): Adam, a rate of 6e-4,
        60 epochs. The paper of Metrix has AdamW, 3e-5 on SOP and 1e-4 on In-Shop, and 100 epochs: that is
-       train_metrix.py --mixup none. The commands' 17.97, 75.66, 0.77 and 0.39 (alpha, beta, lambda, epsilon)
+       train_metrix.py --mixup none. The 17.97, 75.66, 0.77 and 0.39 in Metrix's code (alpha, beta, lambda, epsilon)
        are what the Reality Check found for CUB; for SOP it found 15.94, 156.61, 0.72 and 0.34.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
     4. On CUB and Cars, beta is 50, as in the two re-implementations. The released code has 40.

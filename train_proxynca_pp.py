@@ -29,7 +29,7 @@ Symbols
     paper    here          flag            meaning
     x        z             -               (B, D) embeddings of unit length
     p        proxies       -               (C, D) learned, of any length: normalised inside the loss
-    s(x,p)   s             -               (B, C) cosine similarities
+    s(x,p)   cosines()     -               (B, C) cosine similarities
     T        temperature   --temperature   divides squared distances: the lower, the sharper the softmax;
                                            1/9 for ProxyNCA++, 2 for --loss proxynca (1/13.98 with
                                            --protocol, see note 8)
@@ -43,7 +43,7 @@ Expect
     Measured with three seeds, on a CPU in bfloat16 (95 % intervals): R@1 rises from 7.4 to 59.2 ± 8.4 on
     shapes, and from 52.4 to 54.9 ± 2.9 on 25 species of birds, by fine-tuning a ResNet-18 (tests/results).
     CCL (Table 2) quotes from the paper, for ResNet-50 and 512 dimensions, R@1 69.0 on CUB, 86.5 on Cars,
-    80.7 on SOP and 90.4 on In-Shop. The released configurations have crops of 256 px, as the recipes here.
+    80.7 on SOP and 90.4 on In-Shop. The released configurations have crops of 256 px, as the benchmarks here.
 """
 import torch
 import torch.nn.functional as F
@@ -167,11 +167,11 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The authors first train on half of the training classes, and measure R@1 and NMI (which scores
-       clusters) on the other half. They note the epochs at which these stop rising, and the best epoch.
-       Then they train on all training classes: they lower the learning rate at the epochs noted, and stop
-       at the best one. Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code,
-       and x0.1 once after half of them. On In-Shop the rate stays constant, as in their code.
+    1. Except on In-Shop, the authors first train on half of the training classes, and measure R@1 on the
+       other half. They note the epochs at which it stops rising, and the best epoch. Then they train on
+       all training classes: they lower the learning rate at the epochs noted, and stop at the best one.
+       Here the schedule is fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code, and x0.1
+       once after half of them. On In-Shop the rate stays constant, as in their code.
        Their 5 epochs of warm-up come before the 40 (or 80); here the first 5 of the 40 (or 80) are warm-up.
     2. 512 dimensions, to compare with the other scripts. The released configurations have 2048
        (--dim 2048), and the paper reports both.
