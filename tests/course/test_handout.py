@@ -11,6 +11,7 @@ import handout
 import making
 import numpy as np
 import pytest
+import sandbox
 import solutions
 from conftest import ROOT
 from exercises import EXERCISES
@@ -235,6 +236,20 @@ def test_a_seed_draws_the_same_calls_of_all_types(name):
     assert packed == [compare.packed(*call) for call in same] != [compare.packed(*call) for call in others]
     assert len({compare.described(*call[:2]) for call in calls}) > 25
     assert len(compare.described(*calls[0][:2])) < 400
+
+
+@pytest.mark.parametrize('dim', [3, 60, 669])
+def test_moves_part_equal_images_in_both_ways(dim):
+    """Also as float32: rounding differs between machines, and must not decide which of both a maximum takes."""
+    z = np.random.default_rng(0).standard_normal((20, dim)).round(3)
+    z[11] = z[4]
+    gaps = []
+    for number in range(30):
+        one, other = (sandbox.unpack(compare.packed('f', dict(z=compare.Tensor(z, 'float32', 'unit')), 1, *move))[1][0]
+                      for move in compare.moves(number))
+        gaps.append([images[0] @ (images[4] - images[11]) for images in (one, other)])
+        assert np.abs(one - other)[0].max() < 1e-5, 'other images are moved by about their rounding'
+    assert (np.prod(gaps, axis=1) < 0).all() and (np.abs(gaps) > 1e-7).mean() > 0.9
 
 
 def test_an_answer_is_compared_by_its_type():
