@@ -372,7 +372,7 @@ def get_args(argv=None):
 def check_batch(args, num_classes, groups=None):
     """Refuses a batch that is too small: beside the `num` classes of a hybrid, one must stay for its negative. With
     super-classes, groups (N,), each of them must have `num` classes in a batch."""
-    classes = min(args.batch_size // args.per_class, num_classes) if args.per_class else 0
+    classes = args.batch_size // args.per_class if args.per_class else 0       # of a batch
     # The hybrids of one combination are as many as the images of one class, and so they replace one class.
     replaced = args.combinations if args.hybrids == 'replace' else 0
     classes -= replaced
