@@ -21,7 +21,7 @@ DRAWS = 32                                          # inputs of an exercise; eve
 TOLERANCE = {'float64': 1e-6, 'float32': 1e-3, 'float16': 5e-3, 'bfloat16': 2e-2}
 GRADIENT = TOLERANCE | {'float16': 5e-2, 'bfloat16': 1e-1}                          # which has the type of the vectors
 MOVED = {'float64': 1e-12, 'float32': 1e-6, 'float16': 1e-6, 'bfloat16': 1e-6}      # how far inputs are moved
-COPY_MOVED = 100    # times as far is a copy: which of two equal images is a maximum has to show through the rounding
+COPY_MOVED = 100    # A copy of an image is moved this many times further, so that the two differ by more than rounding.
 FLOOR = 0.01                                        # smaller numbers are compared as if the largest were this
 
 
@@ -183,8 +183,8 @@ def packed(function, arguments, slope, sign=0, noise=None, exact=False):
             if noise and kind in MOVED:
                 far = sign * MOVED[kind]
                 if grad == 'unit':
-                    first, place = np.unique(values, axis=0, return_index=True, return_inverse=True)[1:]
-                    is_copy = first[place.ravel()] < np.arange(len(values))
+                    _, first = np.unique(values, axis=0, return_index=True)
+                    is_copy = ~np.isin(np.arange(len(values)), first)
                     far = far * np.where(is_copy, COPY_MOVED, 1)[:, None]
                     values = values / np.linalg.norm(values, axis=1, keepdims=True)
                 moved = values * (1 + far * noise.standard_normal(values.shape))

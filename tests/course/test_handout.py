@@ -240,7 +240,7 @@ def test_a_seed_draws_the_same_calls_of_all_types(name):
 
 @pytest.mark.parametrize('dim', [3, 60, 669])
 def test_moves_part_copies_of_an_image_both_ways(dim):
-    """Also as float32: rounding differs between machines, and must not decide which of both a maximum takes."""
+    """By more than float32 rounds: otherwise the machine would decide which of the two a maximum takes."""
     z = np.random.default_rng(0).standard_normal((20, dim)).round(3)
     z[11] = z[4]
     gaps = []
