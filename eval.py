@@ -1,25 +1,23 @@
-"""eval.py -- evaluates checkpoints: Recall@K, R-precision and MAP@R, tables over seeds and folds, pictures.
+"""eval.py -- evaluates checkpoints: Recall@K, R-precision and MAP@R, tables over seeds and folds, image grids, search.
 
 The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
 Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
 
-Which images of a folder are evaluated depends on its parts:
-    train/ and test/ (or val/)    all images of test/
-    query/ and gallery/           those of query/, searched in gallery/
-    none of these                 those of the classes that the network does not know
-A network knows the classes that it was trained or validated on; its checkpoint holds their names. If it knows some of
-the classes to evaluate, new_R@1 and so on are measured without them: they are left out of the queries and of what is
-searched. If it knows all of them, there is a warning, and the last line has "seen": true.
+Evaluated are the test images of the dataset of the training, or of --dataset and --data: those of test/, or of query/
+with the gallery in gallery/; without these, those of the second half of the classes. --whole takes all images of a
+folder. If the network was trained on some of the classes, there is a warning, because that flatters the result.
 
---query searches all images of a folder, those of train/ included; where there is a gallery/, it searches that alone. Of
-images that are not sorted into classes nothing can be measured, but --query searches them, and --embed embeds them.
+--embed saves embeddings. --query prints the images that are nearest to a photo among all images of --data, which is a
+folder, or a file that --embed wrote with the same network; then nothing is embedded but the photo:
+    python eval.py --checkpoint runs/ms-folder-1 --data photos --whole --embed photos.npz
+    python eval.py --checkpoint runs/ms-folder-1 --data photos.npz --query a.jpg b.jpg --top 5
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
-95 % confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
+95% confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
 as one run, and give two rows, as in Section 3.3 of the Reality Check:
     separated       each network for itself; the mean over the folds
-    concatenated    the embeddings of an image by all folds, each of unit length, joined into one vector
---against compares two recipes seed by seed: the mean difference, and its interval.
+    concatenated    the L2-normalized embeddings of an image by all folds, concatenated
+--against compares two recipes seed by seed: the mean difference, and its confidence interval.
 
 --analyse adds, for one checkpoint:
     standard error      of R@1, if the queries are taken as a random sample
@@ -32,24 +30,19 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     threshold           two images are called the same class if their similarity is at least this. It is the value
                         with the highest balanced accuracy on the test images, which makes that accuracy
                         optimistic.
-    balanced accuracy   the mean of two shares: of the positive pairs at or above the threshold, and of the negative
+    balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
 With a gallery, the test images here are the queries. Alignment is left out if no two queries are of one class, and the
-threshold if no query has a match. The --analyse of train_metrix.py does something else: it draws Fig. 2 of Metrix, and
-adds mixed examples to Eq. (12).
+threshold if no query has a match.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
-    python eval.py --checkpoint runs/ms-folder-1 --query a.jpg b.jpg --top 5     # the nearest images of each
-    python eval.py --checkpoint runs/ms-folder-1 --data photos --embed out.npz
     python eval.py --checkpoint runs/ms-* runs/contrastive-*                     # a table, a row for each recipe
     python eval.py --checkpoint runs/metrix-cub-[123] --against runs/ms-cub-[123]
 """
 import hashlib
 import json
 import os
-import sys
-from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean, stdev
@@ -58,9 +51,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torchvision.utils import save_image
 
 import common
-from common import UsageError, flag
+from common import UsageError
 
 # ---- measures
 
@@ -147,54 +141,51 @@ def analyse(z, training, data, result, gallery=None):
     return measures
 
 
-# ---- pictures
+# ---- image grids and search
 
-GREEN = (0, 160, 0)
-RED = (220, 0, 0)
+GREEN = (0, 0.63, 0)
+RED = (0.86, 0, 0)
 BORDER = 4                                                  # width of a border, in pixels
-ROWS = 8                                                    # queries on a sheet, at most
+ROWS = 8                                                    # queries in a grid, at most
 
 
-def real(paths):
-    """Paths (N,) with all links followed: however a file is named, it has one such path."""
-    return np.array([os.path.realpath(path) for path in paths])
-
-
-def draw_sheet(path, queries, gallery, rows, s, index, hit=None):
+def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     """Writes a PNG: each row is a query and then its nearest images, with a green border if they are of its class, and
     a red one if not. Prints the classes and paths of these images.
 
     queries, gallery  Images;  rows  the Q queries to draw
     s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match. hit None: that is not
                       known, so there are no colours
-    Raises UsageError where `path` is one of these images: a photo is never replaced.
     """
-    if path.exists() and os.path.realpath(path) in real([*queries.paths, *gallery.paths]):
-        raise UsageError(f'the drawing would replace the photo {path}; name another file with --sheet')
-    side = queries.image_size + 2 * BORDER
+    if path.resolve() in {Path(image).resolve() for image in [*queries.paths, *gallery.paths]}:
+        raise UsageError(f'the grid would replace the photo {path}; name another file with --sheet')
+    normalize = model.transform.transforms[-1].transforms[-1]            # the last step
+    mean, std = (torch.tensor(values)[:, None, None] for values in (normalize.mean, normalize.std))
     tiles = []
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
             images = gallery if column else queries
-            tile = torch.full((3, side, side), 255, dtype=torch.uint8)              # white
+            colour = (1., 1., 1.)                                        # white
             if column and hit is not None:
                 colour = GREEN if hit[n, column - 1] else RED
-                tile[:] = torch.tensor(colour)[:, None, None]
-            images.crop(i, None, False, tile[:, BORDER:-BORDER, BORDER:-BORDER])
+            x = images[i][0] * std + mean                                # (3, S, S), from 0 to 1
+            tile = torch.tensor(colour)[:, None, None].repeat(1, *(side + 2 * BORDER for side in x.shape[1:]))
+            tile[:, BORDER:-BORDER, BORDER:-BORDER] = x
             tiles.append(tile)
             title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
             print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
-    common.save_pictures(path, torch.stack(tiles) / 255, columns=1 + index.shape[1])
+    with common.atomic_write(path) as file:
+        save_image(tiles, file, format='png', nrow=1 + index.shape[1], pad_value=1)
     print(f'{len(rows)} queries and their nearest images: {path}')
 
 
-def draw_queries(path, data, z, gallery, top, hardest):
-    """A sheet of ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
-    itself = int(gallery is None)                                        # a query is no match of itself
+def draw_queries(path, model, data, z, gallery, top, hardest):
+    """A grid of ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
+    itself = int(gallery is None)                                        # a query is not a match of itself
     k = min(top, len(data.gallery) - itself)
     _, s, index = (torch.cat(parts).cpu() for parts in zip(*common.k_nearest(z, gallery, k)))      # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    # A query without a match is no failure of the network: it is drawn only if no query has one.
+    # A query without a match is not a failure of the network: it is drawn only if no query has one.
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
     rows = (same_class > itself).nonzero()[:, 0].tolist() or list(range(len(s)))
     if hardest:     # the fewest matches first; of equal ones, the most similar mistake first
@@ -203,72 +194,56 @@ def draw_queries(path, data, z, gallery, top, hardest):
         rows = sorted(rows, key=lambda n: (found[n], -mistake[n]))[:ROWS]
     else:
         rows = [rows[n] for n in torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
-    draw_sheet(path, data.query, data.gallery, rows, s[rows], index[rows], hit[rows])
+    draw_grid(path, model, data.query, data.gallery, rows, s[rows], index[rows], hit[rows])
 
 
-# ---- search
-
-
-def read_photos(paths, side, image_size):
-    """The photos of --query as Images, shorter side `side`"""
-    for path in paths:
-        if str(path).startswith(('http:/', 'https:/')):     # Path makes one slash of two
-            raise UsageError(f'--query takes files, and {path} is on the web: fetch it first')
-        if path.is_dir():
-            raise UsageError(f'--query takes photos, and {path} is a folder: take {path}/*.jpg, for example')
-        if not path.exists():
-            raise UsageError(f'--query: there is no file {path}')
-    pixels = [common.read_image(path, side) for path in paths]
-    return common.Images(pixels, torch.zeros(len(paths)), image_size, classes=['photo'], paths=paths)
-
-
-def embed_once(model, images):
-    """The embeddings (N, D) of `images`, which are kept in a file beside that of the decoded images. Its name begins
-    with the name of the latter, which changes with the images, and ends with a hash of the network, its precision and
-    the size of the crop."""
-    if images.file is None:                                 # drawn images have none
-        return common.embed(model, images)
-    key = hashlib.sha256(f'{images.image_size} {model.precision}'.encode())
-    for weight in model.state_dict().values():
-        key.update(weight.cpu().numpy().tobytes())
-    file = images.file.with_name(f'{images.file.stem}-embedded-{key.hexdigest()[:16]}.npy')
-    if file.exists():
-        with common.distrusting(file):
-            return torch.from_numpy(np.load(file))
-    z = common.embed(model, images)
-    try:
-        with common.written_whole(file) as out:
-            np.save(out, z.numpy())
-    except common.NotWritten as error:
-        print(f'warning: {error}; so the next search embeds again: take another --cache', file=sys.stderr)
-    return z
-
-
-def search(args, model, load):
-    """--query: prints and draws the images that are nearest to each photo. One that is among them does not find itself.
-
-    load  load(only=...) is a Dataset of the folder to search in
-    """
-    photos = read_photos(args.query, model.args['resize'], model.args['image_size'])
-    data = load(only='search')                              # which may take long
-    parts = [part for part in (data.train, data.gallery) if part]
-    images = common.joined(parts)
-    print(f'searched are all {len(images):,} images of {os.path.commonpath(images.paths.tolist())}')
-    itself = torch.from_numpy(real(photos.paths)[:, None] == real(images.paths))         # (Q, N)
+def search(args, model):
+    """--query: prints and draws the images nearest to each photo. A photo that is among them does not find itself."""
+    transform = model.transform.transforms[-1]              # without to_rgb, which Images calls
+    for path in args.query:
+        if not path.is_file():
+            raise UsageError(f'--query takes files of images, and {path} is not a file')
+    photos = common.Images(args.query, ['photo'] * len(args.query), transform=transform)
+    dataset, folder = place_of_test_set(args, [model.args])
+    if os.path.isfile(folder):
+        arrays = common.read_npz(folder)
+        if arrays['network'] != fingerprint(model):
+            raise UsageError(f'{folder} has the embeddings of another network: make it again with --embed')
+        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=transform)
+        gallery = torch.from_numpy(arrays['embeddings'])                 # (N, D)
+    else:
+        images = common.load_dataset(dataset, folder, whole=True, transform=transform).query
+        gallery = common.embed(model, images)
+    print(f'searched are {len(images):,} images of {folder}')
+    itself = torch.tensor([[os.path.realpath(photo) == path for path in map(os.path.realpath, images.paths)]
+                           for photo in photos.paths])                   # (Q, N)
     k = min(args.top, len(images) - int(itself.any()))
     if k == 0:
-        raise UsageError(f'{photos.paths[0]} is the only image of the folder: there is nothing to search in')
-    gallery = F.normalize(torch.cat([embed_once(model, part) for part in parts]), dim=1)        # (N, D)
-    s = F.normalize(common.embed(model, photos), dim=1) @ gallery.T      # (Q, N)
+        raise UsageError(f'{args.query[0]} is the only image of {folder}: there is nothing to search in')
+    s = F.normalize(common.embed(model, photos), dim=1) @ F.normalize(gallery, dim=1).T  # (Q, N)
     s, index = s.masked_fill(itself, -2).topk(k, dim=1)     # -2 is less than any cosine
     path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
-    draw_sheet(path, photos, images, range(len(photos)), s, index)
-    found = []
-    for photo, *row in zip(photos.paths.tolist(), s.tolist(), index.tolist()):
-        nearest = [dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]],
-                        path=str(images.paths[i])) for similarity, i in zip(*row)]
-        found.append(dict(query=photo, nearest=nearest))
+    draw_grid(path, model, photos, images, range(len(photos)), s, index)
+    found = [dict(query=photo, nearest=[
+        dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=images.paths[i])
+        for similarity, i in zip(*row)]) for photo, *row in zip(photos.paths, s.tolist(), index.tolist())]
     return found[0] if len(found) == 1 else dict(queries=found)
+
+
+def save_embeddings(path, model, images, z):
+    """An NPZ file with embeddings (N, D), labels (N,), the classes' names, paths (N,), and which network made them"""
+    with common.atomic_write(path) as file:
+        np.savez(file, embeddings=F.normalize(z, dim=1).cpu().numpy(), labels=images.labels.numpy(),
+                 classes=np.array(images.classes), paths=np.array(images.paths), network=fingerprint(model))
+    print(f'embeddings: {path}')
+
+
+def fingerprint(model):
+    """A hash of the weights and the options of a network"""
+    content = hashlib.sha256(repr([model.config, model.transform.transforms[-1]]).encode())
+    for weight in model.state_dict().values():
+        content.update(weight.cpu().numpy().tobytes())
+    return content.hexdigest()
 
 
 # ---- tables
@@ -296,27 +271,17 @@ def concatenate(parts):
 
 def read_runs(paths):
     """What the checkpoints say of their runs: a list of objects with path, script, args, seed, fold ('i/n' or 'none'),
-    classes, epoch and recipe.
-
-    A recipe is a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs
-    of a recipe may differ. A flag that a run lacks, because it was added later, has its default: that of another
-    checkpoint of this script, or of common.FLAGS.
-    """
-    shared = common.parser('eval').parse_args([])
-    left_out = common.marked(shared, 'same', 'seeds', 'here')
+    classes, epoch and recipe. A recipe is a set of (flag, value), with the script and the n of --fold i/n, and without
+    the flags in which the runs of a recipe may differ."""
     runs = []
-    defaults = {}                                           # {script: {flag: its default}}
     for path in paths:
         saved = common.read_checkpoint(path)
-        script = saved['script']
         args = saved['args']
-        runs.append(SimpleNamespace(path=path, script=script, args=args, seed=args['seed'],
-                                    fold=args.get('fold') or 'none', classes=saved['classes'],
-                                    epoch=saved.get('epoch')))
-        defaults.setdefault(script, dict(shared.defaults)).update(saved.get('defaults', {}))
-    for run in runs:
-        flags = defaults[run.script] | run.args | dict(script=run.script, folds=run.fold.split('/')[-1])
-        run.recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in left_out)
+        fold = args.get('fold') or 'none'
+        flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
+        recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
+        runs.append(SimpleNamespace(path=path, script=saved['script'], args=args, seed=args['seed'], fold=fold,
+                                    classes=saved['classes'], epoch=saved.get('epoch'), recipe=recipe))
     return runs
 
 
@@ -352,14 +317,12 @@ def folds_of(seeds):
     return '; '.join(f'seed {seed} has fold {", ".join(folds)}' for seed, folds in seeds.items())
 
 
-def score_seed(args, runs, load):
+def score_seed(args, runs):
     """{setting: row of metrics} of the networks of one recipe and seed, which differ in their folds"""
-    rows = []
-    queries = []
-    galleries = []
+    rows, queries, galleries = [], [], []
     for run in runs:
         model = common.load_checkpoint(run.path, args.device, args.precision)
-        data = load(model.args['resize'], model.args['image_size'])
+        data = load_test_set(args, model, *place_of_test_set(args, [run.args]))
         z, gallery = common.embed_test(model, data)
         row = common.score(data, z, gallery)
         print(f'{run.path}: R@1 {row["R@1"]:.2f}, MAP@R {row["MAP@R"]:.2f}', flush=True)
@@ -408,135 +371,108 @@ def show_table(scores):
 
 # ---- command line
 
-# As in common.FLAGS; a flag with the mark `single` is about one checkpoint, and refused where there are several.
-FLAGS = [
-    flag('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt'),
-    flag('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed'),
-    flag('--dataset', choices=list(common.DATASETS), help='if not given, that of the training'),
-    flag('--data', type=os.path.expanduser, help='its folder; if not given, that of the training'),
-    flag('--analyse', 'single', action='store_true', help='the further measures above'),
-    flag('--embed', 'single', type=common.file_ending('.npz'), metavar='NPZ',
-         help='save embeddings, labels, classes and paths'),
-    flag('--sheet', 'images single', type=common.file_ending('.png'), metavar='PNG',
-         help='draw some queries and their nearest images'),
-    flag('--hardest', 'images single', action='store_true', help='sheet: the queries with the worst results first'),
-    flag('--query', 'images single', type=Path, nargs='+', metavar='PHOTO',
-         help='print and draw the images nearest to each of these'),
-    flag('--top', 'images single', type=common.at_least(1), default=5,
-         help='sheet and query: how many nearest images'),
-]
+SINGLE = {                                                  # flags for one checkpoint
+    '--analyse': dict(action='store_true', help='the further measures above'),
+    '--embed': dict(type=Path, metavar='NPZ', help='save embeddings, labels, classes and paths'),
+    '--sheet': dict(type=Path, metavar='PNG', help='image grid of some queries and their nearest images'),
+    '--hardest': dict(action='store_true', help='sheet: the queries with the worst results first'),
+    '--query': dict(type=Path, nargs='+', metavar='PHOTO', help='print and draw the images nearest to each of these'),
+    '--top': dict(type=common.at_least(1), default=5, help='sheet and query: number of nearest images'),
+}
+FLAGS = {
+    '--checkpoint': dict(type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt'),
+    '--against': dict(type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed'),
+    '--dataset': dict(choices=list(common.DATASETS), help='if not given, that of the training'),
+    '--data': dict(type=os.path.expanduser, help='its folder, or with --query an NPZ file that --embed wrote; if not '
+                                                 'given, the folder of the training'),
+    '--whole': dict(action='store_true', help='evaluate all images of the folder, not its test set only'),
+    '--ks': dict(type=common.at_least(1), nargs='+', help='the K of Recall@K; if not given, those of the literature'),
+    '--device': common.FLAGS['machine']['--device'],
+    '--precision': common.FLAGS['machine']['--precision'],
+}
 
 
 def get_args(argv=None):
     parser = common.Parser(prog='eval.py', description=__doc__, formatter_class=common.Help, allow_abbrev=False)
     parser.add_flags('evaluation', FLAGS)
-    parser.add_flags('machine', common.FLAGS['machine'])
-    args = parser.parse_args(argv)
+    parser.add_flags('one checkpoint', SINGLE)
+    args, typed = parser.parse_args(argv), parser.typed(argv)
     if len(args.checkpoint) > 1 or args.against:
-        common.refuse(args, common.marked(args, 'single'), 'several checkpoints')
+        common.reject(typed, [flag.removeprefix('--') for flag in SINGLE], 'several checkpoints')
     if args.query:
-        common.refuse(args, ['analyse', 'embed', 'hardest'], '--query')
+        common.reject(typed, ['analyse', 'embed', 'hardest', 'whole', 'ks'], '--query')
     if not args.sheet:
-        common.refuse(args, ['hardest'], 'no sheet: take --sheet')
-    if not (args.sheet or args.query):
-        common.refuse(args, ['top'], 'nothing to draw: take --sheet or --query')
+        common.reject(typed, ['hardest'], 'no image grid: add --sheet')
     return args
 
 
 def place_of_test_set(args, trainings):
-    """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags."""
-    trained_on = sorted({flags['dataset'] for flags in trainings})
-    folders = sorted({flags['data'] for flags in trainings})
-    dataset = args.dataset or trained_on[0]
-    named = args.dataset and (args.data or dataset == 'shapes')
-    if not named and (trained_on != [dataset] or dataset not in common.DATASETS):
-        raise UsageError(f'the training was on {" and ".join(trained_on)}: name the images to evaluate with --dataset '
-                         'and --data')
-    folder = args.data or folders[0]
-    if args.download:
-        common.download(dataset, folder)
-    if dataset == 'shapes':
-        common.refuse(args, ['data'], '--dataset shapes, which is drawn; for images of your own add --dataset folder')
-    elif not args.data:
-        if dataset in ('folder', 'vectors') and len(folders) > 1:
-            raise UsageError(f'the training images were in {" and ".join(folders)}: name the folder to evaluate with '
-                             '--data')
-        if not os.path.isdir(folder):
-            raise UsageError(f'the training images were in {folder}, which is not there: moved? pass --data NEW')
-        print(f'images: {folder}, as in the training')
-    return dataset, folder
+    """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags"""
+    names = {args.dataset or flags['dataset'] for flags in trainings}
+    folders = {args.data or flags['data'] for flags in trainings}
+    if len(names) > 1 or names != {'shapes'} and len(folders) > 1:
+        raise UsageError(f'the networks were trained on {" and ".join(sorted(names | folders))}: name the images to '
+                         'evaluate with --dataset and --data')
+    [name], folder = names, min(folders)
+    if name == 'shapes' and args.data:
+        raise UsageError('the built-in dataset shapes has no --data; for images of your own add --dataset folder')
+    if args.dataset and not args.data and name not in ('shapes', *(flags['dataset'] for flags in trainings)):
+        raise UsageError(f'name the folder of --dataset {name} with --data')
+    return name, folder
 
 
-def load_training_set(args, model):
-    """The images that the network was trained on, from the folder of the training; if that is gone, from --data"""
-    trained = model.args
-    folder = trained['data']
-    if args.data and not os.path.isdir(folder):
-        folder = args.data
-    training = common.load_dataset(trained['dataset'], folder, trained['resize'], trained['image_size'], args.cache,
-                                   fold=trained.get('fold'), only='train').train
-    if new := {*training.classes} - {*model.classes}:
-        raise UsageError(f'--analyse needs the training images, and {folder} has other ones: {len(new)} classes '
-                         f'of its training set are new to the network, among them {min(new)}')
-    return training
-
-
-def save_embeddings(path, data, z, gallery):
-    """An NPZ file with embeddings (N, D), labels (N,), paths (N,) and the classes' names; of a gallery as well"""
-    arrays = common.vector_arrays(data.query, F.normalize(z, dim=1))
-    if gallery is not None:
-        of_gallery = common.vector_arrays(data.gallery, F.normalize(gallery, dim=1))
-        arrays |= {f'gallery_{name}': array for name, array in of_gallery.items()}
-    with common.written_whole(path) as file:
-        np.savez(file, **arrays)
-    print(f'embeddings: {path}')
+def load_test_set(args, model, name, folder):
+    """The Dataset to evaluate; what it has of the training's classes is warned of."""
+    if (name == 'vectors') != (model.config['arch'] == 'none'):
+        raise UsageError(f'--dataset {name} does not fit: a network for stored vectors takes no images, and vice versa')
+    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform.transforms[-1])
+    if not data.query:
+        raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
+    data.ks = args.ks or data.ks
+    if seen := {*model.classes} & {*data.query.classes}:
+        common.warn(f'{len(seen)} of the {len(data.query.classes)} classes to evaluate were in the training set, which '
+                    'flatters the result')
+    return data
 
 
 def evaluate_one(args):
     """What the flags ask for, of one checkpoint. Returns the last line that is printed, a dict."""
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
-    dataset, folder = place_of_test_set(args, [model.args])
-    if (dataset == 'vectors') != (model.config['arch'] == 'none'):
-        raise UsageError(f'{path} was trained on {model.args["dataset"]}: a network for stored vectors takes no '
-                         'images, and one for images takes no vectors')
-    if dataset == 'vectors':
-        common.refuse(args, common.marked(args, 'images'), '--dataset vectors, which has no images and no trunk')
-    load = partial(common.load_dataset, dataset, folder, model.args['resize'], model.args['image_size'], args.cache)
     if args.query:
-        return search(args, model, load)
-    data = load(known=model.classes, only='embed' if args.embed else None)
-    measured = len(data.query.classes) > 1                  # if not, only --embed gets this far
-    if not measured:
-        common.refuse(args, ['analyse', 'sheet'], f'{folder}, which has fewer than two classes')
-    training = load_training_set(args, model) if args.analyse else None
+        return search(args, model)
+    name, folder = place_of_test_set(args, [model.args])
+    data = load_test_set(args, model, name, folder)
     z, gallery = common.embed_test(model, data)
-    result = dict(checkpoint=str(path), dataset=dataset)
-    if not data.new(data.query).any():
-        result['seen'] = True
-    if measured:
-        result |= measure(model, data, z, gallery, training)
+    result = dict(checkpoint=str(path), dataset=name)
+    if len(data.query.classes) > 1:                         # else there is nothing to measure
+        metrics = common.score(data, z, gallery)
+        if args.analyse:
+            metrics |= analyse(z, training_embeddings(model).to(z.device), data, metrics, gallery)
+        print(f'{name}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, with '
+              f'{"themselves as the gallery" if gallery is None else f"a gallery of {len(gallery):,} images"}')
+        for key, value in metrics.items():
+            print(f'{key:>17} {value:8}' if isinstance(value, int) else f'{key:>17} {value:8.3f}')
+        if 'unmatched' in metrics:
+            print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
+        result |= metrics
     if args.embed:
-        save_embeddings(args.embed, data, z, gallery)
+        save_embeddings(args.embed, model, data.query, z)
+        if gallery is not None:
+            save_embeddings(args.embed.with_stem(f'{args.embed.stem}-gallery'), model, data.gallery, gallery)
     if args.sheet:
-        draw_queries(args.sheet, data, z, gallery, args.top, args.hardest)
+        draw_queries(args.sheet, model, data, z, gallery, args.top, args.hardest)
     return result
 
 
-def measure(model, data, z, gallery, training):
-    """Prints and returns the metrics of a test set; with Images of the training, the further measures as well."""
-    metrics = common.score(data, z, gallery)
-    if training:
-        metrics |= analyse(z, common.embed(model, training).to(z.device), data, metrics, gallery)
-    print(f'{data.name}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, searched in '
-          f'{"themselves" if gallery is None else f"a gallery of {len(gallery):,} images"}')
-    for name, value in metrics.items():
-        print(f'{name:>17} {value:8}' if isinstance(value, int) else f'{name:>17} {value:8.3f}')
-    if 'unmatched' in metrics:
-        print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
-    if 'new_R@1' in metrics:
-        print('new_: queries of classes that were not in the training set, searched in images of such classes')
-    return metrics
+def training_embeddings(model):
+    """Embeddings (X, D) of the images that the network was trained on, from the folder of the training"""
+    flags = model.args
+    training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
+                                   transform=model.transform.transforms[-1]).train
+    if not training or {*training.classes} - {*model.classes}:
+        raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
+    return common.embed(model, training)
 
 
 def evaluate_several(args):
@@ -549,20 +485,18 @@ def evaluate_several(args):
         if len(pairs) != 2 or pairs[0] != pairs[1]:
             raise UsageError('--against compares two recipes in the same seeds and folds, and these are '
                              + '; '.join(f'{name} ({folds_of(seeds)})' for name, seeds in recipes.items()))
-    dataset, folder = place_of_test_set(args, [run.args for run in runs])
-    known = set().union(*(run.classes for run in runs))     # left out for all, so that all see the same classes
-    load = cache(partial(common.load_dataset, dataset, folder, cache=args.cache, known=known))
+    dataset, _ = place_of_test_set(args, [run.args for run in runs])
     scores = {}                                             # {recipe: {seed: {setting: row}}}
     for recipe, seeds in recipes.items():
-        scores[recipe] = {seed: score_seed(args, folds.values(), load) for seed, folds in seeds.items()}
+        scores[recipe] = {seed: score_seed(args, folds.values()) for seed, folds in seeds.items()}
     if args.against:
         (first, a), (second, b) = scores.items()
         scores[f'{first} - {second}'] = {seed: differences(a[seed], b[seed]) for seed in a}
     counts = sorted({len(seeds) for seeds in recipes.values()})
     if counts == [1]:
-        print(f'{dataset}: one seed of each recipe, so there is no interval')
+        print(f'{dataset}: one seed of each recipe, so there is no confidence interval')
     else:
-        print(f'{dataset}: the mean over {" or ".join(map(str, counts))} seeds, ± its 95 % confidence interval')
+        print(f'{dataset}: the mean over {" or ".join(map(str, counts))} seeds, ± its 95% confidence interval')
     return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=dataset,
                 rows=show_table(scores))
 

@@ -72,7 +72,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     returns    scalar, the mean over the batch, without overflow; >= 0 for z of unit length. With one class, C = 1,
                L_contrast is 0
     """
-    z, centers = common.same_precision(z, centers)
+    z, centers = common.promote_dtypes(z, centers)
     c = F.normalize(centers, dim=1)                                      # (C, D)
     own = F.one_hot(y, len(c)).to(c.dtype)                               # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
@@ -108,7 +108,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
     The arguments are those of center_contrastive_loss. With a single class only the numerator is left.
     """
-    z, centers = common.same_precision(z, centers)
+    z, centers = common.promote_dtypes(z, centers)
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
     own = torch.arange(len(centers), device=y.device) == y[:, None]      # (B, C)
     if len(centers) == 1:
@@ -123,7 +123,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     The first term, cross-entropy of a linear classifier, is Eq. (6). Its weights W and the centres c are separate
     parameters.  x is z (B, D), not normalised, like centers (C, D); weight (C, D), bias (C,) -> scalar
     """
-    z, weight, bias, centers = common.same_precision(z, weight, bias, centers)
+    z, weight, bias, centers = common.promote_dtypes(z, weight, bias, centers)
     logits = F.linear(z, weight, bias)                                   # (B, C)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
     cross_entropy = F.cross_entropy(logits, labels, reduction='none')    # (B,)  Eq. (6)
@@ -187,9 +187,9 @@ def corrupt_labels(labels, noise, generator=None):
 # CUB. The paper does not say from which size its 256 px are cut (the base code mostly cuts 224 from 256); here it is
 # 288 px, as in ProxyNCA++. Section 1 says that CCL converges with "one-fifth" of the epochs of earlier methods, such as
 # Metrix. Metrix has 100, so this would be about 20.
-CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, min_crop=0.16, jitter=0.25, dropout=0.2,
-           epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4,
-           schedule='cosine', warmup=0, clip=0.0)
+CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=256, resize=288, crop_from='resized', min_crop=0.16,
+           jitter=0.25, dropout=0.2, epochs=30, batch_size=128, per_class=0, optimizer='sgd', lr=0.02, momentum=0.0,
+           weight_decay=5e-4, schedule='cosine', warmup=0, clip=0.0)
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
 DEFAULTS = {
     'shapes': dict(per_class=0, pool='avg'),
@@ -208,8 +208,8 @@ DEFAULTS = {
 # 0.03 both are about equal.
 DEFAULTS |= {(dataset, 'center_loss'): dict(lam=0.03) for dataset in DEFAULTS}
 
-# The flags that each variant reads
-READS = dict(ccl='s margin lam smoothing center_lr_mult', stop_grad='s margin lam smoothing center_lr_mult',
+# The flags that each variant uses
+USES = dict(ccl='s margin lam smoothing center_lr_mult', stop_grad='s margin lam smoothing center_lr_mult',
              cluster='s margin lam smoothing mu', proxynca='s center_lr_mult',
              center_loss='lam smoothing center_lr_mult')
 
@@ -228,7 +228,7 @@ label_noise.__name__ = 'symmetric:RATE or longtail:RATE'                # argpar
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Center Contrastive').add_argument
-    add('--variant', choices=list(READS), default='ccl', help='the loss; the end of this help explains them')
+    add('--variant', choices=list(USES), default='ccl', help='the loss; the end of this help explains them')
     add('--s', type=common.at_least(1e-3, float), default=16.0, help='inverse temperature')
     add('--margin', type=common.between(0, 2), default=0.0, help='m, margin on the cosine')
     add('--lam', type=common.at_least(0, float), default=2.0, help='lambda, weight of the centre term')
@@ -238,8 +238,7 @@ def get_args(argv=None):
     add('--dropout', type=common.between(0, 0.999), default=0.0, help='share of an embedding dropped before the loss')
     add('--label-noise', type=common.number_or(label_noise, 'none'), default='none',
         help='wrong training labels: symmetric:RATE or longtail:RATE')
-    args = common.parse(parser, DEFAULTS, argv)
-    common.refuse_unread(args, 'variant', **READS)
+    args = common.parse(parser, DEFAULTS, argv, uses={'variant': USES})
     if args.variant == 'stop_grad' and args.lam == 0:
         raise common.UsageError('--variant stop_grad --lam 0: the centres would never move, since only L_center '
                                 'moves them; take --lam above 0, or --variant ccl')
@@ -255,17 +254,17 @@ def main(argv=None):
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
-    model = common.build(args, data=data, head_init='default', normalize=args.variant != 'center_loss')
+    model = common.build(args, data, head_init='default', normalize=args.variant != 'center_loss')
     # All losses but center_loss see only the direction of a centre. If its length is r, its gradient is r times smaller
     # than at length 1, and a step of the same size turns it r times less. So with SGD it turns r^2 times more slowly.
     # If centres were drawn from N(0, 1), r^2 would be about D, 512 on the benchmarks, and they would hardly turn. This
     # is why they begin with length 1, in random directions.
-    centers = F.normalize(torch.randn(classes, args.dim), dim=1).to(args.device)
+    centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.variant != 'cluster')
-    learned = dict(centers=centers)
+    loss_params = dict(centers=centers)
     params = list(model.parameters())
     if args.variant == 'center_loss':
-        classifier = learned['classifier'] = torch.nn.Linear(args.dim, classes).to(args.device)
+        classifier = loss_params['classifier'] = torch.nn.Linear(model.dim, classes).to(args.device)
         params += classifier.parameters()
     groups = [dict(params=params), dict(params=[centers], lr=args.lr * args.center_lr_mult)]
     # Of the optimizers here only SGD has Nesterov acceleration. torch refuses it without momentum, which CUB and Cars
@@ -286,7 +285,7 @@ def main(argv=None):
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 
-    return common.train(args, model, data, step, optimizer, learned=learned)
+    return common.train(args, model, data, step, optimizer, loss_params)
 
 
 NOTES = """
@@ -316,9 +315,9 @@ What differs from the paper, or is not stated in it
        Eq. (14) turn a centre in the same direction. The step depends on mu in Eq. (14), and on the learning rate and
        lambda in stop_grad. Eq. (14) also changes the length of a centre. So both are here.
 What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e863)
-    9. The base code freezes the statistics of BatchNorm on all datasets, but trains its affine weights. Here both
-       are frozen on CUB and Cars, and neither is on SOP and In-Shop. The base code also has a BatchNorm
-       without affine weights behind the pooling on Cars, SOP and In-Shop, which is missing here. It has no weight
+    9. The base code freezes the statistics of BatchNorm on all datasets. Here they are frozen on CUB and Cars, as
+       in the paper, and not on SOP and In-Shop. The base code also has a BatchNorm without affine weights
+       after the pooling on Cars, SOP and In-Shop, which is missing here. It has no weight
        decay on biases and on the affine weights of BatchNorm; here all weights decay alike. Its head starts with
        bias 0, here with torch's small random one. Its test images of Cars and SOP are squashed to squares. It
        reports its best epoch on the test set. Its smoothed loss is a KL divergence, which is lower than the

@@ -152,8 +152,9 @@ def get_args(argv=None):
         help='form similarity: a negative pair less similar than this costs nothing')
     add('--reduction', choices=['mean', 'sum'], default='mean',
         help='form similarity: mean or sum over the pairs of an anchor')
-    args = common.parse(parser, DEFAULTS, argv)
-    common.refuse_unread(args, 'form', distance='pos_margin neg_margin power', similarity='margin reduction')
+    uses = {'form': dict(distance='pos_margin neg_margin power', similarity='margin reduction')}
+    args = common.parse(parser, DEFAULTS, argv, uses)
+    common.require_two_classes(args)
     return args
 
 
@@ -161,7 +162,7 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args, data=data)
+    model = common.build(args, data)
     optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
 
     def step(images, labels):
@@ -190,9 +191,7 @@ What differs from the papers
        on CUB, 69.8 on Cars and 69.3 on SOP (Tables 4 to 6). Four such networks with concatenated embeddings
        have 68.1, 81.8 and 73.1.
 What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)
-    4. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
-       weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
-       the test set.
+    4. The released code reports its best epoch on the test set.
 Tables of the Reality Check
     Tables 4 to 6 need --protocol reality-check, --pos-margin and --neg-margin. Table 2, the NMI of random networks,
     needs --weights none --epochs 0, and then eval.py --analyse.

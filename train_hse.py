@@ -33,7 +33,6 @@ Symbols
 Run
     python train_hse.py                                          # offline, a few minutes on two CPU cores
     python train_hse.py --alpha 0                                # the baseline
-    python train_hse.py --show-hybrids hybrids.png               # a picture like Fig. 2
     python train_hse.py --dataset cub --data data --loss epshn   # the benchmark, on a GPU
 
 Expect
@@ -67,7 +66,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     returns        scalar >= 0, without overflow. A hybrid without weak positives, or without negatives, counts as 0;
                    without any hybrids the loss is 0, and so is its gradient
     """
-    h, z = common.same_precision(h, z)
+    h, z = common.promote_dtypes(h, z)
     s = h @ z.T / temperature                                            # (H, B)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
@@ -113,22 +112,22 @@ AXES = ['top-bottom', 'left-right']
 
 
 def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations=1, axis='top-bottom',
-                 mask_size=50, groups=None, generator=None):
+                 mask_size=50, superclasses=None, generator=None):
     """Hybrids of a batch: `per_class` of them for each of `combinations` sets of `num` classes.
 
     Hybrid r of a combination joins image r of each of its classes; a class with fewer images uses its first
-    ones again. If there are fewer than `num` classes (with groups: in each group), no hybrid is made: H = 0.
+    ones again. If there are fewer than `num` classes (of each superclass), no hybrid is made: H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
     kind            cutmix: `num` strips of about equal size, above each other or side by side (axis);
                     mixup: the mean; gridmask: square blocks of mask_size pixels, from the images in turn
-    groups          (B,) super-classes: all classes of a hybrid are of the same one; None: of any
+    superclasses    (B,): all classes of a hybrid are of the same one; None: of any
     generator       draws the classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
     y = labels.cpu()                                # choosing takes many small steps, which a CPU does faster
     sources = [torch.empty(0, num, dtype=torch.long)]
-    for classes in choose_classes(y, num, combinations, None if groups is None else groups.cpu(), generator):
+    for classes in choose_classes(y, num, combinations, superclasses, generator):
         members = [(y == c).nonzero()[:, 0] for c in classes]
         rows = [m[torch.arange(per_class) % len(m)] for m in members]
         sources.append(torch.stack(rows, dim=1))                         # (per_class, num)
@@ -136,17 +135,17 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     return blend(images[sources], kind, axis, mask_size), sources
 
 
-def choose_classes(y, num, combinations, groups=None, generator=None):
-    """Draws `combinations` sets of `num` different classes; with groups, each set is from one group.
+def choose_classes(y, num, combinations, superclasses=None, generator=None):
+    """Draws `combinations` sets of `num` different classes; with superclasses, each set is from one of them.
 
-    The classes of each group are shuffled and cut into sets of `num`, and the sets of all groups are drawn in random
+    The classes of each superclass are shuffled and cut into sets of `num`, and all sets are drawn in random
     order. Once they are used up, the classes are shuffled and cut again. So on SOP, where a batch has two classes of
-    each of the 12 super-classes, each super-class gives one of the 12 combinations.
+    each of the 12 superclasses, each superclass gives one of the 12 combinations.
 
-    y (B,), groups (B,) or None -> list of (num,)
+    y (B,), superclasses (B,) or None -> list of (num,)
     """
-    groups = torch.zeros_like(y) if groups is None else groups
-    pools = [y[groups == group].unique() for group in groups.unique()]
+    superclasses = torch.zeros_like(y) if superclasses is None else superclasses.cpu()
+    pools = [y[superclasses == superclass].unique() for superclass in superclasses.unique()]
     pools = [pool for pool in pools if len(pool) >= num]
     chosen = []
     while pools and len(chosen) < combinations:
@@ -230,7 +229,7 @@ def contrastive_loss(z, y, margin=0.5):
 
 def proxy_anchor_loss(z, y, proxies, scale=32.0, margin=0.1):
     """Proxy-Anchor with proxies (C, D); train_proxy_anchor.py explains it."""
-    z, proxies = common.same_precision(z, proxies)
+    z, proxies = common.promote_dtypes(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                # (C, B)
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
     pull = log1p_sum_exp(-scale * (s - margin), positive)                # (C,), 0 for a class not in the batch
@@ -277,27 +276,27 @@ LOSSES = dict(ms=multi_similarity_loss, contrastive=contrastive_loss, proxy_anch
               npair=npair_loss)
 
 
-class SuperClassSampler:
-    """Batches with equally many classes of every super-class: on SOP 12 x 2 classes x 5 images = 120."""
+class SuperclassSampler:
+    """Batches with equally many classes of every superclass: on SOP 12 x 2 classes x 5 images = 120."""
 
-    def __init__(self, labels, groups, batch_size, per_class):
-        self.members = [(groups == group).nonzero()[:, 0].tolist() for group in groups.unique()]
+    def __init__(self, labels, superclasses, batch_size, per_class):
+        self.members = [(superclasses == superclass).nonzero()[:, 0].tolist() for superclass in superclasses.unique()]
         if per_class < 1 or batch_size % (len(self.members) * per_class):
             raise common.UsageError(f'--batch-size must be a multiple of {len(self.members)} x --per-class, and '
                                     '--per-class at least 1')
         self.batches = max(1, len(labels) // batch_size)
-        share = batch_size // len(self.members)                          # images of each super-class in a batch
+        share = batch_size // len(self.members)                          # images of each superclass in a batch
         self.samplers = [common.BalancedSampler(labels[m], share, per_class) for m in self.members]
 
     def __len__(self):
         return self.batches
 
     def __iter__(self):
-        # A sampler of one super-class may end before the epoch does. So it is started again and again.
+        # A sampler of one superclass may end before the epoch does. So it is started again and again.
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
-            # Super-classes come in random order. Otherwise --hybrids replace, which drops the last images of a batch,
-            # would always drop those of the same super-classes.
+            # Superclasses come in random order. Otherwise --hybrids replace, which drops the last images of a batch,
+            # would always drop those of the same superclasses.
             order = torch.randperm(len(streams)).tolist()
             parts = [[members[i] for i in next(stream)] for members, stream in zip(self.members, streams)]
             yield [image for number in order for image in parts[number]]
@@ -350,28 +349,23 @@ def get_args(argv=None):
     add('--mask-size', type=common.at_least(1), default=50, help='gridmask: side of the blocks, pixels')
     add('--hybrids', choices=['replace', 'append'], default='replace', help='instead of the last images, or after them')
     add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies, times --lr')
-    add('--show-hybrids', type=common.file_ending('.png'), metavar='PNG', help='save a picture of hybrids, and stop')
-    args = common.parse(parser, DEFAULTS, argv)
+    uses = {'loss': dict(proxy_anchor='proxy_lr_mult'), 'kind': dict(cutmix='axis', gridmask='mask_size')}
+    args = common.parse(parser, DEFAULTS, argv, uses)
     if args.dataset == 'vectors':
-        raise common.UsageError('hybrids are joined images, and --dataset vectors has none: take another script')
-    common.refuse_unread(args, 'loss', proxy_anchor='proxy_lr_mult')
-    kinds = KINDS if args.show_hybrids else [args.kind]
-    # Blocks may be so large that one of the images would not show. blend refuses that here, before anything is read.
-    no_images = torch.empty(0, args.num, 3, args.image_size, args.image_size)
-    for kind in kinds:
-        blend(no_images, kind, mask_size=args.mask_size)
-    if args.show_hybrids:
-        return args
-    common.refuse_unread(args, 'kind', cutmix='axis', gridmask='mask_size')
+        raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: take another script')
     if args.alpha == 0:
-        common.refuse(args, ['temperature', 'kind', 'num', 'combinations', 'axis', 'mask_size', 'hybrids'],
-                      '--alpha 0, which makes no hybrids')
+        flags = ['temperature', 'kind', 'num', 'combinations', 'axis', 'mask_size', 'hybrids']
+        common.reject(parser.typed(argv), flags, '--alpha 0, which makes no hybrids')
+    if args.loss != 'proxy_anchor':
+        common.require_two_classes(args)
+    # Blocks may be so large that one of the images would not show. blend refuses that here, before anything is read.
+    blend(torch.empty(0, args.num, 3, args.image_size, args.image_size), args.kind, mask_size=args.mask_size)
     return args
 
 
-def check_batch(args, num_classes, groups=None):
+def check_batch(args, num_classes, superclasses=None):
     """Refuses a batch that is too small: beside the `num` classes of a hybrid, one must stay for its negative. With
-    super-classes, groups (N,), each of them must have `num` classes in a batch."""
+    superclasses (N,), each of them must have `num` classes in a batch."""
     classes = args.batch_size // args.per_class if args.per_class else 0       # of a batch
     # The hybrids of one combination are as many as the images of one class, and so they replace one class.
     replaced = args.combinations if args.hybrids == 'replace' else 0
@@ -383,9 +377,9 @@ def check_batch(args, num_classes, groups=None):
         raise common.UsageError(f'--num {args.num} needs {args.num + 1} classes among the images that stay in a batch, '
                                 f'not {max(classes, 0)}: raise --batch-size, or lower --num, --combinations or '
                                 '--per-class, which must be above 0')
-    least = args.num * args.per_class * len(groups.unique()) if groups is not None else 0
+    least = args.num * args.per_class * len(superclasses.unique()) if superclasses is not None else 0
     if args.batch_size < least:
-        raise common.UsageError(f'--num {args.num} needs as many classes of each super-class in a batch: raise '
+        raise common.UsageError(f'--num {args.num} needs as many classes of each superclass in a batch: raise '
                                 f'--batch-size to {least}')
 
 
@@ -394,32 +388,30 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     num_classes = data.train.num_classes
-    # A fold may lack whole super-classes, or have few classes of one. So with --fold they are not used.
-    group_of_image = None if args.fold else data.train.groups            # (N,) super-classes
-    if args.alpha > 0 or args.show_hybrids:
-        check_batch(args, num_classes, group_of_image)
-    group_of_class = torch.zeros(num_classes, dtype=torch.long)          # (C,) super-class of each class, or 0
-    if group_of_image is None:
+    # A fold may lack whole superclasses, or have few classes of one. So with --fold they are not used.
+    superclass_of_image = None if args.fold else data.train.superclasses # (N,) superclasses
+    if args.alpha > 0:
+        check_batch(args, num_classes, superclass_of_image)
+    superclass_of_class = torch.zeros(num_classes, dtype=torch.long)          # (C,) superclass of each class, or 0
+    if superclass_of_image is None:
         sampler = common.make_sampler(args, data.train.labels)
     else:
-        sampler = SuperClassSampler(data.train.labels, group_of_image, args.batch_size, args.per_class)
-        group_of_class[data.train.labels] = group_of_image
+        sampler = SuperclassSampler(data.train.labels, superclass_of_image, args.batch_size, args.per_class)
+        superclass_of_class[data.train.labels] = superclass_of_image
 
     def hybridise(images, labels):
         labels = labels.cpu()                       # waits for the GPU
         return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
-                            args.axis, args.mask_size, groups=group_of_class[labels])
+                            args.axis, args.mask_size, superclasses=superclass_of_class[labels])
 
-    if args.show_hybrids:
-        return show(args, data, sampler, hybridise)
-    model = common.build(args, data=data)
+    model = common.build(args, data)
     groups = [dict(params=model.parameters())]
-    learned = {}
+    loss_params = {}
     if args.loss == 'proxy_anchor':                 # proxies as in train_proxy_anchor.py
-        proxies = torch.randn(num_classes, args.dim) * (2 / num_classes) ** 0.5
-        learned['proxies'] = torch.nn.Parameter(proxies.to(args.device))                    # (C, D)
-        groups.append(dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult))
-    base_loss = partial(LOSSES[args.loss], **learned)
+        proxies = torch.randn(num_classes, model.dim) * (2 / num_classes) ** 0.5
+        loss_params['proxies'] = torch.nn.Parameter(proxies.to(args.device))                    # (C, D)
+        groups.append(dict(params=[loss_params['proxies']], lr=args.lr * args.proxy_lr_mult))
+    base_loss = partial(LOSSES[args.loss], **loss_params)
 
     def step(images, labels):
         if args.alpha == 0:
@@ -432,18 +424,7 @@ def main(argv=None):
         z, h = model(torch.cat([images, hybrids])).split([len(images), len(hybrids)])       # (B, D), (H, D)
         return hse_loss(base_loss, z, labels, h, sources, args.alpha, args.temperature)
 
-    return common.train(args, model, data, step, common.make_optimizer(args, groups), learned, sampler)
-
-
-def show(args, data, sampler, hybridise):
-    """A picture like Fig. 2: each row has the sources of one hybrid, and then the hybrids of all kinds."""
-    images, labels = next(common.batches(data.train, [next(iter(sampler))], args.device, augment=args))
-    _, sources = hybridise(images, labels)
-    parts = images[sources[:8]]                                          # (at most 8, num, 3, S, S)
-    joined = [blend(parts, kind, args.axis, args.mask_size)[:, None] for kind in KINDS]
-    x = torch.cat([parts, *joined], dim=1).flatten(0, 1)
-    common.save_pictures(args.show_hybrids, common.as_pictures(x), columns=args.num + len(KINDS))
-    print(f'{len(parts)} hybrids of each kind: {args.show_hybrids}')
+    return common.train(args, model, data, step, common.make_optimizer(args, groups), loss_params, sampler)
 
 
 NOTES = """
@@ -469,15 +450,14 @@ What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     6. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis left-right). Here
        CutMix joins a top and a bottom half by default, as the text says.
     7. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With Proxy-Anchor it
-       takes ten random images of each super-class, and negatives from the same ten. Here a batch has two classes of
-       each super-class for every loss. A hybrid joins both, so all its negatives come from other super-classes.
+       takes ten random images of each superclass, and negatives from the same ten. Here a batch has two classes of
+       each superclass for every loss. A hybrid joins both, so all its negatives come from other superclasses.
     8. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less; here that anchor stays. The
        released code also drops positives above a similarity of 0.9999, keeps negatives that are just as similar as the
        positive, and returns NaN if no anchor is left.
-    9. On CUB and Cars it trains the affine weights of frozen BatchNorm after the warm-up. Here they stay frozen.
 Tables and figures of the paper
     Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:
-    --show-hybrids. Fig. 5: --arch resnet18 --batch-size 128 --per-class N, with losses that the text does not name.
+    tests/results/draw.py. Fig. 5: --arch resnet18 --batch-size 128 --per-class N, with losses that the text omits.
     Fig. 6: --loss ms --combinations N.
 """
 

@@ -35,7 +35,7 @@ Symbols
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
-    python train_metrix.py --analyse runs/metrix-shapes-1    # Fig. 2 and utilization, of a trained network
+    python tests/results/fig2.py runs/metrix-shapes-1        # Fig. 2 and utilization, of a trained network
 
 Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
     before training    7.4          52.8
@@ -46,8 +46,7 @@ Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
 """
 import argparse
 import random
-from itertools import cycle, islice
-from pathlib import Path
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -164,7 +163,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     if kind in QUERY_LOGITS:                        # proxynca_pp, see below
         return F.cross_entropy(QUERY_LOGITS[kind](z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
-        z, proxies = common.same_precision(z, proxies)
+        z, proxies = common.promote_dtypes(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
@@ -191,7 +190,7 @@ def proxynca_pp_of_queries(v, proxies, temperature=1 / 9):
     They are -|v - p|^2 / temperature. The softmax over the proxies cancels |v|^2, and |p|^2 = 1: 2 v.p / temperature is
     left, which is linear in v.
     """
-    v, proxies = common.same_precision(v, proxies)
+    v, proxies = common.promote_dtypes(v, proxies)
     return 2 / temperature * v @ F.normalize(proxies, dim=1).T
 
 
@@ -429,97 +428,6 @@ def positivity_threshold(lam, beta, gamma, m):
     return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m               # Eq. (24)
 
 
-def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
-    """Fig. 2: how often a mixture acts as a positive of an anchor, in ms with embedding mixing, Eq. (11) and (25):
-    P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
-
-    z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
-    Returns for bins of the label, 0.1 wide: (middle, measured, predicted, mean similarity, number of pairs (a, v)).
-    measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0. predicted is the share whose
-    s(a, v) is at or below the threshold for its label. Eq. (25) is derived for an anchor with one mixture; here each
-    anchor has many.
-    """
-    hyper = dict(beta=beta, gamma=gamma, m=m)
-    samples = []
-    for index in batches:
-        # float64: with beta and gamma of some hundreds, tiny derivatives would be 0 in float32, and count as <= 0.
-        zb = z[index].double()                                                                  # (B, D)
-        yb = y[index]                                                                           # (B,)
-        i, j = cross_class_pairs(yb)
-        lam = Beta(alpha, alpha).sample(i.shape).double()
-        anchor = torch.arange(len(yb))
-        pair_y, valid = label_mixtures('pos-neg', yb, i, j, lam, anchor, yb, yb[:, None] != yb)     # (B, M)
-        s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
-        labelled_loss(s, pair_y, valid, 'ms', **hyper).sum().backward()
-        positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        below = s <= positivity_threshold(pair_y, **hyper)      # Eq. (11) and (25): F_lambda(threshold) is its mean
-        samples.append(torch.stack([pair_y, positive, below, s.detach()])[:, valid])            # (4, pairs)
-    samples = torch.cat(samples, dim=1)             # (4, all pairs): label, acts as a positive, below the threshold, s
-    tenth = (samples[0] * 10).long().clamp_max(9)   # the tenth of [0, 1] in which the label lies, 0 to 9
-    rows = []
-    for n in tenth.unique().tolist():
-        inside = samples[:, tenth == n]             # (4, those of this tenth)
-        _, measured, predicted, s = inside.mean(dim=1).tolist()
-        rows.append((n / 10 + 0.05, measured, predicted, s, inside.shape[1]))
-    return rows
-
-
-def utilization(q, z, y, batches, alpha):
-    """Eq. (12) for queries q (Q, D), with the images z (N, D), y (N,) as examples, and with mixed ones of these batches
-    as well -> two numbers"""
-    def distances_to(examples):                     # squared distance of each query to the nearest example
-        s = torch.cat([s[:, 0] for _, s, _ in common.k_nearest(q, examples, 1)])                    # (Q,)
-        return 2 - 2 * s                            # |q - x|^2 at unit length
-
-    clean = distances_to(z)                                                                         # (Q,)
-    mixed = clean
-    for index in batches:
-        i, j = cross_class_pairs(y[index])
-        lam = Beta(alpha, alpha).sample(i.shape)
-        v = mix_embeddings(z[index], i, j, lam)                                                     # (M, D)
-        # A batch of one class has no mixtures. Its clean images are added, so that there is an example.
-        mixed = mixed.minimum(distances_to(torch.cat([z[index], v])))
-    return clean.mean().item(), mixed.mean().item()                                             # Eq. (12)
-
-
-def analyse(args):
-    """Prints Fig. 2 and the utilization of a saved network on the dataset of its run; draws Fig. 2 with matplotlib."""
-    model = common.load_checkpoint(args.analyse, args.device, args.precision)
-    data = common.dataset_from(args)
-    z = common.embed(model, data.train)
-    y = data.train.labels
-    batches = list(islice(common.make_sampler(args, y), 20))
-    rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
-    if args.loss == 'contrastive' and 'm' not in args.changed:
-        print(f'note: m {args.m:g} is the margin with which contrastive was trained; Metrix has --m 0.77 for ms')
-    print(f'P(Pos(a, v)) with beta {args.beta:g}, gamma {args.gamma:g}, m {args.m:g}: measured, and by Eq. (25)\n'
-          '  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs')
-    for lam, measured, predicted, s, number in rows:
-        threshold = positivity_threshold(lam, args.beta, args.gamma, args.m)
-        print(f'{lam:8.2f} {measured:9.3f} {predicted:9.3f} {s:13.3f} {threshold:10.3f} {number:9d}')
-    if {predicted for _, _, predicted, *_ in rows} in ({0}, {1}):
-        print('All s(a, v) are above these thresholds, or all below, so the figure shows no transition: take a network '
-              f'trained with this m, or --m {sum(s for *_, s, _ in rows) / len(rows):.2f}, about the mean similarity')
-    if data.query:
-        clean, mixed = utilization(common.embed(model, data.query), z, y, batches, args.alpha)
-        print(f'utilization, Eq. (12): {clean:.3f} by clean examples, {mixed:.3f} by these and the mixed ones of '
-              f'{len(batches)} batches')
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print('to draw the figure as well: pip install matplotlib')
-        return rows
-    if rows:                                        # there are none if no anchor has a mixture
-        lam, measured, predicted, *_ = zip(*rows)
-        axes = Figure().subplots()
-        axes.plot(lam, measured, 'o-', lam, predicted, 's--')
-        axes.set(xlabel='lambda', ylabel='P(Pos(a, v)): measured (circles), Eq. (25) (squares)')
-        picture = common.best_of(args.analyse).parent / 'positivity.png'
-        axes.figure.savefig(picture)
-        print(f'the figure: {picture}')
-    return rows
-
-
 # ---- recipes and flags
 
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
@@ -558,6 +466,10 @@ DEFAULTS = {
 }
 # The flags that are hyper-parameters of each loss. --proxy-alpha is alpha of proxy_anchor: --alpha is that of Beta.
 HYPER = dict(contrastive='m reduction', ms='beta gamma m', proxy_anchor='proxy_alpha delta', proxynca_pp='temperature')
+PROXY_LOSSES = ('proxy_anchor', 'proxynca_pp')
+# The flags that each loss uses
+USES = {loss: flags + (' proxy_lr_mult' if loss in PROXY_LOSSES else '') for loss, flags in HYPER.items()}
+USES['ms'] += ' epsilon'
 
 
 def plan(args):
@@ -609,34 +521,32 @@ def get_args(argv=None):
     add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies, times --lr')
     add('--clean-bn', action=argparse.BooleanOptionalAction, default=False,
         help='input: the running statistics of trained BatchNorm are those of clean images only')
-    add('--analyse', type=Path, metavar='RUN',
-        help='print Fig. 2 and the utilization with mixed examples of a run, and stop; eval.py --analyse measures more')
-    args = common.parse(parser, DEFAULTS, argv)
-    check(args)
+    args = common.parse(parser, DEFAULTS, argv, uses={'loss': USES})
+    check(args, parser.typed(argv))
     return args
 
 
-def check(args):
-    """Refuses flags that have no effect, and what the paper leaves undefined."""
-    if args.analyse:
-        read = 'analyse alpha beta gamma m dataset data cache download batch_size per_class seed device precision'
-        return common.refuse(args, args.changed - {*read.split()}, '--analyse')
-    common.refuse_unread(args, 'loss', **HYPER)
-    common.refuse_unread(args, 'loss', ms='epsilon', proxy_anchor='proxy_lr_mult', proxynca_pp='proxy_lr_mult')
+def check(args, typed):
+    """Refuses flags that would have no effect on the loss, and what the paper leaves undefined."""
+    unused = {}                                         # {flag: why it has no effect}
     if 'input' not in args.mixup or args.freeze_bn:
-        common.refuse(args, ['clean_bn'], 'frozen BatchNorm, or where the network sees no mixtures')
+        unused['clean_bn'] = 'frozen BatchNorm, or where the network sees no mixtures'
+    if args.pairs == 'pos-pos':
+        unused['hard_negatives'] = '--pairs pos-pos'
+    if args.loss in QUERY_LOGITS:
+        unused['pairs'] = f'--loss {args.loss}, where a mixture is a query'
     if 'none' in args.mixup:
-        common.refuse(args, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
+        unused |= dict.fromkeys(['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
         if len(args.mixup) > 1:
             raise common.UsageError('--mixup none cannot be combined with other types')
+    for flag, because in unused.items():
+        common.reject(typed, [flag], because)
+    if args.loss not in PROXY_LOSSES:
+        common.require_two_classes(args)
     if 'input' in args.mixup and args.dataset == 'vectors':
         raise common.UsageError('--mixup input mixes images; --dataset vectors has none: take --mixup feature')
-    if args.pairs == 'pos-pos':
-        common.refuse(args, ['hard_negatives'], '--pairs pos-pos')
     if len(args.hard_negatives) not in (1, len(args.mixup)):
         raise common.UsageError('--hard-negatives: give one K, or one for each of the types of --mixup')
-    if args.loss in QUERY_LOGITS:
-        common.refuse(args, ['pairs'], f'--loss {args.loss}, where a mixture is a query')
     if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and args.mixup != ['embed']:
         raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
                                 'feature map: take --mixup embed, or --pairs pos-neg')
@@ -645,20 +555,18 @@ def check(args):
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
-    if args.analyse:
-        return analyse(args)
     choices = plan(args)
     data = common.dataset_from(args)
-    model = common.build(args, data=data)
+    model = common.build(args, data)
     if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
-    learned = {}
-    if args.loss == 'proxy_anchor' or args.loss in QUERY_LOGITS:        # with proxies as in train_proxy_anchor.py
+    loss_params = {}
+    if args.loss in PROXY_LOSSES:                   # with proxies as in train_proxy_anchor.py
         C = data.train.num_classes
-        proxies = torch.randn(C, args.dim) * (2 / C) ** 0.5
-        learned = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
-        groups.append(dict(params=[learned['proxies']], lr=args.lr * args.proxy_lr_mult))
+        proxies = torch.randn(C, model.dim) * (2 / C) ** 0.5
+        loss_params = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
+        groups.append(dict(params=[loss_params['proxies']], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
     hyper = {flag.removeprefix('proxy_'): getattr(args, flag) for flag in HYPER[args.loss].split()}
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
@@ -666,15 +574,15 @@ def main(argv=None):
     def step(images, labels):
         f = model.features(images)                                      # (B, c, h, w), once per clean image
         z = model.head(f)                                               # (B, D)
-        loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **learned, **hyper)
+        loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **loss_params, **hyper)
         if choices:
             # Sections B.4 and B.2: the type of mixing is drawn in each iteration, and so is the set of pairs.
             mixing = random.choice(random.choice(choices))
-            mixed = mixed_loss(args.loss, hyper, mixing, model, images, f, z, labels, **learned)
+            mixed = mixed_loss(args.loss, hyper, mixing, model, images, f, z, labels, **loss_params)
             loss = loss + args.strength * mixed                         # Eq. (10)
         return loss
 
-    return common.train(args, model, data, step, optimizer, learned)
+    return common.train(args, model, data, step, optimizer, loss_params)
 
 
 NOTES = """
@@ -699,8 +607,7 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
        positive, and hard negatives are looked up among those of the first anchor. In the code for ms, an anchor mixes
        its least similar positive alone, with the negatives that the miner keeps; here the miner serves the clean loss
        alone.
-    8. Both codes have one lambda for a batch, and Adam. Both report the best epoch on the test set, and train the
-       affine weights of frozen BatchNorm after the warm-up.
+    8. Both codes have one lambda for a batch, and Adam. Both report the best epoch on the test set.
     9. The code for contrastive has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
        It has the mean over all active pairs of the batch. Here it is over those of each anchor, and then over all
        anchors: one without positives, as about 37 of 100 in random batches of CUB, counts with a pull of 0.
@@ -712,8 +619,8 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
     --pairs and --hard-negatives; the last row of both has --mixup input feature embed. Fig. 6 (Cars): --mixup and
-    --strength, with contrastive. Fig. 2: --analyse. Section 4.3, with contrastive: alignment, uniformity and
-    utilization by eval.py --analyse, utilization with mixed examples by --analyse.
+    --strength, with contrastive. Fig. 2: tests/results/fig2.py. Section 4.3, with contrastive: alignment,
+    uniformity and utilization by eval.py --analyse, utilization with mixed examples by tests/results/fig2.py.
 Cost
     With batches of 20 x 5 images and k = 3, a step of input mixing sends up to 300 more images through the network with
     anc-neg pairs, and up to 1,200 with pos-neg pairs. Unless --clean-bn is given, they count in the running statistics

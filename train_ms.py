@@ -108,9 +108,9 @@ def mine(s, y, epsilon):
 # The recipe of each dataset: defaults of the flags, explained at common.BASE.
 # The authors released their settings for CUB only: 3,000 iterations, learning rate x0.1 after 1,200 and after 2,400.
 # An epoch of CUB has 73 iterations, so 41 epochs are about 3,000 iterations, and 16 epochs are about 1,200.
-CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, min_crop=0.16, epochs=41, batch_size=80,
-           per_class=5, optimizer='adam', lr=3e-5, weight_decay=5e-4, schedule='step', decay_epochs=16,
-           decay_rate=0.1, warmup=0, clip=0.0)
+CUB = dict(dim=512, pool='avg', freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
+           epochs=41, batch_size=80, per_class=5, optimizer='adam', lr=3e-5, weight_decay=5e-4, schedule='step',
+           decay_epochs=16, decay_rate=0.1, warmup=0, clip=0.0)
 # On SOP and In-Shop: the settings and loss parameters of the MS baseline in the released code of Metrix
 METRIX = dict(dim=512, pool='avg+max', freeze_bn=False, min_crop=0.08, epochs=60, batch_size=100, per_class=5,
               optimizer='adam', lr=6e-4, weight_decay=1e-4, schedule='step', decay_epochs=20, decay_rate=0.25,
@@ -140,14 +140,16 @@ def get_args(argv=None):
         help='lambda: positives should be above this similarity, negatives below')
     add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.1,
         help='tolerance of the miner: the larger, the more pairs stay; off: no miner')
-    return common.parse(parser, DEFAULTS, argv)
+    args = common.parse(parser, DEFAULTS, argv)
+    common.require_two_classes(args)
+    return args
 
 
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args, data=data)
+    model = common.build(args, data)
     optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
     epsilon = None if args.epsilon == 'off' else args.epsilon
 
@@ -176,8 +178,7 @@ What differs from the released code (github.com/msight-tech/research-ms-loss, b6
        error at an anchor without positives, or without negatives. Here an anchor without positives adds
        only its push, or 0 with the miner. In both codes the mean is over all anchors of the batch, also
        those that add 0.
-    6. The released code freezes the statistics of BatchNorm, but trains its affine weights. Here, both
-       stay frozen on CUB and Cars. The released code reports its best epoch on the test set.
+    6. The released code reports its best epoch on the test set.
 For Table 4 of the Reality Check, add --protocol reality-check and the values of its released results for CUB:
     MS+Miner   --alpha 17.97 --beta 75.66 --lam 0.77 --epsilon 0.39
     MS         --alpha 0.01 --beta 50.60 --lam 0.56 --epsilon off

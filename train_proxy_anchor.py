@@ -65,7 +65,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     are from p. For an image of another class, the sign is +, P replaces P+, h(x) = exp(alpha (s(x,p) + delta)), and
     the sum is over all images that are not of the class of p.
     """
-    z, proxies = common.same_precision(z, proxies)
+    z, proxies = common.promote_dtypes(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                           # (C, B)
     # (C, B), in row c and column b: whether image b is of class c
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
@@ -139,8 +139,8 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args, data=data)
-    proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
+    model = common.build(args, data)
+    proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, model.dim).to(args.device))
     optimizer = common.make_optimizer(args, [
         dict(params=model.parameters()),
         dict(params=[proxies], lr=args.lr * args.proxy_lr_mult)])
@@ -149,21 +149,19 @@ def main(argv=None):
         z = model(images)                                                           # (B, D)
         return proxy_anchor_loss(z, labels, proxies, args.alpha, args.delta)
 
-    return common.train(args, model, data, step, optimizer, learned={'proxies': proxies})
+    return common.train(args, model, data, step, optimizer, loss_params={'proxies': proxies})
 
 
 NOTES = """
 What differs from the paper
     1. In the main tables of the paper the network is BN-Inception; on the benchmarks here, a ResNet-50.
     2. The paper does not state the pooling, warm-up, clipping, the steps of the learning rate, weight
-       decay, the size of batches in its main tables, or how BatchNorm trains. All but the last (see note 3) are
-       those of the released code, as are the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In
+       decay, the size of batches in its main tables, or how BatchNorm trains. All of these are those of the
+       released code, as are the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In
        issue 1 of its repository, an author says that max pooling beside average pooling adds about one
        point of R@1 on CUB and Cars.
 What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)
-    3. On CUB and Cars the released code freezes the statistics of BatchNorm, but trains its affine
-       weights after the warm-up. Here both stay frozen. The released code reports its best epoch on
-       the test set.
+    3. The released code reports its best epoch on the test set.
     4. With one or two classes the loss of the released code is wrong. It makes one-hot labels by
        label_binarize of scikit-learn, which returns a single column then, all zeros with one class.
 Tables and figures of the paper

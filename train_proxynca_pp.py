@@ -90,7 +90,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
 
 def cosines(z, proxies):
     """Cosines of all embeddings, of unit length, with all proxies, in float32 or better: (B, D), (C, D) -> (B, C)"""
-    z, proxies = common.same_precision(z, proxies)
+    z, proxies = common.promote_dtypes(z, proxies)
     return z @ F.normalize(proxies, dim=1).T
 
 
@@ -138,9 +138,8 @@ def get_args(argv=None):
     add('--proxy-lr-mult', type=common.at_least(0, float), default=10.0,
         help='learning rate of the proxies, as a multiple of --lr')
     add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop')
-    args = common.parse(parser, DEFAULTS, argv)
-    common.refuse_unread(args, 'optimizer', adam='eps', adamw='eps', rmsprop='eps')         # --eps with sgd is refused
-    return args
+    uses = {'optimizer': dict(adam='eps', adamw='eps', rmsprop='eps')}        # SGD has no eps
+    return common.parse(parser, DEFAULTS, argv, uses)
 
 
 def main(argv=None):
@@ -149,8 +148,8 @@ def main(argv=None):
     data = common.dataset_from(args)
     # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation. The networks
     # of the Reality Check have no LayerNorm, and common.build leaves it out on stored vectors.
-    model = common.build(args, data=data, layer_norm=not args.protocol, head_init='default')
-    proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, args.dim).to(args.device))
+    model = common.build(args, data, layer_norm=not args.protocol, head_init='default')
+    proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, model.dim).to(args.device))
     options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)           # SGD has no eps
     optimizer = common.make_optimizer(args, [
         dict(params=model.parameters()),
@@ -162,7 +161,7 @@ def main(argv=None):
             return proxynca_loss(z, labels, proxies, args.temperature) / len(labels)
         return proxynca_pp_loss(z, labels, proxies, args.temperature)
 
-    return common.train(args, model, data, step, optimizer, learned={'proxies': proxies})
+    return common.train(args, model, data, step, optimizer, loss_params={'proxies': proxies})
 
 
 NOTES = """

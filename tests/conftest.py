@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from torch import nn
 
@@ -52,10 +53,10 @@ def draw_folder(root, classes, per_class, size=24, seed=0):
 
 
 def numbered(classes, per_class=2):
-    """Images of 2 x 2 pixels whose value is their index; super-classes in threes"""
+    """Images of 2 x 2 pixels whose value is their index; superclasses in threes"""
     labels = torch.arange(classes * per_class) // per_class
     pixels = [np.full((2, 2, 3), i, np.uint8) for i in range(len(labels))]
-    return common.Images(pixels, labels, 17, [f'class {c}' for c in range(classes)], labels // 3)
+    return common.Images(pixels, labels, [f'class {c}' for c in range(classes)], labels // 3)
 
 
 def small_embedder(arch='resnet18', **options):
@@ -96,7 +97,7 @@ class SmallNet(nn.Module):
 @pytest.fixture
 def small(monkeypatch):
     """A small network for every ResNet, where what is tested does not depend on the trunk."""
-    monkeypatch.setattr(common, 'load_network', lambda arch, weights: SmallNet())
+    monkeypatch.setattr(torchvision.models, 'get_model', lambda arch, weights=None: SmallNet())
 
 
 @pytest.fixture
@@ -113,10 +114,10 @@ def run(folder, tmp_path, monkeypatch):
 @pytest.fixture
 def before_training(run, small, monkeypatch):
     """before_training(module, *flags): runs main up to the shared loop, and returns what the loop would get: args,
-    model, data, step, optimizer, learned and sampler"""
-    def train(args, model, data, step, optimizer, learned=None, sampler=None):
+    model, data, step, optimizer, loss_params and sampler"""
+    def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
         return SimpleNamespace(args=args, model=model, data=data, step=step, optimizer=optimizer,
-                               learned=learned or {}, sampler=sampler)
+                               loss_params=loss_params or {}, sampler=sampler)
 
     def before_training(module, *flags):
         with monkeypatch.context() as patch:

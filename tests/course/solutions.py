@@ -144,7 +144,7 @@ WRONG['proxy_anchor_loss'] = {
     'margin of negatives with minus': ('(s + delta), ~positive', '(s - delta), ~positive'),
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
-    'half precision stays': ('z, proxies = common.same_precision(z, proxies)', ''),
+    'half precision stays': ('z, proxies = common.promote_dtypes(z, proxies)', ''),
     'classes present counted by changes of the label': (
         'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
     'push divided by the largest label': ('~positive).mean()', '~positive).sum() / (y.max() + 1)'),
@@ -153,7 +153,7 @@ WRONG['proxy_anchor_loss'] = {
 RIGHT['proxy_anchor_loss'] = {
     'proxy by proxy': '''
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
-    z, proxies = common.same_precision(z, proxies)
+    z, proxies = common.promote_dtypes(z, proxies)
     pull, push, zero = [], [], z.new_zeros(1)
     for k in range(len(proxies)):
         s = F.cosine_similarity(z, proxies[k:k + 1], dim=1)
@@ -166,7 +166,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
 }
 OF_COSINES = {
     'scale 1/T': ('2 / temperature', '1 / temperature'),
-    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.same_precision(z, proxies.T))'),
+    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.promote_dtypes(z, proxies.T))'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
     'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
     'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
@@ -190,7 +190,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
 }
 WRONG['proxynca_pp_loss'] = OF_COSINES | {
     'distances not squared': ('2 / temperature * cosines(z, proxies)',
-                              '-torch.cdist(*common.same_precision(z, F.normalize(proxies))) / temperature'),
+                              '-torch.cdist(*common.promote_dtypes(z, F.normalize(proxies))) / temperature'),
     'log of a softmax of exp': '''
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     p = (-(2 - 2 * cosines(z, proxies)) / temperature).exp()
@@ -211,7 +211,7 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
 RIGHT['proxynca_pp_loss'] = {
     'squared distances': '''
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
-    z, p = common.same_precision(z, proxies)
+    z, p = common.promote_dtypes(z, proxies)
     d2 = (z[:, None] - F.normalize(p, dim=1)).square().sum(dim=2)
     return -torch.log_softmax(-d2 / temperature, dim=1).gather(1, y[:, None]).mean()
 ''',
@@ -231,11 +231,11 @@ WRONG['center_contrastive_loss'] = {
     'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
     'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1)'),
     'images detached': ('z @ (c', 'z.detach() @ (c'),
-    'half precision stays': ('z, centers = common.same_precision(z, centers)', ''),
+    'half precision stays': ('z, centers = common.promote_dtypes(z, centers)', ''),
     'own cosine at [y, y]': ['(z * c[y]).sum(dim=1)', '(z @ c.T)[y % len(y), y]'],
     'image i has class i': ['smooth_labels(y, len(c)', 'smooth_labels(torch.arange(len(y)) % len(c), len(c)'],
-    'images normalised again': ('z, centers = common.same_precision(z, centers)',
-                                'z, centers = common.same_precision(F.normalize(z, dim=1), centers)'),
+    'images normalised again': ('z, centers = common.promote_dtypes(z, centers)',
+                                'z, centers = common.promote_dtypes(F.normalize(z, dim=1), centers)'),
     'no margin where labels are smoothed': ['margin * own', '(0 if smoothing else margin) * own'],
     'exp overflows': ("F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
                       '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
@@ -247,7 +247,7 @@ RIGHT['center_contrastive_loss'] = {
                                   'y, label_smoothing=smoothing * len(c) / max(1, len(c) - 1)'),
     'image by image': '''
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
-    z, centers = common.same_precision(z, centers)
+    z, centers = common.promote_dtypes(z, centers)
     c, total = centers / centers.norm(dim=1, keepdim=True), 0
     for x, label in zip(z, y):
         logits = s * torch.mv(c.detach() if stop_grad else c, x)
@@ -276,16 +276,16 @@ WRONG['hybrid_loss'] = {
     'whatever is no weak positive': ('most_similar(s, negative)', 'most_similar(s, ~weak_positive)'),
     'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
     'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
-    'half precision stays': ('h, z = common.same_precision(h, z)', ''),
-    'a number without hybrids': ('h, z = common.same_precision(h, z)',
-                                 'h, z = common.same_precision(h, z)\n    if len(h) == 0:\n        return 0.0'),
+    'half precision stays': ('h, z = common.promote_dtypes(h, z)', ''),
+    'a number without hybrids': ('h, z = common.promote_dtypes(h, z)',
+                                 'h, z = common.promote_dtypes(h, z)\n    if len(h) == 0:\n        return 0.0'),
     'two columns averaged': ('F.logsigmoid(s_ewp - s_hn)',
                              'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
 }
 RIGHT['hybrid_loss'] = {
     'hybrid by hybrid': '''
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
-    h, z = common.same_precision(h, z)
+    h, z = common.promote_dtypes(h, z)
     terms = [0 * h.sum()]
     for x, weak, other in zip(h, weak_positive, negative):
         if weak.any() and other.any():

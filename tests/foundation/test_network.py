@@ -85,7 +85,7 @@ def test_imagenet_weights_are_the_first_version_and_offline_it_says_what_to_do(m
 def test_half_precision_is_raised_to_the_widest_type_around_it():
     half, double = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
     assert common.at_least_float32(half).dtype == torch.float32
-    assert [t.dtype for t in common.same_precision(half, double)] == [torch.float64] * 2
+    assert [t.dtype for t in common.promote_dtypes(half, double)] == [torch.float64] * 2
 
 
 @pytest.mark.parametrize('training', [True, False])

@@ -33,7 +33,7 @@ def watched(before_training):
             seen.append(SimpleNamespace(x=x, y=y, lr=rates[0]['lr'], training=model.training,
                                         trunk=model.trunk.conv1.weight.clone(), head=model.linear.weight.clone()))
             return held.step(x, y)
-        common.train(held.args, model, held.data, step, held.optimizer, held.learned, held.sampler)
+        common.train(held.args, model, held.data, step, held.optimizer, held.loss_params, held.sampler)
         return seen
     return watched
 
@@ -43,7 +43,7 @@ def test_gradients_are_clipped_by_value_at_plus_minus_clip(before_training, clip
     """The gradients of all groups of weights are clipped; with --clip 0, none is."""
     held = before_training(train_proxy_anchor, '--clip', clip, '--proxy-lr-mult', '1', '--weight-decay', '0',
                            '--optimizer', 'sgd', '--lr', '0.1')
-    weights, slopes = (held.model.linear.bias, held.learned['proxies']), torch.tensor([30, -30, 1.5])
+    weights, slopes = (held.model.linear.bias, held.loss_params['proxies']), torch.tensor([30, -30, 1.5])
     before = [weight.detach().clone() for weight in weights]
     train_epoch(held, lambda x, y: sum((slopes * weight[..., :3]).sum() for weight in weights), steps=3)
     for start, weight in zip(before, weights):

@@ -270,7 +270,7 @@ def test_nesterov_only_with_momentum(before_training, momentum):
 def test_cluster_centres_are_running_means_without_a_gradient(before_training):
     """They are means of embeddings without dropout, which is for the loss alone."""
     held = before_training(train_ccl, '--variant', 'cluster', '--mu', '0.5', '--dropout', '0.5')
-    images, labels, centers = torch.rand(8, 3, 32, 32), torch.arange(8) % 2, held.learned['centers']
+    images, labels, centers = torch.rand(8, 3, 32, 32), torch.arange(8) % 2, held.loss_params['centers']
     before, z = centers.clone(), held.model.eval()(images).detach()
     held.step(images, labels).backward()
     assert not centers.requires_grad and torch.equal(before[2:], centers[2:]), 'absent classes stay'

@@ -571,9 +571,9 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
         monkeypatch.setattr(common, 'build', partial(common.build, layer_norm=True))
     held = before_training(train_metrix, *flags)
     args, model = held.args, held.model.double().eval()     # BatchNorm as at evaluation: each image by itself
-    for proxies in held.learned.values():
+    for proxies in held.loss_params.values():
         proxies.data = proxies.data.double()
-    weights = [*model.parameters(), *held.learned.values()]
+    weights = [*model.parameters(), *held.loss_params.values()]
     y, images = torch.tensor([0, 1, 0, 2, 1, 0]), torch.randn(6, 3, 16, 16, dtype=torch.float64)
 
     loss = held.step(images, y)
@@ -581,7 +581,7 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
 
     f = [model.features(x[None]) for x in images]
     z = torch.cat([model.head(t) for t in f])
-    proxies = F.normalize(held.learned['proxies'], dim=1) if held.learned else None
+    proxies = F.normalize(held.loss_params['proxies'], dim=1) if held.loss_params else None
     ends, ends_y = z, y
     if kind == 'proxy_anchor' and args.pairs == 'anc-neg':
         ends, ends_y = torch.cat([z, proxies[:3]]), torch.cat([y, torch.arange(3)])

@@ -89,7 +89,7 @@ CASES = [
 
 def weights(held):
     """What is learned beside the network"""
-    return [weight for value in held.learned.values() for weight in
+    return [weight for value in held.loss_params.values() for weight in
             (value.parameters() if isinstance(value, torch.nn.Module) else [value]) if weight.requires_grad]
 
 
@@ -101,7 +101,7 @@ def test_step_is_the_loss_with_the_values_of_the_flags(before_training, script, 
     held.model.features = lambda x: x
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
     results = []
-    for loss in (held.step, lambda x, y: by_hand(x, y, held.learned)):
+    for loss in (held.step, lambda x, y: by_hand(x, y, held.loss_params)):
         torch.manual_seed(0)
         value = loss(images, LABELS)
         results.append((value, *torch.autograd.grad(value, [images, *weights(held)])))
@@ -161,7 +161,7 @@ def test_network_flags_reach_the_network(before_training, flags, expected):
 def test_proxies_and_centres_start_and_decay_as_their_papers_code_has_it(before_training, script, flags, name, size):
     """For six classes. Their size decides how fast they turn; their mean, whether they start all over the sphere."""
     held = before_training(script, '--dim', '400', *flags.split())
-    start = held.learned[name]
+    start = held.loss_params[name]
     assert len(start) == 6 and start.std().item() == pytest.approx(size, rel=0.05)
     assert abs(start.mean().item()) < size / 12
     assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1, 'they decay, too'
