@@ -304,14 +304,14 @@ class StepBatches:
     def __init__(self, sampler, seed):
         self.sampler = sampler
         self.seed = seed
-        self.first_step = 0
+        self.steps = range(0)
         self.batches = []
 
-    def start(self, epoch, first_step, steps):
-        """Samples the batches of an epoch, up to `steps` of them."""
-        self.first_step = first_step
+    def start(self, epoch, steps):
+        """Samples the batches of an epoch, one for each of `steps`, a range."""
+        self.steps = steps
         with seeded(self.seed, EPOCH, epoch):
-            self.batches = list(itertools.islice(self.sampler, steps))
+            self.batches = list(itertools.islice(self.sampler, len(steps)))
 
     def without_positive(self, labels):
         """The fraction of the anchors in these batches that have no positive, another image of their class"""
@@ -326,7 +326,7 @@ class StepBatches:
         return len(self.sampler)
 
     def __iter__(self):
-        for step, indices in enumerate(self.batches, start=self.first_step):
+        for step, indices in zip(self.steps, self.batches):
             if len(indices) % world_size():
                 raise UsageError(f'{world_size()} processes cannot share a batch of {len(indices)} images evenly: '
                                  'change --batch-size')
@@ -389,8 +389,9 @@ def make_optimizer(args, groups, **options):
     return kinds[args.optimizer](groups, lr=args.lr, weight_decay=args.weight_decay, **options)
 
 
-def write_log(folder, rows):
-    """Writes log.jsonl. Pass a function of your own to `train` to log elsewhere, too: rows[-1] is the epoch's row."""
+def write_log(folder, row, rows):
+    """Writes log.jsonl, the rows of all evaluated epochs. A function of your own, given to `train`, may log elsewhere,
+    too: `row` is of the last epoch, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
 
@@ -404,7 +405,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     optimizer    over the weights of the model and the learnable parameters of the loss
     loss_params  {name: parameter or module}: learnable parameters of the loss; the checkpoint has them, too
     sampler      yields lists of indices of equal length; None: the batches of --batch-size and --per-class
-    log          log(folder, rows) is called after each evaluated epoch
+    log          log(folder, row, rows) is called after each epoch, with its row and the rows of all evaluated epochs
     """
     if not data.train:
         raise UsageError(f'{data.name} has no training set: put training classes into train/, see README')
@@ -415,22 +416,23 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     epochs = math.ceil(total / per_epoch)
     states = dict(optimizer=optimizer, learned=nn.ParameterDict(loss_params or {}))
     folder = args.resume or broadcast_from_rank0(None if rank() else new_folder(args, data))
+    about = about_data(args, data)
     # A new run starts with epoch 0, an evaluation before training; a resumed one continues from its checkpoint.
     first, done, rows, start = 0, 0, [], time.time()
     with run_lock(folder):                                  # no other run may use it
         if args.resume:
-            first, done, rows, start = resume(args, data, model, states, per_epoch, total)
+            first, done, rows, start = resume(args, about, model, states, per_epoch, total)
         print_recipe(args, model, data, sampler, epochs, folder)
         for epoch in range(first, epochs + 1):
             if should_stop_early(args, rows):
                 break
             row = dict(epoch=epoch, loss=None, images_per_second=None)
-            end = min(epoch * per_epoch, total)
-            if done < end:                                  # not in epoch 0, nor if a resumed run only evaluates
+            steps = range(done, min(epoch * per_epoch, total))
+            if steps:                                       # not in epoch 0, nor if a resumed run only evaluates
                 model.train()
                 model.trunk.requires_grad_(epoch > args.warmup)
-                row |= train_epoch(args, loader, step, optimizer, epoch, done, end, per_epoch, total)
-                done = end
+                row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
+                done = steps.stop
             if epoch % args.eval_every == 0 or epoch == epochs:
                 row |= evaluate(model, data)
             row['minutes'] = (time.time() - start) / 60
@@ -439,28 +441,27 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
                 rows.append(row)
             if not rank():
                 # best.pt comes first: if the process is killed before last.pt is written, --resume repeats the epoch.
-                about = dict(epoch=epoch, step=done, rows=rows, minutes=row['minutes'],
-                             **about_data(args, data))
+                about |= dict(epoch=epoch, step=done, rows=rows, minutes=row['minutes'])
                 if args.fold and epoch > 0 and best_row(rows) is row:
                     save_checkpoint(folder / 'best.pt', args, model, states, **about)
                 save_checkpoint(folder / 'last.pt', args, model, states, **about)
-                log(folder, rows)
-            show_row(row, titles=epoch == first)            # last, because printing may fail
+                log(folder, row, rows)
+            show_row(row, rows, titles=epoch == first)      # last, because printing may fail
     return summary(args, data, folder, rows)
 
 
-def train_epoch(args, loader, step, optimizer, epoch, done, end, per_epoch, total):
-    """Trains from step `done` to `end`. Returns its part of the row: loss; no_positive, the fraction of the anchors
-    that have no positive in their batch; and images_per_second."""
+def train_epoch(args, loader, step, optimizer, epoch, steps, total):
+    """Trains for `steps`, a range of the `total` steps of the run. Returns its part of the row: loss; no_positive, the
+    fraction of the anchors that have no positive in their batch; and images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     batches = loader.batch_sampler
-    batches.start(epoch, done, end - done)
+    batches.start(epoch, steps)
     losses = []
     start = time.time()
-    for t, batch in enumerate(loaded(loader), start=done):
+    for number, (batch, t) in enumerate(zip(loaded(loader), steps), start=1):
         x, y = (gather(part.to(args.device, non_blocking=True)) for part in batch)      # of all processes
         for group in optimizer.param_groups:
-            factor = learning_rate_factor(t, args, per_epoch, total)
+            factor = learning_rate_factor(t, args, len(loader), total)
             group['lr'] = group.setdefault('initial_lr', group['lr']) * factor      # initial_lr is set once, in step 0
         set_seed(args.seed, STEP, t)                        # whatever `step` samples follows from seed and t
         loss = step(x, y)
@@ -471,16 +472,15 @@ def train_epoch(args, loader, step, optimizer, epoch, done, end, per_epoch, tota
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
         losses.append(loss.detach())
-        number = len(losses)
-        if number == 1 and end - done > 1:                  # restart the clock: workers start, and step 1 is slow
+        if number == 1 and len(steps) > 1:                  # restart the clock: workers start, and step 1 is slow
             start = time.time()
-        if number % 20 == 0 or t + 1 == end:                # rarely, because the program waits here for the GPU
+        if number % 20 == 0 or number == len(steps):        # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
             if not math.isfinite(mean):
-                raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {end - done} or in the 19 '
+                raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {len(steps)} or in the 19 '
                                  'before; try a lower --lr, or --precision fp32')
             minutes = (time.time() - start) / max(1, number - 1) * (total - t - 1) / 60
-            show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {end - done}; {minutes:.1f} min of training left')
+            show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {len(steps)}; {minutes:.1f} min of training left')
     return dict(loss=mean, no_positive=batches.without_positive(loader.dataset.labels),
                 images_per_second=max(1, number - 1) * len(y) / (time.time() - start))
 
@@ -504,8 +504,42 @@ def embed(model, images, batch_size=128):
     return gather(z)[:len(images)].cpu()
 
 
+def k_nearest(query, gallery, k):
+    """Yields, for b queries at a time, their rows (b,), and the cosines and positions of their k nearest, both (b, k).
+    The search is exact.
+
+    query    (N, D)
+    gallery  (G, D), k at most G; or None: the queries are the gallery, each without itself, k at most N - 1
+    """
+    within = gallery is None
+    query = F.normalize(query.float(), dim=1)
+    gallery = query if within else F.normalize(gallery.float(), dim=1)
+    # Files are sorted by class, and of equal similarities a search may return the first. So the gallery is shuffled.
+    order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
+    gallery = gallery[order]
+    wanted = k + 1 if within else k                                      # one more, for the query itself
+    faiss = import_faiss() if gallery.device.type == 'cpu' else None
+    b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
+    for rows in torch.arange(len(query), device=query.device).split(b):
+        if faiss:
+            # It returns NumPy arrays, or tensors where another library has imported faiss.contrib.torch_utils.
+            found = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
+            s, index = map(torch.as_tensor, found)                       # (b, wanted)
+        else:
+            s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
+        index = order[index]
+        if within:
+            itself = index == rows[:, None]
+            # If many images equal a query, it may be missing from its own results. Then the last result is dropped.
+            itself[:, -1] |= ~itself.any(dim=1)
+            s = s[~itself].view(-1, k)
+            index = index[~itself].view(-1, k)
+        yield rows, s, index
+
+
 @torch.no_grad()
-def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8), search=None):
+def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8),
+                      search=k_nearest):
     """Recall@K, R-precision and MAP@R, with the cosine similarity.
 
     query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
@@ -537,7 +571,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     depth = min(max(*ks, int(matches.max())), len(searched) - itself)    # enough for the largest K and R
     found = Counter()                                                    # {k: queries with a match among k results}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
-    for rows, s, index in (search or k_nearest)(query, gallery, depth):  # b queries at a time
+    for rows, s, index in search(query, gallery, depth):       # b queries at a time
         hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
         hit = ranked_hits(s, hit)                                        # (b, depth)
         for k in ks:
@@ -588,39 +622,6 @@ def precisions(hit, r):
     return hit.sum(dim=1) / r, p.sum(dim=1) / r                          # the second is Reality Check Eq. (3)
 
 
-def k_nearest(query, gallery, k):
-    """Yields, for b queries at a time, their rows (b,), and the cosines and positions of their k nearest, both (b, k).
-    The search is exact.
-
-    query    (N, D)
-    gallery  (G, D), k at most G; or None: the queries are the gallery, each without itself, k at most N - 1
-    """
-    within = gallery is None
-    query = F.normalize(query.float(), dim=1)
-    gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # Files are sorted by class, and of equal similarities a search may return the first. So the gallery is shuffled.
-    order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
-    gallery = gallery[order]
-    wanted = k + 1 if within else k                                      # one more, for the query itself
-    faiss = import_faiss() if gallery.device.type == 'cpu' else None
-    b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
-    for rows in torch.arange(len(query), device=query.device).split(b):
-        if faiss:
-            # It returns NumPy arrays, or tensors where another library has imported faiss.contrib.torch_utils.
-            found = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
-            s, index = map(torch.as_tensor, found)                       # (b, wanted)
-        else:
-            s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
-        index = order[index]
-        if within:
-            itself = index == rows[:, None]
-            # If many images equal a query, it may be missing from its own results. Then the last result is dropped.
-            itself[:, -1] |= ~itself.any(dim=1)
-            s = s[~itself].view(-1, k)
-            index = index[~itself].view(-1, k)
-        yield rows, s, index
-
-
 def mean_similarities(z, y):
     """Mean cosine of all positive and of all negative pairs, None if there are none; z (N, D), y (N,) -> two numbers"""
     z = F.normalize(z.double(), dim=1)
@@ -643,7 +644,7 @@ def embed_test(model, data):
     return z, None if data.gallery is data.query else embed(model, data.gallery).to(where)
 
 
-def score(data, z, gallery=None, search=None):
+def score(data, z, gallery=None, search=k_nearest):
     """The metrics of a test set by the embeddings of embed_test, and s+ and s-, the mean cosine similarity of positive
     and of negative pairs of queries (None where there are no such pairs, and left out)"""
     metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks, search)
@@ -1300,10 +1301,11 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     print(f'To resume after an interruption: {way}')
 
 
-def show_row(row, titles):
-    """Prints a row of the table, and its titles if they are wanted; '-' for what was not measured"""
+def show_row(row, rows, titles):
+    """Prints a row of the table, '-' for what was not measured; `titles` above it, if they are wanted"""
+    measured = [key for key in rows[-1] if key.startswith(('R@', 'MAP', 's'))]
     columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
-    columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in row if key.startswith(('R@', 'MAP', 's'))]
+    columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
     columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
     if titles:
         print(' '.join(f'{title:>7}' for title, _, _ in columns))
@@ -1361,11 +1363,11 @@ def about_data(args, data):
                 fingerprint=hashlib.sha256(repr([names, files]).encode()).hexdigest())
 
 
-def resume(args, data, model, states, per_epoch, total):
+def resume(args, about, model, states, per_epoch, total):
     """Loads the last checkpoint of a run into the model and `states` -> the epoch to continue with, the steps done, the
     rows, and the time of its start, moved so that the minutes of a row leave out the pause"""
     saved = read_checkpoint(args.resume / 'last.pt')
-    if saved['fingerprint'] != about_data(args, data)['fingerprint']:
+    if saved['fingerprint'] != about['fingerprint']:
         raise UsageError(f'{args.data} has other images than those that {args.resume} began with; start a new run')
     with untrusted_file(args.resume):
         for name, part in dict(states, model=model).items():
