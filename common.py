@@ -785,6 +785,7 @@ def to_rgb(picture, min_side=None):
         except Exception as error:                          # every image format has errors of its own
             raise UsageError(f'cannot read the image {picture}: {error}; replace or remove it') from error
     image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    image.load()                                            # raises what is wrong with the pixels
     with suppress(Exception):                               # metadata that cannot be read do not spoil the pixels
         image = ImageOps.exif_transpose(image)
     if image.mode[0] in 'IF':
@@ -879,7 +880,7 @@ class Dataset:
     >>> transforms = common.transforms_from(args)               # or transforms of your own
     >>> data = common.Dataset('mine', common.Images(pictures, labels, **transforms),
     ...                       common.Images(others, other_labels, **transforms))
-    >>> model = common.build(args, data)                        # or with trunk=module, for a network of your own
+    >>> model = common.build(args, data=data)                      # or with trunk=module, for a network of your own
     >>> optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
     >>> def step(images, labels):
     ...     return train_ms.multi_similarity_loss(model(images), labels)
@@ -948,7 +949,8 @@ def read_splits(name, root, whole, transforms):
                 superclasses = None if extra[0] is None else torch.tensor(extra)
                 splits[split] = Images(paths, classes, superclasses=superclasses, **transforms)
         check_splits(splits, {} if whole else row.get('counts', {}))
-    except (OSError, ValueError, LookupError) as error:     # a file is missing, cut short, or a web page, for example
+    # A file is missing, cut short, or a web page, for example; or SciPy is missing.
+    except (OSError, ValueError, LookupError, ImportError) as error:
         raise UsageError(f'{name} cannot be loaded: {error}; --data {root} should have {row["layout"]}, see README'
                          ) from error
     if 'whole' in splits:                                   # the first half of the sorted classes trains
@@ -971,13 +973,12 @@ def check_splits(splits, counts):
     """Raises ValueError if (images, classes) are not as published, or are too few. Warns of common classes."""
     if not splits:
         raise ValueError('there are no images')
-    for split, images in splits.items():
-        found = len(images), images.num_classes
-        if found != counts.get(split, found):
-            raise ValueError(f'{split} has (images, classes) {found}, expected are {counts[split]}')
-        least = dict(train=2, whole=4).get(split, 1)
-        if images.num_classes < least:
-            raise ValueError(f'there are {images.num_classes} classes to train on, and at least {least} are needed'
+    found = {split: (len(images), images.num_classes) for split, images in splits.items()}
+    if counts and found != counts:
+        raise ValueError(f'(images, classes) are {found}, expected are {counts}')
+    for split, least in dict(train=2, whole=4).items():
+        if split in found and found[split][1] < least:
+            raise ValueError(f'there are {found[split][1]} classes to train on, and at least {least} are needed'
                              ' (4 where there are no train/ and test/: half of them are the test set)')
     if splits.keys() >= {'train', 'query'}:
         if both := {*splits['train'].classes} & {*splits['query'].classes}:
@@ -1096,6 +1097,8 @@ def images_below(root):
                 is_image = torchvision.datasets.folder.is_image_file(name)
                 (images if is_image else others).append((os.path.join(folder, name), class_))
     images = [row for row in images if row[1] != '.'] or images
+    if not images:
+        raise UsageError(f'there are no images in {root}')
     if others := [path for path, class_ in others if class_ != '.']:
         warn(f'{root}: {len(others)} files are not read, the first is {others[0]}; convert images among them to JPEG')
     check_names(root, {class_ for _, class_ in images})
@@ -1146,7 +1149,7 @@ def read_npz(path):
         labels = saved['labels']
         saved['classes'] = list(map(str, saved['classes']))
         saved['paths'] = list(map(str, saved.get('paths', range(len(labels)))))
-        if not (z.ndim == 2 and len(z) == len(labels) == len(saved['paths']) and np.isfinite(z).all()
+        if not (z.ndim == 2 and z.shape[:1] == labels.shape == (len(saved['paths']),) and np.isfinite(z).all()
                 and labels.dtype.kind in 'iu' and 0 <= labels.min() <= labels.max() < len(saved['classes'])):
             raise ValueError(f'needed are finite embeddings (N, c) and N labels, positions in `classes`; these are '
                              f'{z.shape}, {labels.dtype} {labels.shape} and {len(saved["classes"])} classes')
@@ -1677,7 +1680,8 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     """
     typed = parser.typed(argv)
     saved = saved_recipe(parser, typed) if 'resume' in typed else {}
-    row = recipe(saved | typed, DEFAULTS) | saved
+    choice = {name: parser.get_default(name) for name in ('loss', 'variant')}       # the script's own, if none is typed
+    row = recipe(choice | saved | typed, DEFAULTS) | saved
     if unknown := sorted(row.keys() - {action.dest for action in parser._actions}):
         raise UsageError(f'{parser.prog} has no flag for {", ".join(unknown)}')
     parser.set_defaults(**row)

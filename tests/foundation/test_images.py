@@ -1,228 +1,267 @@
-"""Images: decoding, the cache, crops, flips and colours."""
-import os
-import shutil
-from types import SimpleNamespace
+"""Images: decoding, the two transforms, crops, flips and colours."""
+import random
 
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder
-from PIL import Image, ImageOps
+from PIL import Image
+from torch import nn
 from torchvision import transforms
 
 import common
-from common import UsageError
+from common import Images, UsageError, make_train_transform, to_8_bits, to_rgb
+
+
+def noise(height, width, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
 
 # ---- decoding
 
 @pytest.mark.parametrize('mode, suffix', [('L', 'jpg'), ('CMYK', 'JPG'), ('LA', 'png'), ('RGBA', 'png'), ('P', 'PNG'),
                                           ('1', 'png'), ('RGB', 'webp')])
-def test_every_image_becomes_rgb(tmp_path, mode, suffix):
-    for name in 'abcd':
-        (tmp_path / name).mkdir()
-        Image.new('RGB', (20, 14), (200, 30, 60)).convert(mode).save(tmp_path / name / f'0.{suffix}')
-    data = common.load_dataset('folder', tmp_path, 7, 7, tmp_path / 'cache')
-    assert data.train[0].shape == (7, 10, 3)
+def test_every_mode_becomes_rgb(tmp_path, mode, suffix):
+    image = Image.new('RGB', (20, 14), (200, 30, 60)).convert(mode)
+    image.save(tmp_path / f'x.{suffix}')
+    rgb = to_rgb(tmp_path / f'x.{suffix}')
+    assert rgb.mode == 'RGB' and rgb.size == (20, 14)
+    assert np.abs(np.asarray(rgb).astype(int) - np.asarray(image.convert('RGB'))).max() < 8
 
 
-@pytest.mark.parametrize('kind, scale', [('uint16', 65535), ('int32', 65535), ('int32', 10 ** 6), ('float32', 3000)])
-def test_deep_grey_is_scaled_and_not_cut_off(tmp_path, kind, scale):
-    ramp = (np.linspace(0, 1, 40)[None] * np.ones((20, 1)) * scale).astype(kind)
+@pytest.mark.parametrize('kind, largest', [('uint16', 65535), ('uint16', 1023), ('int32', 65535),
+                                           ('int32', 2 ** 20 - 1), ('float32', 3000), ('float32', 0.01)])
+def test_a_grey_ramp_of_any_depth_keeps_its_levels(tmp_path, kind, largest):
+    ramp = (np.linspace(0, 1, 40)[None] * np.ones((20, 1)) * largest).astype(kind)
     Image.fromarray(ramp).save(tmp_path / 'x.tif')
-    pixels = common.read_image(tmp_path / 'x.tif', 20).astype(int)
+    pixels = np.asarray(to_rgb(tmp_path / 'x.tif')).astype(int)
     assert pixels.shape == (20, 40, 3) and np.abs(pixels[10, :, 0] - np.linspace(0, 255, 40)).max() < 2
 
 
-def test_a_dark_picture_of_16_bits_stays_dark(tmp_path):
-    grey = np.full((20, 20), 6554, np.uint16)
-    for grey[0, 0] in 6554, 65535:                          # the second with a saturated pixel
-        Image.fromarray(grey).save(tmp_path / 'x.png')
-        assert common.read_image(tmp_path / 'x.png', 20)[10].mean() == pytest.approx(25.5, abs=1)
+def test_small_integers_are_8_bits_and_floats_are_scaled_by_the_finite_ones():
+    assert to_8_bits(np.array([[0, 3, 100]], np.int32)).tolist() == [[0, 3, 100]]
+    nan, inf = np.nan, np.inf
+    assert to_8_bits(np.array([[nan, -2, 0, 2, inf, -inf]], np.float32)).tolist() == [[0, 0, 128, 255, 255, 0]]
+    for grey in ([[nan, 7]], [[nan, nan]]):
+        assert to_8_bits(np.array(grey)).tolist() == [[0, 0]]
 
+
+@pytest.mark.parametrize('mode, clear, ink, expected', [
+    ('LA', (0, 0), (0, 255), (0, 0, 0)), ('RGBA', (9, 9, 9, 0), (255, 0, 0, 128), (255, 127, 127)),
+    ('L', 8, 80, (80, 80, 80)), ('RGB', (1, 2, 3), (1, 2, 4), (1, 2, 4)), ('P', 1, 0, (0, 0, 0))])
+def test_what_is_transparent_is_white(tmp_path, mode, clear, ink, expected):
+    """Some modes have an alpha channel, others a colour or an entry of the palette that is transparent."""
+    image = Image.new(mode, (6, 4), clear)
+    if mode == 'P':
+        image.putpalette([0, 0, 0, 9, 9, 9])
+    image.putpixel((2, 1), ink)
+    image.save(tmp_path / 'x.png', **{} if mode in ('LA', 'RGBA') else dict(transparency=clear))
+    rgb = to_rgb(tmp_path / 'x.png')
+    assert rgb.getpixel((2, 1)) == expected and rgb.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_an_image_is_upright_as_its_exif_data_say(tmp_path):
+    image = noise(20, 30)
+    image.getexif()[0x0112] = 6                             # to be shown turned by 90 degrees, clockwise
+    image.save(tmp_path / 'x.png', exif=image.getexif())
+    turned = np.rot90(np.asarray(image), -1)
+    for picture in (image, tmp_path / 'x.png'):
+        np.testing.assert_array_equal(np.asarray(to_rgb(picture)), turned)
+
+
+@pytest.mark.filterwarnings('ignore:Corrupt EXIF data')
+@pytest.mark.parametrize('exif', [b'', b'MM\0\x2a\0\0\0\x08\0\x05\x01\x12', b'II\x2a\0\xff\xff\xff\x7f'])
+@pytest.mark.parametrize('suffix', ['jpg', 'png', 'webp'])
+def test_exif_data_that_cannot_be_read_do_not_spoil_the_pixels(tmp_path, exif, suffix):
+    noise(16, 24).save(tmp_path / f'x.{suffix}', exif=b'Exif\0\0' + exif)
+    assert to_rgb(tmp_path / f'x.{suffix}').size == (24, 16)
+
+
+def test_a_thin_image_is_cut_to_sixteen_times_its_shorter_side():
+    for size, expected in (((2, 700), (2, 32)), ((900, 3), (48, 3)), ((160, 10), (160, 10))):
+        ramp = (np.arange(max(size)) * 255 // max(size)).astype(np.uint8)
+        rgb = to_rgb(Image.fromarray(np.broadcast_to(ramp if size[0] > size[1] else ramp[:, None], size[::-1])))
+        assert rgb.size == expected and np.asarray(rgb).mean() == pytest.approx(127, abs=2), 'its centre'
+
+
+def test_large_jpegs_are_decoded_at_a_reduced_size_but_not_below_min_side(tmp_path):
+    noise(300, 400).save(tmp_path / 'x.jpg')
+    noise(300, 400).save(tmp_path / 'x.png')
+    for min_side, shorter in {None: 300, 20: 38, 70: 75, 75: 75, 76: 150, 149: 150, 200: 300, 900: 300}.items():
+        assert min(to_rgb(tmp_path / 'x.jpg', min_side).size) == shorter
+    assert to_rgb(tmp_path / 'x.png', 20).size == (400, 300)
+
+    def transform(image):
+        return image.size
+    transform.min_side = 70
+    images = Images([tmp_path / 'x.jpg'], ['a'], transform=transform, train_transform=lambda image: image.size)
+    assert images[0][0] == (100, 75) and images[0, 1][0] == (400, 300), 'without the attribute, the size is whole'
+
+
+def test_the_default_transforms_enlarge_nothing_that_was_decoded_at_a_reduced_size():
+    assert common.make_test_transform(40, 32).min_side == 40
+    assert make_train_transform(32, min_crop=0.25).min_side == 64, 'the smallest crop is a square of half the side'
+    assert make_train_transform(32, min_crop=0.25, resize=40).min_side == 40
+
+
+# ---- files that cannot be read
 
 @pytest.mark.parametrize('form', ['eps', 'gif'])
 def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
     """PIL would start Ghostscript for the first, and could read the second, but README lists neither."""
     Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', form)
     with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
-        common.read_image(tmp_path / 'x.jpg', 20)
+        to_rgb(tmp_path / 'x.jpg')
 
 
-def test_all_files_that_cannot_be_read_are_named_at_once(tmp_path, capsys):
-    """Names with spaces and umlauts, too. Nothing is left of the cache, and the mended folder is decoded."""
-    draw_folder(tmp_path / 'x', ['Vögel im Nest', 'b', 'c', 'd'], per_class=4)
-    broken = [tmp_path / 'x' / name for name in ('Vögel im Nest/1.jpg', 'b/0.jpg', 'c/3.jpg')]
-    for path in broken:
-        path.write_bytes(path.read_bytes()[:300])
-    paths = sorted((tmp_path / 'x').rglob('*.jpg'))
-    with pytest.raises(UsageError, match='^3 of 16 images cannot be read; they are listed above'):
-        common.load_dataset('folder', tmp_path / 'x', 8, 8, cache=tmp_path / 'cache')
-    reasons = capsys.readouterr().err.splitlines()
-    assert all(str(path) in reason for path, reason in zip(sorted(broken), sorted(reasons))) and len(reasons) == 3
-    assert not list((tmp_path / 'cache').iterdir())
-    for path in broken[:2]:
-        path.unlink()
-    paths = sorted((tmp_path / 'x').rglob('*.jpg'))
-    with pytest.raises(UsageError, match='cannot read the image .*c/3.jpg: .*; replace or remove it'):
-        common.decode(paths, 8, 'photos', tmp_path / 'cache')
-    broken[2].unlink()
-    assert len(common.decode(sorted((tmp_path / 'x').rglob('*.jpg')), 8, 'photos', tmp_path / 'cache')[1]) == 13
+@pytest.mark.parametrize('suffix', ['jpg', 'png', 'ppm', 'bmp', 'tif', 'webp'])
+def test_a_file_that_was_cut_short_is_refused(tmp_path, suffix):
+    path = tmp_path / f'Vögel im Nest.{suffix}'
+    noise(40, 50).save(path)
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(UsageError, match='^cannot read the image .*Vögel im Nest.*; replace or remove it$'):
+        to_rgb(path)
 
 
-def test_a_cache_that_cannot_be_written_costs_time_and_no_result(tmp_path, capsys):
-    draw_folder(tmp_path / 'x', 'abcd', per_class=2)
-    (tmp_path / 'file').write_text('no folder')
-    bad, good = (common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / name) for name in ('file/x', 'cache'))
-    for ours, theirs in ((bad.train, good.train), (bad.query, good.query)):
-        assert all(map(np.array_equal, ours.pixels, theirs.pixels)) and ours.digests.tolist() == theirs.digests.tolist()
-        assert ours.file is None
-    err = capsys.readouterr().err
-    assert err.count('warning: could not write') == 2 and 'take another --cache' in err and 'unharmed' not in err
+def test_a_png_with_a_wrong_byte_is_refused(tmp_path):
+    """PIL raises an error at the first attempt to read its pixels, and not at the second."""
+    noise(40, 50).save(tmp_path / 'x.png')
+    content = bytearray((tmp_path / 'x.png').read_bytes())
+    content[content.index(b'IDAT') + 2000] ^= 255
+    (tmp_path / 'x.png').write_bytes(content)
+    with pytest.raises(UsageError, match='cannot read the image .*x.png'):
+        to_rgb(tmp_path / 'x.png')
 
 
-def test_more_images_than_are_decoded_at_a_time_keep_their_order(tmp_path):
-    """More than 512, each of a colour of its own"""
-    paths = [tmp_path / f'{i}.ppm' for i in range(1030)]
-    for i, path in enumerate(paths):
-        path.write_bytes(b'P6 1 1 255\n' + bytes([i % 256, i // 256, 7]))
-    pixels, *_ = common.decode(paths, 1, 'many', tmp_path)
-    assert [each.tolist() for each in pixels] == [[[[i % 256, i // 256, 7]]] for i in range(1030)]
+def test_a_damaged_file_in_a_worker_process_is_one_line_with_its_name(tmp_path):
+    paths = [tmp_path / f'{i}.ppm' for i in range(128)]
+    for path in paths:
+        path.write_bytes(b'P6 1 1 255\n' + bytes(3))
+    paths[77].write_bytes(b'P6 1 1 255\n' + bytes(2))
+    images = Images(paths, torch.zeros(128).long(), transform=transforms.functional.pil_to_tensor)
+    assert common.make_loader(images, [[0]], torch.device('cpu')).num_workers == 1
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
+    with pytest.raises(UsageError, match='^cannot read the image .*77.ppm: .*; replace or remove it$') as raised:
+        common.embed(net, images)
+    assert '\n' not in str(raised.value)
 
 
-def test_a_damaged_cache_is_decoded_anew(tmp_path):
-    draw_folder(tmp_path / 'x', 'abcd', per_class=2)
-    load = lambda: common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / 'cache').train.pixels  # noqa: E731
-    pixels = [each.copy() for each in load()]        # it is mapped, and the file is going to change
-    file = next((tmp_path / 'cache').glob('folder-train*.bin'))
-    whole = file.read_bytes()
-    for damaged in (whole[:-8], whole[:100], b'', whole + b'x', whole[:-4] + bytes(4)):
-        file.write_bytes(damaged)
-        assert all(map(np.array_equal, load(), pixels)) and file.read_bytes() == whole
+# ---- the Dataset
+
+def test_labels_are_names_or_numbers_and_as_many_as_images():
+    pictures = [noise(4, 4, seed) for seed in range(3)]
+    images = Images(pictures, ['b', 'a', 'b'])
+    assert images.classes == ['a', 'b'] and images.labels.tolist() == [1, 0, 1] and images.num_classes == 2
+    assert Images(pictures, torch.tensor([30, 4, 30])).classes == ['4', '30']
+    images = Images(pictures, [2, 0, 2], classes=['x', 'y', 'z'])
+    assert images.classes == ['x', 'y', 'z'] and images.labels.tolist() == [2, 0, 2]
+    for labels in (['a'], ['a'] * 4, [], [0.0, float('nan'), 1.0], torch.tensor([0.0, 1.0, float('nan')])):
+        with pytest.raises(UsageError, match='^3 images need as many labels, none of them NaN'):
+            Images(pictures, labels)
 
 
-def test_the_cache_is_of_the_same_files_in_the_same_place(tmp_path, capsys):
-    """The length of a changed image may be as it was, and a program may put the old time back."""
-    def draw(grey):
-        for c in 'abcd':
-            (tmp_path / 'x' / c).mkdir(parents=True, exist_ok=True)
-            Image.new('RGB', (64, 64), (grey,) * 3).save(tmp_path / 'x' / c / '0.bmp')
-            os.utime(tmp_path / 'x' / c / '0.bmp', (1, 1))
-
-    def load(name='x', decodes=True, **sizes):
-        image = common.load_dataset('folder', tmp_path / name, cache=tmp_path / 'cache', **sizes).train[0]
-        assert ('folder train: decoding 2 images' in capsys.readouterr().out) == decodes
-        return image
-    draw(10)
-    shutil.copytree(tmp_path / 'x', tmp_path / 'y', copy_function=os.link)
-    assert load().mean() == 10
-    assert load(decodes=False).mean() == 10
-    load('y')
-    assert len(load(resize=17, image_size=16)) == 17, 'another size is another file'
-    draw(200)
-    assert load().mean() == 200
+def test_pictures_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp_path):
+    """A tuple of an index and further integers is for training."""
+    noise(6, 8).save(tmp_path / 'x.png')
+    for picture in (tmp_path / 'x.png', str(tmp_path / 'x.png'), noise(6, 8), np.asarray(noise(6, 8))):
+        images = Images([noise(5, 5, 1), picture], ['a', 'b'], transform=np.asarray,
+                        train_transform=lambda image: 'train')
+        pixels, label = images[1]
+        np.testing.assert_array_equal(pixels, np.asarray(noise(6, 8)))
+        assert label == 1 and images[1, 4, 2] == ('train', 1)
+        assert images[(0,)][0].shape == (5, 5, 3), 'an index alone is for tests'
 
 
-def test_code_that_decodes_otherwise_has_an_effect(tmp_path, monkeypatch, capsys):
-    """And the old files are named, once. The code stands in a file here, as inspect needs it."""
-    draw_folder(tmp_path / 'x', 'abcd', per_class=2)
-    load = lambda: common.load_dataset('folder', tmp_path / 'x', cache=tmp_path / 'cache').train  # noqa: E731
-    before = load()
-    capsys.readouterr()
-    monkeypatch.setattr(common, 'to_rgb', inverted)
-    after = load()
-    out = capsys.readouterr().out
-    assert np.abs(255 - before[0].astype(int) - after[0]).mean() < 1 and before.file != after.file
-    assert f'The code that decodes has changed. What it left before may be deleted: {before.file}' in out
-    assert load().file == after.file and capsys.readouterr().out == ''
+def test_a_subset_has_classes_of_its_own_and_the_same_transforms():
+    images = Images([noise(4, 4, i) for i in range(6)], list('ccabba'), superclasses=torch.arange(6),
+                    paths=list('uvwxyz'), transform=np.asarray, train_transform=np.array)
+    for indices in (torch.tensor([5, 0]), torch.tensor([True, False, False, False, False, True])):
+        part = images.subset(indices)
+        chosen = torch.arange(6)[indices].tolist()
+        assert part.classes == ['a', 'c'] and part.labels.tolist() == [0 if i == 5 else 1 for i in chosen]
+        assert part.superclasses.tolist() == chosen and part.paths == ['uvwxyz'[i] for i in chosen]
+        for k, i in enumerate(chosen):
+            np.testing.assert_array_equal(part[k][0], images[i][0])
+        assert part.train_transform is np.array
 
 
-def inverted(image):
-    return ImageOps.invert(image.convert('RGB'))
+# ---- randomness
+
+def three_draws(image):
+    return [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+def generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_what_a_train_transform_draws_follows_from_the_integers_only():
+    """The generators of Python, NumPy and torch are left as they were."""
+    images = Images([noise(4, 4)] * 2, ['a', 'b'], train_transform=three_draws)
+    before = generators()
+    draws = {numbers: images[0, *numbers][0] for numbers in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2))}
+    assert generators() == before
+    common.set_seed(5)
+    assert images[1, 1, 2, 3][0] == draws[1, 2, 3], 'and neither from the image nor from what was drawn before'
+    for column in zip(*draws.values()):
+        assert len(set(column)) == 5, 'each of the generators is seeded, with each of the integers'
+
+
+def test_the_default_augmentation_follows_from_the_integers_only():
+    images = Images([noise(40, 50)], ['a'], train_transform=make_train_transform(16, jitter=0.4))
+    first, again, other = (images[0, 7, step][0] for step in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 # ---- crops and colours
 
-def noise(*sizes, image_size=16):
-    generator = torch.Generator().manual_seed(0)
-    pixels = [torch.randint(256, (h, w, 3), generator=generator, dtype=torch.uint8) for h, w in sizes]
-    return pixels, common.Images([p.numpy() for p in pixels], torch.arange(len(sizes)), image_size)
-
-
-def no_augmentation(**changes):
-    return SimpleNamespace(**dict(min_crop=1.0, flip=False, jitter=0.0) | changes)
-
-
 def back(x):
-    """Undoes the normalisation by ImageNet's mean and standard deviation, red first: (B, 3, S, S) -> 0..255"""
+    """Undoes the normalization by the mean and standard deviation of ImageNet, red first: (3, S, S) -> 0..255"""
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     return 255 * (x * std[:, None, None] + mean[:, None, None])
 
 
-def only(images, indices=None, augment=None):
-    """The one batch of these images"""
-    lists = [list(range(len(images))) if indices is None else indices]
-    return next(common.batches(images, lists, torch.device('cpu'), augment))
+def pixels_of(image):
+    return transforms.functional.pil_to_tensor(image).float()
 
 
-def test_test_crops_are_torchvisions_centre_crops():
-    pixels, images = noise((20, 31), (27, 16), (16, 16), image_size=15)
-    x, y = only(images, [2, 0, 1])
-    for row, i in enumerate([2, 0, 1]):
-        cropped = transforms.functional.center_crop(pixels[i].permute(2, 0, 1), [15, 15])
-        assert torch.allclose(back(x)[row], cropped.float(), atol=1e-3)
-    assert y.tolist() == [2, 0, 1]
+@pytest.mark.parametrize('height, width', [(20, 31), (27, 16), (18, 18)])
+def test_test_images_are_resized_and_their_centre_is_cropped(height, width):
+    image = noise(height, width)
+    x, _ = Images([image], ['a'], transform=common.make_test_transform(18, 15))[0]
+    expected = transforms.functional.center_crop(transforms.functional.resize(image, 18), [15, 15])
+    assert torch.allclose(back(x), pixels_of(expected), atol=1e-3)
 
 
-def test_training_crops_are_torchvisions_resized_crops():
-    """To the rounding of uint8; the boxes are those that RandomResizedCrop draws from the same seed."""
-    pixels, images = noise((40, 60), (50, 30), (32, 32))
-    torch.manual_seed(3)
-    x, _ = only(images, augment=no_augmentation(min_crop=0.2))
-    torch.manual_seed(3)
-    for i, image in enumerate(pixels):
-        image = image.permute(2, 0, 1)
-        box = transforms.RandomResizedCrop.get_params(image, (0.2, 1.0), (3 / 4, 4 / 3))
-        expected = transforms.functional.resized_crop(image, *box, [16, 16], antialias=True)
-        assert (back(x)[i] - expected.float()).abs().max() < 1.01
+@pytest.mark.parametrize('resize', [None, 30])
+def test_training_crops_are_cut_from_the_image_in_full_size_or_after_resizing(resize):
+    """The boxes are those that torchvision's RandomResizedCrop draws from the same seed."""
+    images = Images([noise(40, 60), noise(80, 50, 1)], ['a', 'b'], train_transform=make_train_transform(
+        16, min_crop=0.2, flip=False, resize=resize))
+    for i in (0, 1):
+        image = images.pictures[i]
+        if resize:
+            image = transforms.functional.resize(image, resize)
+        with common.seeded(9, i):
+            box = transforms.RandomResizedCrop.get_params(image, (0.2, 1.0), (3 / 4, 4 / 3))
+        expected = transforms.functional.resized_crop(image, *box, [16, 16])
+        assert torch.allclose(back(images[i, 9, i][0]), pixels_of(expected), atol=1e-3)
 
 
-def test_flips_are_horizontal_for_half_of_the_images_each_by_itself():
-    pixels, images = noise(*[(16, 16)] * 200)
-    x, upright = only(images, augment=no_augmentation(flip=True))[0], torch.stack(pixels).permute(0, 3, 1, 2)
-    same, mirrored = ((back(x) - side).abs().amax(dim=(1, 2, 3)) < 0.1 for side in (upright, upright.flip(3)))
+def test_flips_are_horizontal_for_half_of_the_images():
+    images = Images([noise(16, 16)], ['a'], train_transform=make_train_transform(16, min_crop=1.0))
+    x, upright = torch.stack([back(images[0, i][0]) for i in range(200)]), pixels_of(images.pictures[0])
+    same, mirrored = ((x - side).abs().amax(dim=(1, 2, 3)) < 0.1 for side in (upright, upright.flip(2)))
     assert (same != mirrored).all() and 70 < mirrored.sum() < 130
 
 
-def test_jitter_is_torchvisions_with_factors_of_each_image():
-    """The order of the three steps is drawn; each blends like torchvision's functions of these names."""
-    x = torch.rand(4, 3, 6, 6)
-    steps = [transforms.functional.adjust_brightness, transforms.functional.adjust_contrast,
-             transforms.functional.adjust_saturation]
-    for seed in range(8):
-        torch.manual_seed(seed)
-        jittered = common.jitter_colours(x, 0.4)
-        torch.manual_seed(seed)
-        for image, found in zip(x, jittered):
-            order, *factors = transforms.ColorJitter.get_params((0.6, 1.4), (0.6, 1.4), (0.6, 1.4), None)
-            for i in [i for i in order.tolist() if i < 3]:                  # 3 would be the hue
-                image = steps[i](image, factors[i])
-            assert torch.allclose(found, image, atol=1e-5)
-
-
 def test_jitter_changes_each_image_by_at_most_this_much():
-    """Of images of one grey, all pixels change by one factor, that of the brightness."""
-    images = noise(*[(16, 16)] * 12)[1]
-    for pixels in images.pixels:
-        pixels[:] = 100
-    jittered = back(only(images, augment=no_augmentation(jitter=0.5))[0])
+    """Of an image of one grey, all pixels change by one factor, that of the brightness."""
+    grey = Image.new('RGB', (16, 16), (100, 100, 100))
+    images = Images([grey], ['a'], train_transform=make_train_transform(16, jitter=0.5))
+    jittered = torch.stack([back(images[0, i][0]) for i in range(30)])
     factors = jittered.mean(dim=(1, 2, 3)) / 100
     assert torch.allclose(jittered, 100 * factors[:, None, None, None].expand_as(jittered), atol=0.1)
-    assert len({round(f, 3) for f in factors.tolist()}) == 12, 'each image has its own'
-    assert 0.5 <= factors.min() < 0.8 and 1.2 < factors.max() <= 1.5
-
-
-def test_jitter_reaches_training_batches_only():
-    _, images = noise((16, 16), (16, 16))
-    plain, _ = only(images, augment=no_augmentation())
-    jittered, _ = only(images, augment=no_augmentation(jitter=0.5))
-    assert torch.equal(plain, only(images)[0]) and (plain - jittered).abs().mean() > 0.05
+    assert 0.49 < factors.min() < 0.7 and 1.3 < factors.max() < 1.51
+    images = Images([noise(16, 16)], ['a'], train_transform=make_train_transform(16, min_crop=1.0, flip=False))
+    assert torch.allclose(back(images[0, 3][0]), pixels_of(images.pictures[0]), atol=1e-3), 'without it, none'
