@@ -30,7 +30,7 @@ Symbols
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
     m         m             --m               margin on s, of ms and contrastive
     beta      beta          --beta            sharpness of ms for positives;  gamma, --gamma  for negatives
-    Q, T      q, temperature  --temperature   queries of Eq. (12); temperature of ProxyNCA++. T in (B T, c) is h * w
+    T         temperature   --temperature     temperature of ProxyNCA++. T in (B T, c) is h * w
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
@@ -557,7 +557,7 @@ def main(argv=None):
     common.set_seed(args.seed)
     choices = plan(args)
     data = common.dataset_from(args)
-    model = common.build(args, data)
+    model = common.build(args, data=data)
     if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]

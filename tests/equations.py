@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 STEP = 'a step towards (24); tested as a property'
 REASONING = 'a step of reasoning; tested as a property'
+FIG2 = 'measured by tests/results/fig2.py'
 # What each equation says. Where no line computes it, why, after a bar.
 SAYS = {
     'rc': ['contrastive loss of distances', 'triplet loss | an exercise: tests/course/train_triplet.py',
@@ -29,13 +30,13 @@ SAYS = {
     'metrix': ['contrastive loss of cosines', 'Multi-Similarity', 'generic loss', 'input, feature, embedding mixup',
                'positives have label 1', 'negatives have label 0', 'generic loss with labels',
                'the mixed examples of an anchor', 'mixed loss', 'clean plus w times mixed loss',
-               'probability of acting as positive', 'utilization', 'mixed loss of positive-negative pairs',
+               f'probability of acting as positive | {FIG2}', 'utilization', 'mixed loss of positive-negative pairs',
                'mixed contrastive loss', 'mixed Multi-Similarity',
                f'chain rule through the similarity | {REASONING}', f'Eq. (15) for one mixture | {STEP}',
                f'derivative of Eq. (17) | {STEP}', f'Eq. (18) rearranged | {STEP}',
                f'Eq. (19) without fractions | {STEP}', f'Eq. (20) multiplied out | {STEP}',
                f'Eq. (21) solved for the exponential | {STEP}', f'logarithm of Eq. (22) | {STEP}',
-               'threshold of positivity', 'probability of acting as positive'],
+               'threshold of positivity', f'probability of acting as positive | {FIG2}'],
     'ccl': ['contrast by a memory bank | earlier work; Eq. (2) is tested to have its form',
             'contrast by centres; squared distance', 'squared distance to the own centre',
             'squared distance by the cosine', 'CCL', 'cross-entropy', 'centre loss', 'NSoftmax', 'Proxy-NCA',

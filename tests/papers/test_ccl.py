@@ -252,7 +252,7 @@ def test_the_noise_is_that_of_the_seed_and_dissolved_classes_have_no_centre(befo
     one, same, other = (before_training(train_ccl, *flags, seed) for seed in '556')
     assert torch.equal(one.data.train.labels, same.data.train.labels)
     assert not torch.equal(one.data.train.labels, other.data.train.labels)
-    assert len(one.learned['centers']) == one.data.train.num_classes == 4, 'of six'
+    assert len(one.loss_params['centers']) == one.data.train.num_classes == 4, 'of six'
     assert torch.equal(one.data.query.labels, before_training(train_ccl).data.query.labels), 'the test set stays'
 
 
@@ -278,7 +278,7 @@ def test_cluster_centres_are_running_means_without_a_gradient(before_training):
         assert torch.allclose(centers[c], (before[c] + z[labels == c].mean(dim=0)) / 2, atol=1e-6)
 
 
-def test_center_loss_has_raw_embeddings(before_training):
+def test_center_loss_has_raw_embeddings_of_a_head_as_torch_initialises_it(before_training):
     model = before_training(train_ccl, '--variant', 'center_loss').model
-    assert model.config['head_init'] == 'default', 'as torch has it'
+    assert model.linear.bias.any(), 'kaiming has a bias of 0'
     assert not torch.allclose(model.eval()(torch.rand(4, 3, 32, 32)).norm(dim=1), torch.ones(4), atol=1e-3)

@@ -1,18 +1,16 @@
-"""train_hse.py against the equations of HSE; hybrids pixel by pixel; EPSHN and N-pair; batches and the picture."""
+"""train_hse.py against the equations of HSE; hybrids pixel by pixel; EPSHN and N-pair; batches."""
 from math import cos, exp, log, pi, radians, sin
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import on_circle, unit
-from PIL import Image
 from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 import common
 import train_hse
 from train_hse import (
-    SuperClassSampler,
+    SuperclassSampler,
     blend,
     choose_classes,
     contrastive_loss,
@@ -183,10 +181,10 @@ def test_hybrid_r_joins_image_r_of_each_class_and_a_small_class_starts_over():
     assert sorted(sources.T.tolist()) == [[0, 1, 2], [3, 3, 3]]
 
 
-def test_classes_of_a_hybrid_come_from_one_super_class_and_few_combinations_from_any():
-    """The fourth super-class has one class only and cannot take part."""
-    y, groups = torch.arange(13), torch.arange(13) // 4
-    pairs = [groups[choose_classes(y, 2, 1, groups)[0]].tolist() for _ in range(60)]
+def test_classes_of_a_hybrid_come_from_one_superclass_and_few_combinations_from_any():
+    """The fourth superclass has one class only and cannot take part."""
+    y, superclasses = torch.arange(13), torch.arange(13) // 4
+    pairs = [superclasses[choose_classes(y, 2, 1, superclasses)[0]].tolist() for _ in range(60)]
     assert {tuple(pair) for pair in pairs} == {(0, 0), (1, 1), (2, 2)}
 
 
@@ -265,44 +263,44 @@ def test_npair_by_hand():
 
 # ---- the script
 
-def test_super_class_sampler_has_two_classes_of_each():
+def test_superclass_sampler_has_two_classes_of_each():
     labels = torch.arange(30).repeat_interleave(torch.arange(30) % 4 + 2)         # 2 to 5 images per class
-    groups = labels % 3
-    sampler = SuperClassSampler(labels, groups, batch_size=18, per_class=3)
+    superclasses = labels % 3
+    sampler = SuperclassSampler(labels, superclasses, batch_size=18, per_class=3)
     lists = list(sampler)
     assert len(lists) == len(sampler) == len(labels) // 18
     assert len({tuple(sorted(indices)) for indices in lists}) == len(lists), 'batches differ'
     for indices in lists:
-        y, g = labels[indices], groups[indices]
+        y, g = labels[indices], superclasses[indices]
         assert torch.bincount(g).tolist() == [6, 6, 6]
         assert sorted(torch.bincount(y).unique().tolist()) == [0, 3]
-    last = {groups[indices[-1]].item() for indices in lists + list(sampler) + list(sampler)}
+    last = {superclasses[indices[-1]].item() for indices in lists + list(sampler) + list(sampler)}
     assert last == {0, 1, 2}, 'whose images --hybrids replace drops'
-    uneven = torch.arange(12).repeat_interleave(5)          # super-classes of 40, 10 and 10 images
-    lists = list(SuperClassSampler(uneven, (uneven > 7).long() + (uneven > 9), batch_size=12, per_class=2))
-    assert len(lists) == 60 // 12, 'the small super-classes begin again'
+    uneven = torch.arange(12).repeat_interleave(5)          # superclasses of 40, 10 and 10 images
+    lists = list(SuperclassSampler(uneven, (uneven > 7).long() + (uneven > 9), batch_size=12, per_class=2))
+    assert len(lists) == 60 // 12, 'the small superclasses begin again'
     small = torch.arange(4).repeat_interleave(2)
-    indices, = SuperClassSampler(small, small // 2, batch_size=12, per_class=3)
+    indices, = SuperclassSampler(small, small // 2, batch_size=12, per_class=3)
     assert sorted(small[indices].tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], 'fewer images than a batch'
     with pytest.raises(ValueError, match='multiple'):
-        SuperClassSampler(labels, groups, batch_size=20, per_class=3)
+        SuperclassSampler(labels, superclasses, batch_size=20, per_class=3)
 
 
-def give_super_classes(monkeypatch, number):
-    """Data that are loaded from here on have so many super-classes, which the classes belong to in turn."""
+def give_superclasses(monkeypatch, number):
+    """Data that are loaded from here on have so many superclasses, which the classes belong to in turn."""
     load = common.dataset_from
 
-    def load_grouped(args):
+    def load_with_superclasses(args):
         data = load(args)
-        data.train.groups = data.train.labels % number
+        data.train.superclasses = data.train.labels % number
         return data
-    monkeypatch.setattr(common, 'dataset_from', load_grouped)
+    monkeypatch.setattr(common, 'dataset_from', load_with_superclasses)
 
 
-def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatch):
-    """As on SOP: 2 super-classes x 2 classes x 2 images, one combination for each, hybrids appended."""
+def test_with_superclasses_every_hybrid_stays_inside_one(run, small, monkeypatch):
+    """As on SOP: 2 superclasses x 2 classes x 2 images, one combination for each, hybrids appended."""
     watched = Mock(wraps=hse_loss)
-    give_super_classes(monkeypatch, 2)
+    give_superclasses(monkeypatch, 2)
     monkeypatch.setattr(train_hse, 'hse_loss', watched)
     run(train_hse, '--hybrids', 'append', '--combinations', '2')
     assert watched.call_count == 2
@@ -313,10 +311,10 @@ def test_with_super_classes_every_hybrid_stays_inside_one(run, small, monkeypatc
         assert sorted((first % 2).tolist()) == [0, 0, 1, 1]
 
 
-def test_a_fold_may_lack_super_classes_and_does_without_them(run, small, monkeypatch):
-    """With three super-classes, batches of 8 cannot have equally many classes of each."""
-    give_super_classes(monkeypatch, 3)
-    with pytest.raises(common.UsageError, match='of each super-class in a batch: raise --batch-size to 12'):
+def test_a_fold_may_lack_superclasses_and_does_without_them(run, small, monkeypatch):
+    """With three superclasses, batches of 8 cannot have equally many classes of each."""
+    give_superclasses(monkeypatch, 3)
+    with pytest.raises(common.UsageError, match='of each superclass in a batch: raise --batch-size to 12'):
         run(train_hse, '--hybrids', 'append')
     assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
 
@@ -324,16 +322,14 @@ def test_a_fold_may_lack_super_classes_and_does_without_them(run, small, monkeyp
 @pytest.mark.parametrize('flags, reason', [
     ('--kind mixup --axis left-right', '--axis has no effect with --kind mixup'),
     ('--mask-size 8', '--mask-size has no effect with --kind cutmix'),
-    ('--kind gridmask --mask-size 64', 'no room for 2'), ('--kind gridmask --mask-size 63 --num 4', 'no room for 4'),
-    ('--show-hybrids x.png --mask-size 64', 'no room for 2 images')])
+    ('--kind gridmask --mask-size 64', 'no room for 2'), ('--kind gridmask --mask-size 63 --num 4', 'no room for 4')])
 def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_hse.get_args(flags.split())
 
 
 @pytest.mark.parametrize('flags, classes', [
-    ('--num 3', 3), ('--combinations 2', 2), ('--per-class 0', 0),
-    ('--alpha 0 --per-class 0 --show-hybrids x.png', 0)])
+    ('--num 3', 3), ('--combinations 2', 2), ('--per-class 0', 0)])
 def test_a_batch_with_no_negative_left_is_refused(run, small, flags, classes):
     """The batch has 4 classes, the dataset 6. Hybrids replace one class for each combination."""
     with pytest.raises(common.UsageError, match=f'among the images that stay in a batch, not {classes}'):
@@ -345,16 +341,3 @@ def test_too_few_training_classes_are_said_to_be_too_few(run, small, flags, need
     """Where no batch size would help: there are six."""
     with pytest.raises(common.UsageError, match=f'hybrids need {needed} training classes .*there are 6'):
         run(train_hse, *flags.split())
-
-
-def test_the_picture_shows_sources_and_hybrids_of_all_kinds(run, tmp_path):
-    assert run(train_hse, '--show-hybrids', 'x.png', '--axis', 'left-right') is None
-    assert not (tmp_path / 'runs').exists(), 'it stops there'
-    picture = np.asarray(Image.open(tmp_path / 'x.png')).astype(float)
-    assert picture.shape == (2 * (32 + 2) + 2, (2 + 3) * (32 + 2) + 2, 3), '2 sources, 3 kinds; Nsize = 2 rows'
-    first, second, cutmix, mixup, gridmask = (picture[2:34, 2 + 34 * i:34 + 34 * i] for i in range(5))
-    assert (cutmix[:, :16] == first[:, :16]).all() and (cutmix[:, 16:] == second[:, 16:]).all()
-    assert abs(mixup - (first + second) / 2).max() <= 1 and (first != second).any()
-    assert (gridmask[:16] == cutmix[:16]).all() and (gridmask[16:, :16] == second[16:, :16]).all()
-    run(train_hse, '--show-hybrids', 'x.png', '--num', '3', '--batch-size', '10')
-    assert Image.open(tmp_path / 'x.png').size[0] == (3 + 3) * (32 + 2) + 2, '3 sources, 3 kinds'

@@ -130,6 +130,8 @@ def test_the_recipe_of_all_four_benchmarks(script):
             assert getattr(args, key) == expected, f'{script} {dataset}: {key}'
         assert (args.arch, args.weights, args.flip, args.eval_every) == \
             ('resnet50', 'imagenet', True, 5 if dataset in ('sop', 'inshop') else 1)
+        # The recipes with crops of at least 0.16 of the area cut them from the resized image.
+        assert args.crop_from == ('resized' if args.min_crop == 0.16 else 'original'), f'{script} {dataset}'
     for datasets, flags, expected in OTHERS[script]:
         for dataset in datasets.split():
             args = get_args(['--dataset', dataset, *flags.split()])
@@ -149,8 +151,8 @@ def test_the_recipe_of_the_demo(script):
 
 
 # Section 3.1 of the Reality Check, and the released configuration where it is silent
-REALITY_CHECK = dict(dim=128, freeze_bn=True, image_size=227, resize=256, min_crop=0.16, batch_size=32,
-                     optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant', warmup=0,
+REALITY_CHECK = dict(dim=128, freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
+                     batch_size=32, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant', warmup=0,
                      clip=0, fold='0/4', eval_every=1, patience=10, epochs=1000, steps=0, flip=True, jitter=0,
                      pool='avg')
 ONE_PER_CLASS = ('train_proxy_anchor', 'train_proxynca_pp', 'train_ccl')

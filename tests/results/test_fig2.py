@@ -1,0 +1,110 @@
+"""fig2.py: how often mixtures act as positives, Metrix Eq. (11) and (25), and the utilization with mixed examples."""
+import re
+import sys
+from math import log
+from types import SimpleNamespace
+
+import fig2
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import on_circle, unit
+from torch.distributions import Beta
+from worked import expect
+
+import common
+import train_metrix
+import train_ms
+
+
+def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
+    """The images of class 0 are at 0 and 40 degrees. Of the anchor at 40, the mixture at 42.1 is above the threshold
+    of Eq. (24), 0.76; of the anchor at 0, that at 40.7 is below its threshold, 0.80."""
+    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.tensor([0.25, 0.95]))
+    z, y = on_circle(0, 40, 55), torch.tensor([0, 0, 1])
+    rows = fig2.positivity(z, y, [[0, 1, 2]] * 2)
+    v = F.normalize(torch.stack([0.25 * z[0] + 0.75 * z[2], 0.95 * z[1] + 0.05 * z[2]]), dim=1)
+    expect(rows, [[0.25, 0, 0, z[1] @ v[0], 2], [0.95, 1, 1, z[0] @ v[1], 2]],
+           'lambda, Metrix Eq. (11) and (25), mean s(a, v), number of pairs', 1e-6)
+    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.tensor([1e-38, 1.0]))     # as for a small alpha
+    ends = [(round(row[0], 2), row[-1]) for row in fig2.positivity(z, y, [[0, 1, 2]])]
+    assert ends == [(0.05, 1), (0.95, 1)], 'all pairs are counted'
+
+
+def test_metrix_eq25_is_by_the_label_and_not_by_the_share_of_the_first_end(monkeypatch):
+    """Points at 0, 10 (class 0), 60 and 95 degrees (class 1), lambda 0.08: the mixtures lie near their ends of class 1,
+    for which they have label 0.92 and the threshold 0.796. The anchor at 95 has two at 0.76 and 0.77, below it; that at
+    60 has two at 0.87 and more."""
+    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.08))
+    rows = fig2.positivity(on_circle(0, 10, 60, 95), torch.tensor([0, 0, 1, 1]), [[0, 1, 2, 3]])
+    assert [(round(row[0], 2), row[2], row[4]) for row in rows] == [(0.05, 1, 4), (0.95, 0.5, 4)]
+
+
+def test_positivity_at_large_scales_is_the_same_in_float32():
+    """There most derivatives are so small that they would be 0 in float32; float64 keeps their signs."""
+    z, y = unit(24, dim=8, dtype=torch.float32), torch.arange(24) // 3
+    rows = []
+    for embeddings in (z, z.double()):
+        torch.manual_seed(0)
+        rows.append(fig2.positivity(embeddings, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3))
+    assert rows[0] == rows[1]
+
+
+def test_the_utilization_is_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
+    run(train_metrix, '--name', 'x', '--epochs', '0', '--batch-size', '6', '--per-class', '3')
+    z, q, mixed = unit(30, dtype=torch.float32), unit(16, seed=1, dtype=torch.float32), []
+    embeddings, real = iter([z, q]), fig2.mix_embeddings
+    monkeypatch.setattr(common, 'embed', lambda *_: next(embeddings))
+    monkeypatch.setattr(fig2, 'mix_embeddings', lambda *a: mixed.append(real(*a)) or mixed[-1])
+    capsys.readouterr()
+    fig2.main(['runs/x'])
+    shown = re.search(r'Eq. \(12\): (\S+) by clean examples, (\S+) by', capsys.readouterr().out).groups()
+
+    def nearest(*examples):
+        return (torch.cdist(q, torch.cat(examples).float()) ** 2).amin(1).mean().item()
+    assert len(mixed) == 10, 'five batches, for Fig. 2 and for the utilization'
+    expect([float(x) for x in shown], [nearest(z), nearest(z, *mixed[5:])], 'Metrix Eq. (12), clean and mixed', 1e-3)
+    assert nearest(z, *mixed[5:]) < nearest(z, mixed[-1]) - 0.002, 'not the last batch alone'
+
+
+def test_the_hyper_parameters_are_those_of_the_run_unless_they_are_typed(run, small, monkeypatch):
+    run(train_metrix, *'--name start --epochs 0 --beta 7 --alpha 1.5'.split())
+    taken, drawn = [], []
+    monkeypatch.setattr(common, 'make_sampler', lambda *_: 30 * [[0]])
+    monkeypatch.setattr(fig2, 'positivity', lambda z, y, batches, *hyper: taken.append((len(batches), *hyper)) or [])
+    monkeypatch.setattr(fig2, 'mixed_examples', lambda z, y, batches, alpha: drawn.append(alpha) or z)
+    fig2.main(['runs/start'])
+    fig2.main('runs/start/last.pt --gamma 50 --m 0.5 --alpha 3'.split())
+    assert taken == [(20, 1.5, 7, 75, 0.77), (20, 3, 7, 50, 0.5)], '20 of 30 batches, alpha, beta, gamma, m'
+    assert drawn == [1.5, 3]
+    run(train_ms, '--name', 'ms', '--epochs', '0')
+    with pytest.raises(common.UsageError, match='runs/ms was made by train_ms.py'):
+        fig2.main(['runs/ms'])
+
+
+def test_fig2_prints_a_table_and_draws_the_figure(run, small, monkeypatch, capsys):
+    """With a stand-in for matplotlib; without it there is a hint, and without mixtures nothing to draw."""
+    files, curves = [], []
+    axes = SimpleNamespace(plot=lambda *a: curves.extend(a), set=lambda **kw: None,
+                           figure=SimpleNamespace(savefig=lambda path: files.append(str(path))))
+    figure = SimpleNamespace(Figure=lambda: SimpleNamespace(subplots=lambda: axes))
+    run(train_metrix, '--name', 'start', '--epochs', '0')
+    rows = [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)]
+    monkeypatch.setattr(fig2, 'positivity', lambda *_: rows)
+    for module, hint in ((figure, 'the figure: runs/start/positivity.png'), (None, 'pip install matplotlib')):
+        monkeypatch.setitem(sys.modules, 'matplotlib', module and SimpleNamespace(figure=figure))
+        monkeypatch.setitem(sys.modules, 'matplotlib.figure', module)
+        fig2.main(['runs/start'])
+        out = capsys.readouterr().out
+        assert hint in out
+    assert [line.split() for line in out.split('\n') if line.startswith('    0.')] == [
+        ['0.25', '0.100', '0.200', '0.300', f'{log(1 / 3) / 93 + 0.77:.3f}', '7'],
+        ['0.75', '0.400', '0.500', '0.600', f'{log(3) / 93 + 0.77:.3f}', '8']]
+    assert curves == [(0.25, 0.75), (0.1, 0.4), 'o-', (0.25, 0.75), (0.2, 0.5), 's--']
+
+
+def test_fig2_without_mixtures_draws_nothing(run, small, capsys):
+    """Batches of one class have none."""
+    run(train_metrix, '--name', 'x', '--epochs', '0', '--batch-size', '5', '--per-class', '5', '--loss', 'proxy_anchor')
+    capsys.readouterr()
+    assert fig2.main(['runs/x']) == [] and 'the figure' not in capsys.readouterr().out
