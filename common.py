@@ -36,7 +36,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -80,7 +80,7 @@ class Embedder(nn.Module):
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
                  normalize=True, trunk=None, head_init='kaiming', precision='fp32', chunk=0, input_shape=(3, 224, 224)):
         super().__init__()
-        self.trunk = trunk or make_trunk(arch, weights)
+        self.trunk = make_trunk(arch, weights) if trunk is None else trunk
         self.pool = pool
         self.normalize = normalize
         self.precision = precision
@@ -96,7 +96,7 @@ class Embedder(nn.Module):
         self.linear = nn.Linear(c, self.dim)
         initialise(self.linear, head_init)
         # A checkpoint has this dict, from which the network can be built again.
-        self.config = dict(arch='module' if trunk else arch, dim=self.dim, pool=pool, freeze_bn=freeze_bn,
+        self.config = dict(arch=arch if trunk is None else 'module', dim=self.dim, pool=pool, freeze_bn=freeze_bn,
                            layer_norm=layer_norm, normalize=normalize, input_shape=tuple(input_shape))
         self.train()                        # so that frozen BatchNorm is in evaluation mode from the start
 
@@ -192,7 +192,10 @@ def make_trunk(arch, weights='none'):
     if arch == 'none':
         return Rescale()
     if arch.startswith('timm:'):
-        trunk = import_timm().create_model(arch.removeprefix('timm:'), pretrained=weights == 'imagenet', num_classes=0)
+        name = arch.removeprefix('timm:')
+        if not import_timm().is_model(name):
+            raise UsageError(f'timm has no model {name}')
+        trunk = import_timm().create_model(name, pretrained=weights == 'imagenet', num_classes=0)
         return load_weights(trunk, weights)
     if arch not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(f'--arch {arch} is neither a classifier of torchvision, such as resnet50, swin_t or vit_b_16, '
@@ -683,10 +686,11 @@ class Images(torch.utils.data.Dataset):
 
     def __init__(self, pictures, labels, classes=None, superclasses=None, paths=None, transform=None,
                  train_transform=None):
-        if len(pictures) != len(labels) or any(label != label for label in labels):
-            raise UsageError(f'{len(pictures)} images need as many labels, none of them NaN, and have {len(labels)}')
+        labels = np.asarray(labels)
+        if labels.shape != (len(pictures),) or (labels != labels).any():
+            raise UsageError(f'{len(pictures)} images need as many labels, none of them NaN; these are {labels.shape}')
         if classes is None:
-            classes, labels = np.unique(np.asarray(labels), return_inverse=True)
+            classes, labels = np.unique(labels, return_inverse=True)
         self.pictures = pictures
         self.labels = torch.as_tensor(labels).long()
         self.classes = list(map(str, classes))
@@ -1018,7 +1022,7 @@ def read_cars(root):
                 rows.append((paths[file], number))
     else:
         from scipy.io import loadmat
-        for file, *_, number, _ in loadmat(root / 'cars_annos.mat', squeeze_me=True)['annotations']:
+        for file, *_, number, _ in loadmat(f'{root}/cars_annos.mat', squeeze_me=True)['annotations']:
             rows.append((root / file, number))
     for path, number in rows:
         yield 'train' if int(number) <= 98 else 'query', str(path), f'{int(number):03d}', None
@@ -1088,9 +1092,12 @@ def images_below(root):
         raise error
 
     for folder, folders, files in os.walk(root, onerror=stop, followlinks=True):
-        seen.add(os.path.realpath(folder))
-        folders[:] = sorted(name for name in folders if not is_hidden(name)
-                            and os.path.realpath(os.path.join(folder, name)) not in seen)       # of links in a circle
+        place = os.path.realpath(folder)
+        if place in seen:                                   # by a link, perhaps in a circle
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
         class_ = Path(folder).relative_to(root).as_posix()
         for name in sorted(files):
             if not is_hidden(name):
@@ -1324,7 +1331,7 @@ def summary(args, data, folder, rows):
     if not data.query:
         print('All classes were trained on, so there is no result. To search for an image, with the embeddings of a '
               f'folder:\npython eval.py --checkpoint {checkpoint} --data FOLDER --whole --embed gallery.npz\n'
-              f'python eval.py --checkpoint {checkpoint} --query IMAGE --in gallery.npz')
+              f'python eval.py --checkpoint {checkpoint} --data gallery.npz --query IMAGE')
         return rows[-1]
     best = best_row(rows)
     row = best if args.fold else rows[-1]
@@ -1445,7 +1452,8 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
         model.load_state_dict(saved['model'])
         model.args = saved['args']
         model.classes = saved.get('classes', [])
-        model.transform = v2.Compose([to_rgb, make_test_transform(**saved['transform'])])
+        transform = make_test_transform(**saved['transform'])
+        model.transform = v2.Compose([partial(to_rgb, min_side=transform.min_side), transform])
     return model.place(device).eval()
 
 
@@ -1795,8 +1803,9 @@ def promote_dtypes(*tensors):
 
 
 def pick_device(name):
-    """auto takes a GPU if there is one. With torchrun each process takes its own. A torch.device is checked, too."""
-    name = str(name)
+    """auto takes a GPU if there is one. With torchrun each process takes its own. A torch.device is returned as it is."""
+    if isinstance(name, torch.device):
+        return name
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if name == 'cuda' and 'LOCAL_RANK' in os.environ:

@@ -254,7 +254,7 @@ def main(argv=None):
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
     classes = data.train.num_classes
     # The weights of the head start with torch's own initialisation, as in the base code.
-    model = common.build(args, data, head_init='default', normalize=args.variant != 'center_loss')
+    model = common.build(args, data=data, head_init='default', normalize=args.variant != 'center_loss')
     # All losses but center_loss see only the direction of a centre. If its length is r, its gradient is r times smaller
     # than at length 1, and a step of the same size turns it r times less. So with SGD it turns r^2 times more slowly.
     # If centres were drawn from N(0, 1), r^2 would be about D, 512 on the benchmarks, and they would hardly turn. This

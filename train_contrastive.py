@@ -162,7 +162,7 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args, data)
+    model = common.build(args, data=data)
     optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
 
     def step(images, labels):

@@ -404,7 +404,7 @@ def main(argv=None):
         return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
                             args.axis, args.mask_size, superclasses=superclass_of_class[labels])
 
-    model = common.build(args, data)
+    model = common.build(args, data=data)
     groups = [dict(params=model.parameters())]
     loss_params = {}
     if args.loss == 'proxy_anchor':                 # proxies as in train_proxy_anchor.py

@@ -139,7 +139,7 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    model = common.build(args, data)
+    model = common.build(args, data=data)
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, model.dim).to(args.device))
     optimizer = common.make_optimizer(args, [
         dict(params=model.parameters()),

@@ -148,7 +148,7 @@ def main(argv=None):
     data = common.dataset_from(args)
     # As in the authors' code: LayerNorm in front of the head, and a head with torch's own initialisation. The networks
     # of the Reality Check have no LayerNorm, and common.build leaves it out on stored vectors.
-    model = common.build(args, data, layer_norm=not args.protocol, head_init='default')
+    model = common.build(args, data=data, layer_norm=not args.protocol, head_init='default')
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, model.dim).to(args.device))
     options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)           # SGD has no eps
     optimizer = common.make_optimizer(args, [
