@@ -201,7 +201,10 @@ def make_trunk(arch, weights='none'):
         raise UsageError(f'--arch {arch} is neither a classifier of torchvision, such as resnet50, swin_t or vit_b_16, '
                          'nor timm:NAME')
     network = torchvision.models.get_model(arch, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
-    classifier = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)][-1]
+    linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise UsageError(f'--arch {arch} has no linear classifier that could be cut off')
+    classifier = linear[-1]
     *body, (pooling, _), (last, _) = network.named_children()
     if (pooling, last) == ('avgpool', 'fc'):
         network = nn.Sequential(OrderedDict(body))
@@ -220,7 +223,7 @@ def load_weights(trunk, weights, classifier='head'):
         for wrapper in ('state_dict', 'model_state_dict', 'model'):
             saved = saved.get(wrapper, saved)
         for prefix in ('module.', 'trunk.', 'backbone.', 'encoder.', 'model.'):     # of a wrapped or larger network
-            if any(key.startswith(prefix) for key in saved):
+            if trunk.state_dict().keys().isdisjoint(saved) and any(key.startswith(prefix) for key in saved):
                 saved = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
         trunk.load_state_dict({key: value for key, value in saved.items() if not key.startswith(f'{classifier}.')})
     return trunk
@@ -410,8 +413,6 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     sampler      yields lists of indices of equal length; None: the batches of --batch-size and --per-class
     log          log(folder, row, rows) is called after each epoch, with its row and the rows of all evaluated epochs
     """
-    if not data.train:
-        raise UsageError(f'{data.name} has no training set: put training classes into train/, see README')
     sampler = sampler or make_sampler(args, data.train.labels)
     loader = make_loader(data.train, StepBatches(sampler, args.seed), args.device)
     per_epoch = len(sampler)
@@ -928,7 +929,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
                           train_transform=make_train_transform(image_size))
     splits = draw_shapes(**transforms) if name == 'shapes' else read_splits(name, root, whole, transforms)
     if fold:
-        splits = hold_out(splits['train'], fold)
+        splits = hold_out(splits.get('train'), fold)
     return Dataset(name, **splits, ks=DATASETS[name].get('ks', (1, 2, 4, 8)))
 
 
@@ -993,7 +994,7 @@ def hold_out(train, fold):
     """{split: Images} of a fold 'i/n' of the training set: block i of n blocks of classes validates, the others train.
     The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class."""
     i, n = map(int, fold.split('/'))
-    classes = train.num_classes
+    classes = train.num_classes if train else 0
     block = torch.arange(classes) * n // classes                         # (C,)
     if torch.bincount(block, minlength=n).min() < 2:
         raise UsageError(f'--fold {fold} needs at least two classes in each block, of {classes} training classes')
@@ -1075,7 +1076,7 @@ def find_splits(names):
         return dict(whole='.')
     if {'test', 'query'} <= found or len(found & {'query', 'gallery'}) == 1 and 'test' not in found:
         raise UsageError(f'there are {" and ".join(sorted(found))}; queries should be in test, or query beside gallery')
-    return {name.replace('test', 'query'): name for name in found}
+    return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
 def is_hidden(name):
@@ -1217,7 +1218,10 @@ def dataset_from(args):
     if args.download and not rank():
         download(args.dataset, args.data)
     broadcast_from_rank0(None)                              # the others wait for the download
-    return load_dataset(args.dataset, args.data, fold=args.fold, **transforms_from(args))
+    data = load_dataset(args.dataset, args.data, fold=args.fold, **transforms_from(args))
+    if not data.train:
+        raise UsageError(f'{args.data} has no training set: put training classes into train/, see README')
+    return data
 
 
 def build(args, data=None, **options):
@@ -1803,7 +1807,7 @@ def promote_dtypes(*tensors):
 
 
 def pick_device(name):
-    """auto takes a GPU if there is one. With torchrun each process takes its own. A torch.device is returned as it is."""
+    """auto takes a GPU if there is one. With torchrun each process takes its own. A torch.device stays as it is."""
     if isinstance(name, torch.device):
         return name
     if name == 'auto':
@@ -1930,5 +1934,5 @@ def cli(main):
         print('stopped', file=sys.stderr)
         sys.exit(130)
     except (UsageError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+        print(f'error: {" ".join(str(error).split()) or type(error).__name__}', file=sys.stderr)
         sys.exit(2)
