@@ -23,7 +23,8 @@ def test_common_names_no_method():
 def test_functions_are_short_and_a_script_begins_with_its_loss_and_imports_no_other(name):
     text = (ROOT / f'{name}.py').read_text()
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    assert [f.name for f in functions if f.end_lineno - f.lineno >= 45] == []
+    first = {f: f.body[1 if ast.get_docstring(f) else 0].lineno for f in functions}            # after the docstring
+    assert [f.name for f in functions if f.end_lineno - first[f] >= 45] == []
     assert not re.search(r'^\s*(from|import) +train_', text, re.M)
     if name in SCRIPTS:
         assert min(f.lineno for f in functions if 'loss' in f.name) <= 60

@@ -152,8 +152,8 @@ def test_the_recipe_of_the_demo(script):
 
 # Section 3.1 of the Reality Check, and the released configuration where it is silent
 REALITY_CHECK = dict(dim=128, freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
-                     batch_size=32, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant', warmup=0,
-                     clip=0, fold='0/4', eval_every=1, patience=10, epochs=1000, steps=0, flip=True, jitter=0,
+                     batch_size=32, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant',
+                     warmup=0, clip=0, fold='0/4', eval_every=1, patience=10, epochs=1000, steps=0, flip=True, jitter=0,
                      pool='avg')
 ONE_PER_CLASS = ('train_proxy_anchor', 'train_proxynca_pp', 'train_ccl')
 

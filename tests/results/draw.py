@@ -1,8 +1,19 @@
-"""Draws the runs of a table: python tests/results/results.py NAME --draw PNG, or --draw-path PNG. Needs matplotlib."""
+"""Draws the runs of a table: python tests/results/results.py NAME --draw PNG, or --draw-path PNG. Needs matplotlib.
+
+And hybrids of HSE, with flags of train_hse.py: python tests/results/draw.py hybrids.png --num 3
+"""
+import sys
+from pathlib import Path
 from statistics import mean
 
-from tables import after, numbers, runs_of
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import torch
+from tables import after, numbers, runs_of
+from torchvision.utils import save_image
+
+import common
+import train_hse
 from eval import interval
 
 
@@ -73,3 +84,22 @@ def draw_runs(axes, found):
         axes.plot(epochs, [sum(values) / len(values) for values in zip(*curves)], color=colour, label=row)
     axes.set(xlabel='epoch', ylabel='R@1 on the test classes; circle: best epoch, square: last')
     axes.legend()
+
+
+def draw_hybrids(path='hybrids.png', *flags):
+    """A picture like Fig. 2 of HSE: each row has the parents of one hybrid, and then their hybrids of all kinds."""
+    args = train_hse.get_args(flags)
+    common.set_seed(args.seed)
+    as_they_are = common.make_test_transform(args.resize, args.image_size, mean=(0, 0, 0), std=(1, 1, 1))
+    images = common.load_dataset(args.dataset, args.data, transform=as_they_are).train
+    indices = next(iter(common.make_sampler(args, images.labels)))
+    x = torch.stack([images[i][0] for i in indices])                     # (B, 3, S, S), from 0 to 1
+    _, sources = train_hse.make_hybrids(x, images.labels[indices], num=args.num, per_class=args.per_class)
+    parents = x[sources[:8]]                                             # (at most 8, num, 3, S, S)
+    hybrids = [train_hse.blend(parents, kind, args.axis, args.mask_size)[:, None] for kind in train_hse.KINDS]
+    x = torch.cat([parents, *hybrids], dim=1)                            # (at most 8, num + 3, 3, S, S)
+    save_image(x.flatten(0, 1), path, nrow=x.shape[1], pad_value=1)
+
+
+if __name__ == '__main__':
+    common.cli(lambda: draw_hybrids(*sys.argv[1:]))
