@@ -1,7 +1,9 @@
-"""Which images meet in a batch: the samplers."""
+"""Which images meet in a batch, and how they are loaded."""
+import os
 
 import pytest
 import torch
+from conftest import draw_folder
 
 import common
 import train_ms
@@ -50,3 +52,58 @@ def test_without_per_class_batches_are_random_and_drop_the_incomplete_last_one(b
     assert len(set(sum(lists, []))) == 28 and sum(lists, []) != list(range(28)), 'no image twice, in random order'
     held.args.batch_size = 99
     assert [len(indices) for indices in common.make_sampler(held.args, held.data.train.labels)] == [30]
+
+
+# ---- loading
+
+def batches_of(labels, seed=0, epoch=1, generator=None):
+    batches = common.StepBatches(BalancedSampler(labels, 8, 2, generator), seed)
+    batches.start(epoch, range(3))
+    return batches.batches
+
+
+def test_the_batches_of_an_epoch_follow_from_the_seed_or_from_a_generator_of_the_user():
+    """They do not depend on torch's global generator, and leave it as it was."""
+    labels = torch.arange(30) // 5
+    state = torch.get_rng_state()
+    first = batches_of(labels)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert batches_of(labels) == first
+    assert batches_of(labels, seed=1) != first and batches_of(labels, epoch=2) != first
+    one, same, other = (batches_of(labels, seed, generator=torch.Generator().manual_seed(number))
+                        for seed, number in ((0, 7), (1, 7), (0, 8)))
+    assert one == same != other, 'the generator decides, and not the seed of the run'
+
+
+def test_the_fraction_of_anchors_without_a_positive():
+    """An image that a sampler repeats is no positive of itself."""
+    batches = common.StepBatches(None, 0)
+    batches.batches = [[0, 1, 2, 3], [0, 0, 2, 2]]
+    assert batches.without_positive(torch.tensor([0, 0, 1, 2])) == 6 / 8
+    labels = torch.arange(20)
+    batches.batches = batches_of(labels)
+    assert batches.without_positive(labels) == 1, 'classes of one image'
+
+
+@pytest.mark.parametrize('cores', [1, 2])
+def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, cores):
+    """A crop follows from the seed, the step and the position. An image that cannot be read is one line."""
+    draw_folder(tmp_path, 'abcd', per_class=64, size=8)
+    images = common.load_dataset('folder', tmp_path, image_size=16, whole=True).query
+    batches = common.StepBatches(BalancedSampler(images.labels, 8, 2), 3)
+    monkeypatch.setattr(os, 'cpu_count', lambda: cores)
+    loader = common.make_loader(images, batches, torch.device('cpu'))
+    assert loader.num_workers == cores
+    for epoch, steps in ((1, range(3)), (2, range(3, 5))):
+        batches.start(epoch, steps)
+        found = list(common.loaded(loader))
+        assert len(found) == len(steps)
+        for step, indices, (x, y) in zip(steps, batches.batches, found):
+            crops = [images[i, 3, common.CROP, step, position] for position, i in enumerate(indices)]
+            assert torch.equal(x, torch.stack([crop for crop, _ in crops])) and torch.equal(y, images.labels[indices])
+    broken = images.pictures[batches.batches[0][0]]
+    common.Path(broken).write_bytes(b'no image')
+    with pytest.raises(UsageError) as raised:
+        list(common.loaded(loader))
+    assert str(raised.value).startswith(f'cannot read the image {broken}') and '\n' not in str(raised.value)
