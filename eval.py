@@ -207,7 +207,7 @@ def search(args, model):
     dataset, folder = place_of_test_set(args, [model.args])
     if os.path.isfile(folder):
         arrays = common.read_npz(folder)
-        if arrays['network'] != fingerprint(model):
+        if arrays.get('network') != fingerprint(model):
             raise UsageError(f'{folder} has the embeddings of another network: make it again with --embed')
         images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=transform)
         gallery = torch.from_numpy(arrays['embeddings'])                 # (N, D)
@@ -386,7 +386,7 @@ FLAGS = {
     '--data': dict(type=os.path.expanduser, help='its folder, or with --query an NPZ file that --embed wrote; if not '
                                                  'given, the folder of the training'),
     '--whole': dict(action='store_true', help='evaluate all images of the folder, not its test set only'),
-    '--ks': dict(type=common.at_least(1), nargs='+', help='the K of Recall@K; if not given, those of the literature'),
+    '--ks': dict(type=common.at_least(1), nargs='+', help='the K of Recall@K, besides 1; default: those of the papers'),
     '--device': common.FLAGS['machine']['--device'],
     '--precision': common.FLAGS['machine']['--precision'],
 }
@@ -428,7 +428,7 @@ def load_test_set(args, model, name, folder):
     data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform.transforms[-1])
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
-    data.ks = args.ks or data.ks
+    data.ks = sorted({1, *args.ks}) if args.ks else data.ks
     if seen := {*model.classes} & {*data.query.classes}:
         common.warn(f'{len(seen)} of the {len(data.query.classes)} classes to evaluate were in the training set, which '
                     'flatters the result')
@@ -439,6 +439,8 @@ def evaluate_one(args):
     """What the flags ask for, of one checkpoint. Returns the last line that is printed, a dict."""
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
+    if model.config['arch'] == 'none' and (args.query or args.sheet):
+        raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with stored vectors: it needs images')
     if args.query:
         return search(args, model)
     name, folder = place_of_test_set(args, [model.args])
