@@ -164,6 +164,8 @@ class Embedder(nn.Module):
 
     def project(self, p):
         """Pooled features (B, c) -> embeddings (B, D), L2-normalized unless normalize=False"""
+        if p.shape[1] != self.linear.in_features:
+            raise UsageError(f'the head takes {self.linear.in_features} features, and got {p.shape[1]}')
         z = self.linear(self.norm(p))
         return F.normalize(z, dim=1) if self.normalize else z
 
