@@ -58,8 +58,7 @@ def exercise(script, graded, source, week, level, minutes, cut='', **more):
 # ---- week 1
 
 
-@exercise('eval.py', 'metrix_eq12_', 'Metrix Eq. (12)', week=1, level=1, minutes=20,
-          copies={'train_metrix.py': 'utilization'})
+@exercise('eval.py', 'metrix_eq12_', 'Metrix Eq. (12)', week=1, level=1, minutes=20)
 def utilization(draw):
     queries, examples = draw.sizes('queries and examples', largest=9000)
     dim = draw.dim() if max(queries, examples) < 500 else 3

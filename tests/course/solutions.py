@@ -436,7 +436,7 @@ def max_of_mixed(f, i, j, lam):
 
 WRONG['retrieval_metrics'] = {
     'sum past R': ['hit = hit & (i <= r[:, None])', '', ':int(r.max())]', ':]'],
-    'the query finds itself': ('k_nearest(query, gallery, depth)', 'k_nearest(query, searched, depth)'),
+    'the query finds itself': ('search(query, gallery, depth)', 'search(query, searched, depth)'),
     'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
@@ -447,8 +447,8 @@ WRONG['retrieval_metrics'] = {
         '100 * sum(average) / max(1, len(average))', '100 * sum(average) / len(query)'),
     'no match: not counted': ['len(average) < len(query)', 'False'],
     'first hit dropped, not oneself': [
-        'for rows, s, index in k_nearest(query, gallery, depth):',
-        'for rows, s, index in k_nearest(query, searched, depth + itself):\n'
+        'for rows, s, index in search(query, gallery, depth):',
+        'for rows, s, index in search(query, searched, depth + itself):\n'
         '        s, index = s[:, itself:], index[:, itself:]'],
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
     'ties as they come': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', ''),
@@ -456,29 +456,29 @@ WRONG['retrieval_metrics'] = {
     'the query normalised in place': ['within = gallery is None',
                                       'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'],
     'nothing to retrieve is no error': [
-        'len(query) == 0 or len(searched) <= itself', 'False'],
+        'len(query) == 0 or len(searched) <= int(within)', 'False'],
     'NaN is no error': ['not z.isfinite().all()', 'False'],
     'NaN in the gallery is no error': (', (searched, searched_labels))', ',)'),
     'precision where there is no match': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
-    'class numbers of the gallery': (', minlength=int(query_labels.max()) + 1)', ')'),
-    'inner products': '''
-def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8)):
+    'class numbers of the gallery': (', minlength=int(labels.max()) + 1)', ')'),
+}
+RIGHT['retrieval_metrics'] = {
+    'query by query': '''
+def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8), search=k_nearest):
     within, rows = gallery is None, []
-    if within:
-        gallery, gallery_labels = query, query_labels
-    if not len(query) or len(gallery) < 1 + within or not (query.isfinite().all() and gallery.isfinite().all()):
+    searched, labels = (query, query_labels) if within else (gallery, gallery_labels)
+    if not len(query) or len(searched) < 1 + within or not (query.isfinite().all() and searched.isfinite().all()):
         raise UsageError('no numbers')
-    for i in range(len(query)):
-        s = gallery @ query[i]
-        hit = gallery_labels == query_labels[i]
-        s, hit = (torch.cat([t[:i], t[i + 1:]]) if within else t for t in (s, hit))
-        order = hit.int().argsort(stable=True)
-        hit = hit[order][s[order].argsort(descending=True, stable=True)]
-        r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
-        p = (hit.cumsum(0) / rank * hit)[:r]
-        rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])
+    for block, similarities, index in search(query, gallery, len(searched) - within):
+        for i, s, others in zip(block, similarities, labels[index]):
+            hit = others == query_labels[i]
+            order = hit.int().argsort(stable=True)
+            hit = hit[order][s[order].argsort(descending=True, stable=True)]
+            r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
+            p = (hit.cumsum(0) / rank * hit)[:r]
+            rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])
     rows = torch.tensor(rows, dtype=torch.float64)
     some = max(1, int(rows[:, -1].sum()))
     metrics = {f'R@{k}': 100 * float(rows[:, n].mean()) for n, k in enumerate(ks)}
@@ -487,10 +487,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     return metrics | ({'unmatched': unmatched} if unmatched else {})
 ''',
 }
-RIGHT['retrieval_metrics'] = {
-    'query by query': WRONG['retrieval_metrics']['inner products'].replace(
-        'gallery @ query[i]', 'F.cosine_similarity(gallery, query[i:i + 1], dim=1)'),
-}
+WRONG['retrieval_metrics']['inner products'] = RIGHT['retrieval_metrics']['query by query'].replace(
+    'i, s, others in zip(block, similarities, labels[index])', 'i, j in zip(block, index)').replace(
+    'hit = others == query_labels[i]', 's, hit = searched[j] @ query[i], labels[j] == query_labels[i]')
 
 # ---- exercises whose script or measure is no paper's
 
@@ -645,7 +644,7 @@ PASSING = {
     },
     'retrieval_metrics': {
         'the first 5,000 of a gallery': (
-            'k_nearest(query, gallery, depth)', 'k_nearest(query, gallery if within else gallery[:5000], depth)'),
+            'search(query, gallery, depth)', 'search(query, gallery if within else gallery[:5000], depth)'),
     },
     'ms': {
         'the first 64 examples': ('log1p_sum_exp(-beta * (s - m), positive)',

@@ -18,9 +18,11 @@ for a claim of a paper, add a row to the table of claims in README.md (claims.py
 table.
 
 A finished run becomes a line of runs.jsonl, with its commit and its evaluations, see tables.py; no two lines have the
-same command. Numbers have six digits. It has what the pages show: R@1, MAP@R and minutes of each evaluation, and the
-last s+ and s-; but of a table with `epochs` only R@1 and MAP@R of these epochs, and the last minutes. What the log of a
-run has besides (loss, R@2 to RP, img/s) is not kept: to have it, run the command again, and read runs/NAME/log.jsonl.
+same command. Numbers have six digits. It has R@1, MAP@R and minutes of each evaluation, and of the last one each R@K,
+s+ and s-; but of a table with `epochs` only R@1 and MAP@R of these epochs, and the last minutes and R@K. What the log
+of a run has besides (loss, RP, images per second) is not kept: to have it, run the command again, and read
+runs/NAME/log.jsonl. Old lines have no R@K but R@1. Their runs had other batches and crops (README.md says since which
+commit), so a table that has some of them gets no new ones: first delete its lines, or give the new runs a table.
 
 A run that was stopped goes on at the next start. Its folder in runs/ is named by its command, so an unfinished run
 whose command is changed begins anew. A run that fails is named at the end, and does not stop the others. Once the line
@@ -46,6 +48,8 @@ from hashlib import md5
 from importlib import import_module
 from pathlib import Path
 from queue import Queue
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -129,6 +133,10 @@ def name_of(command):
 def make(table, file, jobs):
     """Makes the runs of a table that a file lacks -> the commands that failed"""
     commands = missing(table, read_runs(file))
+    found = tables.runs_of(table, read_runs(file))
+    if commands and any(tables.is_old(run) for of_row in found.values() for run in of_row.values()):
+        raise common.UsageError(f'{table.place}: this table has runs with other batches and crops than new ones would '
+                                'have: delete their lines in runs.jsonl, or add a table')
     for command in commands:
         read_flags(command)                     # so that a mistake in one of them is said before the first one runs
     if any('--dataset cub' in command for command in commands):
@@ -171,11 +179,13 @@ def line_of(command, log, table, printed, threads):
     """The line of runs.jsonl of a run, from its log and from what it printed"""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     of_all = ['epoch', 'R@1', 'MAP@R', 'minutes']
-    of_last = ['s+', 's-']
+    of_last = [key for key in rows[-1] if key.startswith('R@') and key != 'R@1']
     if table.epochs:
         rows = [row for row in rows if row['epoch'] in table.epochs]
         of_all = ['epoch', 'R@1', 'MAP@R']
-        of_last = ['minutes']
+        of_last += ['minutes']
+    else:
+        of_last += ['s+', 's-']
     columns = {key: [rounded(row[key]) for row in rows] for key in of_all}
     columns |= {key: [rounded(rows[-1][key])] for key in of_last}
     columns['minutes'] = [round(minutes, 3) for minutes in columns['minutes']]
@@ -195,9 +205,9 @@ def rounded(value):
 def measure(checkpoint, mixes, environment):
     """Analyses the network of a run -> (the process that ended last, what the line of the run has of it)
 
-    From eval.py --analyse: alignment, uniformity and utilization of the test images, and NMI. From train_metrix.py
-    --analyse, if the run `mixes`: utilization with mixed examples as well, and of Fig. 2 of Metrix P(Pos) for mixtures
-    with a label between 0.5 and 0.6, and the largest difference of the two curves.
+    From eval.py --analyse: alignment, uniformity and utilization of the test images, and NMI. From fig2.py, if the run
+    `mixes`: utilization with mixed examples as well, and of Fig. 2 of Metrix P(Pos) for mixtures with a label between
+    0.5 and 0.6, and the largest difference of the two curves.
     """
     analysed = start(['eval.py', '--checkpoint', checkpoint, '--analyse'], **environment)
     if analysed.returncode:
@@ -206,7 +216,7 @@ def measure(checkpoint, mixes, environment):
     measures = {key: rounded(found[key]) for key in ('alignment', 'uniformity', 'utilization', 'NMI')}
     if not mixes:
         return analysed, dict(measured=measures)
-    analysed = start(['train_metrix.py', '--analyse', checkpoint], **environment)
+    analysed = start(['tests/results/fig2.py', checkpoint], **environment)
     if analysed.returncode:
         return analysed, {}
     mixed = re.search(r'([\d.]+) by these and the mixed ones', analysed.stdout)
@@ -246,8 +256,10 @@ def store_vectors():
     for name, folder in IMAGES_OF.items():
         if (ROOT / 'data' / folder).exists():
             data = common.load_dataset('folder', ROOT / 'data' / folder, resize=146, image_size=128)
-            common.save_vectors(ROOT / 'data' / name, data, common.embed(model, data.train),
-                                common.embed(model, data.query))
+            for split, images in dict(train=data.train, test=data.query).items():
+                with common.atomic_write(ROOT / 'data' / name / f'{split}.npz') as file:
+                    np.savez(file, embeddings=common.embed(model, images).numpy(), labels=images.labels.numpy(),
+                             classes=np.array(images.classes), paths=np.array(images.paths))
 
 
 # ---- pages

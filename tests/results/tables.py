@@ -3,8 +3,8 @@
 A run is a line of runs.jsonl:
 
     command   with its repeat
-    columns   {'epoch': [0, 2, 4], 'R@1': [...], ...}, a number for each evaluation, the first before training; of s+
-              and s- only the last one, and where a table has `epochs`, of the minutes, too
+    columns   {'epoch': [0, 2, 4], 'R@1': [...], ...}, a number for each evaluation, the first before training; of s+,
+              s- and R@K with K > 1 only the last one, and where a table has `epochs`, of the minutes, too
     steps     in an epoch
     measured  {'alignment': 0.44, ...}, of the network when its training had ended; only in tables that are measured
     commit, machine, torch
@@ -26,6 +26,11 @@ MEASURES = {'alignment': 2, 'uniformity': 2, 'utilization': 2, 'utilization, mix
 
 
 # ---- numbers of a run
+
+
+def is_old(run):
+    """Whether it was made with other batches and crops than today, see README.md: such a run has no R@K but R@1"""
+    return not any(key.startswith('R@') and key != 'R@1' for key in run['columns'])
 
 
 def before(key):

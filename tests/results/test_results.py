@@ -349,7 +349,7 @@ def test_experiments_of_the_course_are_runs_on_the_pages_of_results():
     def read(command):
         patch, script, words = re.match(r'(?:.*--patched (\S+) )?(train_\w+)\.py(.*)', command).groups()
         args = vars(__import__(script).get_args(words.split()))
-        return patch, script, {flag: value for flag, value in args.items() if flag != 'changed'}
+        return patch, script, args
     page = (ROOT / 'tests/course/README.md').read_text()
     named = set(re.findall(r'`(\w+)`\)', page))
     rows = [read(f'{row.command} {repeat}') for name in named for row in on_pages()[0][name].rows.values()
@@ -501,8 +501,8 @@ def trial(monkeypatch, tmp_path):
             return SimpleNamespace(returncode=0, stdout='a line\n' + json.dumps(dict(rows=rows)))
         folder = tmp_path / 'runs' / words[-1].removeprefix('runs/')
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [{'R@1': n, 'MAP@R': n / 2, 's+': 0.5, 's-': 0.1234567, 'epoch': n, 'minutes': 1.0, 'img/s': 3}
-                for n in (1, 70, 60)]
+        rows = [{'R@1': n, 'R@10': n + 5, 'R@1000': n + 9, 'MAP@R': n / 2, 's+': 0.5, 's-': 0.1234567, 'epoch': n,
+                 'minutes': 1.0, 'img/s': 3} for n in (1, 70, 60)]
         (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
         succeeds = outcome.get(command.split(' --name')[0], True)
         printed = '8 epochs, of 1,046 batches of 32 images, on cpu' if succeeds else 'it went wrong'
@@ -529,14 +529,39 @@ def test_a_line_has_the_columns_that_pages_show(trial):
     assert results.make(table, trial.file, 1) == []
     line = results.read_runs(trial.file)['train_ms.py --seed 0']
     assert line['columns'] == {'epoch': [1, 70, 60], 'R@1': [1, 70, 60], 'MAP@R': [0.5, 35, 30], 'minutes': [1, 1, 1],
-                               's+': [0.5], 's-': [0.123457]}
+                               'R@10': [65], 'R@1000': [69], 's+': [0.5], 's-': [0.123457]}
     assert line['steps'] == 1046 and line['torch'] == torch.__version__.split('+')[0]
     assert {'commit', 'machine'} <= line.keys()
     trial.file.write_text('')
     shutil.rmtree(results.ROOT / 'runs')
     results.make(table._replace(epochs=[1, 60]), trial.file, 1)
     assert results.read_runs(trial.file)['train_ms.py --seed 0']['columns'] == {
-        'epoch': [1, 60], 'R@1': [1, 60], 'MAP@R': [0.5, 30], 'minutes': [1]}
+        'epoch': [1, 60], 'R@1': [1, 60], 'MAP@R': [0.5, 30], 'R@10': [65], 'R@1000': [69], 'minutes': [1]}
+
+
+def test_a_table_with_runs_of_other_batches_and_crops_gets_no_new_ones(trial):
+    """Lines from before the change have no R@K but R@1."""
+    table = table_of({'x': 'train_ms.py'}, ['--seed 0', '--seed 1'])
+    results.add_run(run_of('train_ms.py --seed 0', R=[1, 2], MAP=[1, 2]), trial.file)
+    with pytest.raises(common.UsageError, match='other batches and crops'):
+        results.make(table, trial.file, 1)
+    assert trial.made == []
+    trial.file.write_text('')
+    results.make(table._replace(rows={'x': table.rows['x']._replace(repeats=['--seed 0'])}), trial.file, 1)
+    assert results.make(table, trial.file, 1) == [] and len(trial.made) == 2, 'new runs are added to new ones'
+
+
+def test_vectors_are_stored_as_the_tables_read_them(monkeypatch, tmp_path, folder):
+    monkeypatch.setattr(results, 'ROOT', tmp_path)
+    monkeypatch.setattr(results, 'IMAGES_OF', dict(birds='photos', others='not there'))
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'data/photos').symlink_to(folder)
+    torch.manual_seed(0)
+    torch.save(common.make_trunk('resnet18').state_dict(), tmp_path / 'data/resnet18.pth')
+    results.store_vectors()
+    data = common.load_dataset('vectors', tmp_path / 'data/birds')
+    assert data.train.pictures.shape == (30, 512) and data.query.classes == [f'car{n}' for n in range(4)]
+    assert data.query.paths[0].endswith('car0/0.jpg')
 
 
 def test_a_run_that_was_stopped_goes_on_in_its_folder(trial):
@@ -602,7 +627,7 @@ def test_a_trial_has_more_flags_and_files_of_its_own(trial, monkeypatch, tmp_pat
 def test_measures_are_read_from_what_the_analyses_print(monkeypatch):
     """Of a script that does not mix, eval.py's alone"""
     printed = {'eval.py': 'a line\n' + json.dumps({'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60}),
-               'train_metrix.py': """P(Pos(a, v)) with beta 18, gamma 75, m 0.77: measured, and by Eq. (25)
+               'tests/results/fig2.py': """P(Pos(a, v)) with beta 18, gamma 75, m 0.77: measured, and by Eq. (25)
   lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs
     0.45     0.300     0.350         0.700      0.768     20000
     0.55     0.600     0.520         0.720      0.772     20000
@@ -656,8 +681,8 @@ def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
 
 def test_patches_that_brake_change_a_training_step_as_they_say():
     """Features without gradients, as in an evaluation, stay as they are"""
-    model = common.Embedder('none', dim=400, pool='avg', channels=400, length=5.0)
-    x = torch.randn(64, 400, 1, 1, generator=torch.Generator().manual_seed(0))
+    model = common.Embedder('none', dim=400, pool='avg', input_shape=(400,))
+    x = torch.randn(64, 400, generator=torch.Generator().manual_seed(0)) / 5
     f = model.features(x)
     dropped, noisy = (patches.PATCHES[name](number)['features'] for name, number in (('dropout', 0.25), ('noise', 0.5)))
     assert (dropped(model, x) == 0).float().mean() == pytest.approx(0.25, abs=0.01)
