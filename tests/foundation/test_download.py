@@ -12,8 +12,6 @@ import pytest
 from PIL import Image
 
 import common
-import eval as evaluation
-import train_metrix
 import train_ms
 from common import UsageError
 
@@ -125,14 +123,14 @@ def test_what_fails_ends_in_one_line_and_leaves_nothing(site, tmp_path, monkeypa
     with pytest.raises(UsageError) as error:
         common.download('cub', 'data')
     text = str(error.value)
-    assert text.startswith(f'cannot fetch {common.DATASETS["cub"]["url"]}: ') and '\n' not in text
-    assert text.endswith(f'fetch it in another way, and unpack it in {tmp_path / "data"}')
+    assert text.startswith(f'cannot download {common.DATASETS["cub"]["url"]}: ') and '\n' not in text
+    assert text.endswith(f'get it in another way, and unpack it in {tmp_path / "data"}')
     assert not list((tmp_path / 'data').iterdir())
 
 
 @pytest.mark.parametrize('dataset', ['cars', 'inshop', 'shapes', 'folder', 'vectors'])
-def test_other_datasets_are_not_fetched(tmp_path, dataset):
-    with pytest.raises(UsageError, match=f'^--download fetches cub and sop, not {dataset}; README says'):
+def test_other_datasets_are_not_downloaded(tmp_path, dataset):
+    with pytest.raises(UsageError, match=f'^--download serves cub and sop, not {dataset}; README says'):
         common.download(dataset, tmp_path / 'x')
     assert not (tmp_path / 'x').exists()
 
@@ -149,27 +147,25 @@ def test_the_flag_is_no_part_of_a_recipe(site, small, tmp_path):
     flags = ('--dataset cub --device cpu --image-size 18 --weights none --batch-size 4 --per-class 2 --name mine '
              '--warmup 0').split()
     with pytest.raises(UsageError, match='cub cannot be loaded'):
-        train_metrix.main(flags)
-    train_metrix.main([*flags, '--epochs', '1', '--download'])
-    assert 'download' not in common.read_checkpoint('runs/mine')['args']
+        train_ms.main(flags)
+    train_ms.main([*flags, '--epochs', '1', '--download'])
     (tmp_path / 'data').rename(tmp_path / 'old')
-    row = train_metrix.main(['--resume', 'runs/mine', '--epochs', '2', '--download', '--device', 'cpu'])
+    resume = '--resume runs/mine --epochs 2 --device cpu'.split()
+    with pytest.raises(UsageError, match='cub cannot be loaded'):
+        train_ms.main(resume)
+    row = train_ms.main([*resume, '--download'])
     assert row['epoch'] == 2 and (tmp_path / 'data/CUB_200_2011').is_dir()
-    (tmp_path / 'data').rename(tmp_path / 'older')
-    assert evaluation.main(['--checkpoint', 'runs/mine', '--download', '--device', 'cpu'])['R@1'] == row['R@1']
-    train_metrix.main(['--analyse', 'runs/mine', '--download', '--device', 'cpu'])
 
 
-def test_under_torchrun_the_main_process_fetches_before_the_others_look(monkeypatch):
-    """The others wait at the barrier, and then find the folder."""
+def test_under_torchrun_the_main_process_downloads_before_the_others_look(monkeypatch):
+    """The others wait until it has finished, and then find the folder."""
     order = []
-    monkeypatch.setattr(common, 'world', lambda: 2)
-    monkeypatch.setattr(common.distributed, 'new_group', lambda **options: None)
-    monkeypatch.setattr(common.distributed, 'barrier', lambda group: order.append('barrier'))
+    monkeypatch.setattr(common, 'broadcast_from_rank0', lambda value: order.append('wait'))
     monkeypatch.setattr(common, 'download', lambda *args: order.append('download'))
-    monkeypatch.setattr(common, 'load_dataset', lambda *args, **options: order.append('load') or 'data')
+    data = SimpleNamespace(train=True)
+    monkeypatch.setattr(common, 'load_dataset', lambda *args, **options: order.append('load') or data)
     args = train_ms.get_args(['--dataset', 'cub', '--download', '--device', 'cpu'])
-    for rank, expected in ((0, ['download', 'load', 'barrier']), (1, ['barrier', 'download', 'load'])):
+    for rank, expected in ((0, ['download', 'wait', 'load']), (1, ['wait', 'load'])):
         order.clear()
         monkeypatch.setattr(common, 'rank', lambda rank=rank: rank)
         common.dataset_from(args)
