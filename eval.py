@@ -411,8 +411,9 @@ def place_of_test_set(args, trainings):
     names = {args.dataset or flags['dataset'] for flags in trainings}
     folders = {args.data or flags['data'] for flags in trainings}
     if len(names) > 1 or names != {'shapes'} and len(folders) > 1:
-        raise UsageError(f'the networks were trained on {" and ".join(sorted(names | folders))}: name the images to '
-                         'evaluate with --dataset and --data')
+        places = sorted(names if len(names) > 1 else folders)
+        raise UsageError(f'the networks were trained on {" and ".join(places)}: name the images to evaluate with '
+                         '--dataset and --data')
     [name], folder = names, min(folders)
     if name == 'shapes' and args.data:
         raise UsageError('the built-in dataset shapes has no --data; for images of your own add --dataset folder')
