@@ -946,13 +946,14 @@ def read_splits(name, root, whole, transforms):
             raise FileNotFoundError(f'there is no folder {root}')
         for split, *image in row['read'](root):
             found.setdefault('query' if whole else split, []).append(image)
+        if name != 'vectors':
+            check_files([path for images in found.values() for path, *_ in images])
         splits = {}
         for split, images in found.items():
             paths, classes, extra = zip(*images)
             if name == 'vectors':
                 splits[split] = Images(torch.from_numpy(np.stack(extra)), classes, paths=paths)
             else:
-                check_files(paths)
                 superclasses = None if extra[0] is None else torch.tensor(extra)
                 splits[split] = Images(paths, classes, superclasses=superclasses, **transforms)
         check_splits(splits, {} if whole else row.get('counts', {}))
@@ -1848,12 +1849,12 @@ def import_faiss():
 EPOCH, STEP, CROP = 1, 2, 3
 
 
-def set_seed(*numbers):
+def set_seed(*numbers, seed_torch=torch.manual_seed):
     """Seeds everything random, on all devices, with what follows from these integers."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     random.seed(seed)
     np.random.seed(seed % 2 ** 32)
-    torch.manual_seed(seed)
+    seed_torch(seed)
 
 
 @contextmanager
@@ -1862,7 +1863,7 @@ def seeded(*numbers):
     those of a notebook are left alone."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        set_seed(*numbers)
+        set_seed(*numbers, seed_torch=torch.default_generator.manual_seed)      # not the devices, which takes long
         yield
     random.setstate(states[0])
     np.random.set_state(states[1])
