@@ -6,7 +6,7 @@
     python tests/tools/bench.py losses       losses against pytorch-metric-learning, if installed
     python tests/tools/bench.py search       all metrics against one plain matrix product, and against that library's
     python tests/tools/bench.py query        eval.py --query in 8,000 images whose embeddings are stored
-    python tests/tools/bench.py decode       11,788 JPEG files of 500 x 375, as many as CUB has: first and second start
+    python tests/tools/bench.py files        the DataLoader on JPEG files of 500 x 375, as CUB has, against decoding
     python tests/tools/bench.py metrix       steps of train_metrix.py against clean ones; --px 224 --batch 400
 
 Two things that are compared run in turn, several times, and the medians' ratio is printed: the machine may be busy with
@@ -22,7 +22,6 @@ import tempfile
 import time
 from functools import partial
 from importlib import import_module
-from io import BytesIO
 from pathlib import Path
 from unittest import mock
 
@@ -86,8 +85,9 @@ def random_images(options, batches):
     """A dataset that has pictures of noise, 5 per class, enough for so many batches"""
     count = options.batch * batches
     pixels = torch.randint(0, 256, (count, options.px, options.px, 3), dtype=torch.uint8).numpy()
-    images = common.Images(list(pixels), torch.arange(count) // 5, options.px)
-    return argparse.Namespace(train=images, query=images, gallery=images, name='shapes')
+    images = common.Images(list(pixels), torch.arange(count) // 5,
+                           train_transform=common.make_train_transform(options.px))
+    return common.Dataset('shapes', images, images)
 
 
 def prepared(options, script, flags, data):
@@ -114,13 +114,13 @@ def train_on(batches, step, optimizer):
 def bench_vectors(options):
     """The shared loop on stored vectors, where a step is short: what the loop adds shows"""
     labels = torch.arange(60 * options.batch) // 5
-    vectors = common.Images([], labels, 1, vectors=torch.randn(len(labels), 512))
-    data = argparse.Namespace(train=vectors, query=vectors, gallery=vectors, name='vectors')
+    vectors = common.Images(torch.randn(len(labels), 512), labels)
+    data = common.Dataset('vectors', vectors, vectors)
     time_loop(options, data, '--dataset vectors', f'vectors of 512 numbers, batch {options.batch}', None)
 
 
 def bench_loop(options):
-    """The shared loop (sampling, copying, cropping, checks) against steps on crops that lie ready."""
+    """The shared loop (sampling, cropping, checks) against steps on crops that lie ready."""
     options = argparse.Namespace(**vars(options) | dict(arch='resnet18'))
     precision = common.pick_precision(options.precision, common.pick_device(options.device))
     time_loop(options, random_images(options, batches=2 if options.quick else 6), '',
@@ -131,18 +131,14 @@ def time_loop(options, data, flags, what, goal):
     args, *trained = prepared(options, 'train_ms', flags, data)
     _, *trained_bare = prepared(options, 'train_ms', flags, data)
     args.schedule = 'constant'
-    args.step = 0
-    sampler = common.make_sampler(args, data.train.labels)
-    ready = list(common.batches(data.train, sampler, args.device, augment=args))
+    loader, steps = loader_of(data.train, options)
+    loader.batch_sampler.start(1, steps)
+    ready = [[part.to(args.device) for part in batch] for batch in loader]
 
     def shared():
         with mock.patch.object(common, 'show_progress'):
-            common.train_epoch(args, data, sampler, *trained, epoch=0, total=10 ** 9)
-
-    def loading():
-        for _ in common.batches(data.train, sampler, args.device, augment=args):
-            pass
-    works = dict(shared=shared, bare=partial(train_on, ready, *trained_bare), loading=loading)
+            common.train_epoch(args, loader, *trained, epoch=1, steps=steps, total=10 ** 9)
+    works = dict(shared=shared, bare=partial(train_on, ready, *trained_bare), loading=loading(data.train, options))
     took = in_turn(works, options.repeats)
     report(f'loop over that on ready batches: {what}', took['shared'] / took['bare'], goal,
            f'{1e3 * took["shared"] / len(ready):.2f} ms a step; making batches {took["loading"] / took["shared"]:.1%}')
@@ -192,28 +188,42 @@ def bench_losses(options):
                    f'{1e3 * took["ours"]:.2f} ms; values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}')
 
 
-def bench_decode(options):
-    """First start, in which images are decoded; and second one, until the first batch is there."""
-    count = 500 if options.quick else 11788
+def bench_files(options):
+    """An epoch of training crops from JPEG files, without training, over decoding the files alone on all cores"""
+    count = 300 if options.quick else 3000
     with tempfile.TemporaryDirectory() as folder:
         pictures = []
         for noise in torch.rand(40, 3, 24, 32):
             pixels = 255 * F.interpolate(noise[None], (375, 500), mode='bicubic')[0].clamp(0, 1)
-            pictures.append(BytesIO())
-            Image.fromarray(pixels.byte().permute(1, 2, 0).numpy()).save(pictures[-1], 'JPEG', quality=95)
+            pictures.append(Image.fromarray(pixels.byte().permute(1, 2, 0).numpy()))
         for i in range(count):
-            path = Path(folder) / 'images' / f'{i * 200 // count:03}' / f'{i}.jpg'
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(pictures[i % 40].getvalue() + str(i).encode())     # behind the picture: no exact copies
-        load = partial(common.load_dataset, 'folder', Path(folder) / 'images', 256, 224, Path(folder) / 'cache')
-        one = statistics.median(seconds(lambda: common.read_image(path, 256)) for _ in range(50))
-        first, started = seconds(load), now()
-        data = load()
-        second = now() - started
-        next(common.batches(data.train, [list(range(100))], torch.device('cpu')))
-        report(f'first start with {count:,} JPEG files of 500 x 375, over decoding alone',
-               first / count * os.cpu_count() / one, None,
-               f'{first:.0f} s; second start {second:.2f} s, to the first batch {now() - started:.2f} s')
+            path = Path(folder) / f'{i * 40 // count:03}' / f'{i}.jpg'
+            path.parent.mkdir(exist_ok=True)
+            pictures[i % 40].save(path, quality=95)
+        train = common.load_dataset('folder', folder, 256, 224).train
+        decoding = statistics.median(seconds(lambda path=path: common.to_rgb(path)) for path in train.paths[:50])
+        took = statistics.median(seconds(loading(train, options)) for _ in range(options.repeats))
+        report(f'crops of 224 px from {len(train):,} JPEG files of 500 x 375, over decoding alone',
+               took / len(train) * os.cpu_count() / decoding, None, f'{len(train) / took:.0f} images a second')
+
+
+def loading(train, options):
+    """A function that makes the batches of an epoch, and nothing else"""
+    loader, steps = loader_of(train, options)
+
+    def load():
+        loader.batch_sampler.start(1, steps)
+        for _ in loader:
+            pass
+    load()                                          # worker processes start
+    return load
+
+
+def loader_of(train, options):
+    """The DataLoader of a training set, and the steps of an epoch"""
+    sampler = common.BalancedSampler(train.labels, options.batch, per_class=5)
+    loader = common.make_loader(train, common.StepBatches(sampler, seed=0), common.pick_device(options.device))
+    return loader, range(len(sampler))
 
 
 def bench_search(options):
@@ -264,7 +274,8 @@ def bench_query(options):
             subprocess.run([sys.executable, str(root / script), *flags.split()], cwd=folder, check=True,
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         start('train_ms.py', '--dataset folder --data images --image-size 17 --steps 1 --epochs 1 --name x')
-        query = partial(start, 'eval.py', '--checkpoint runs/x --query images/000/0.ppm')
+        start('eval.py', '--checkpoint runs/x --whole --embed x.npz')
+        query = partial(start, 'eval.py', '--checkpoint runs/x --data x.npz --query images/000/0.ppm')
         took = in_turn(dict(query=query), options.repeats)
         report('eval.py --query in stored embeddings of 8,000 images, seconds', took['query'], 4.0)
 
@@ -277,7 +288,9 @@ def bench_metrix(options):
         for mixup in ('none', 'embed', 'feature'):
             flags = f'--freeze-bn --loss {loss} --mixup {mixup}'
             args, step, optimizer = prepared(options, 'train_metrix', flags, data)
-            crops = list(common.batches(data.train, [range(options.batch)], args.device, augment=args))
+            loader, _ = loader_of(data.train, options)
+            loader.batch_sampler.start(1, range(1))
+            crops = [[part.to(args.device) for part in batch] for batch in loader]
             works[mixup] = partial(train_on, crops, step, optimizer)
             more[mixup] = f', {more_memory(works[mixup], args.device):.2f} GB' if args.device.type == 'cuda' else ''
         took = in_turn(works, options.repeats)
@@ -287,7 +300,7 @@ def bench_metrix(options):
 
 
 BENCHES = dict(loop=bench_loop, vectors=bench_vectors, losses=bench_losses, search=bench_search, query=bench_query,
-               decode=bench_decode, metrix=bench_metrix)
+               files=bench_files, metrix=bench_metrix)
 
 
 def main():

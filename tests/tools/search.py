@@ -80,7 +80,9 @@ def main(argv=None):
                   for flag, (low, high, log) in ranges.items()]
         try:
             rows = [script.main([*flags, *chosen, '--fold', f'{n}/{options.folds}']) for n in range(options.folds)]
-        except common.NotFinite:                                        # a bad setting, but no reason to stop
+        except common.UsageError as error:
+            if 'lower --lr' not in str(error):          # numbers that are not finite: a bad setting, no reason to stop
+                raise
             return 0.0
         return sum(row['MAP@R'] for row in rows) / len(rows)
 

@@ -39,7 +39,7 @@ import common
 import train_ms
 
 SMALL = ('--arch resnet18 --dim 4 --image-size 17 --resize 17 --batch-size 4 --per-class 2 --device cpu '
-         '--weights none --dataset folder --data x --cache cache').split()
+         '--weights none --dataset folder --data x').split()
 
 
 def encoded(image, suffix):
@@ -64,7 +64,7 @@ def draw(*classes):
 
 
 def load():
-    return common.load_dataset('folder', 'x', resize=16, image_size=16, cache='cache')
+    return common.load_dataset('folder', 'x', resize=16, image_size=16)
 
 
 def images():
@@ -74,10 +74,11 @@ def images():
         write(f'x/a/odd{suffix}', content)
 
     def case(what, suffix, content, expected):
-        return f'{suffix} {what}', partial(prepare, suffix, content), lambda: load().train[0].astype(float), expected
+        return f'{suffix} {what}', partial(prepare, suffix, content), lambda: load().train[0][0], expected
 
     def near(*colour):
-        return lambda pixels: np.abs(pixels.mean(axis=(0, 1)) - colour).max() < 25
+        mean, std = np.array(common.MEAN), np.array(common.STD)
+        return lambda x: np.abs(255 * (x.mean(dim=(1, 2)).numpy() * std + mean) - colour).max() < 25
     orange, grey = Image.new('RGB', (40, 30), (200, 90, 30)), near(115, 115, 115)
     for suffix, modes in {'.jpg': 'RGB L CMYK', '.png': 'RGB L LA RGBA P', '.ppm': 'RGB', '.bmp': 'RGB L P',
                           '.tif': 'RGB L RGBA CMYK P', '.webp': 'RGB RGBA'}.items():
@@ -108,9 +109,8 @@ def folders():
     def found():
         """Class names of the training set, those of the test set, and what is warned of"""
         with contextlib.redirect_stderr(io.StringIO()) as warnings:
-            load()
-        rows = common.list_images('folder', 'x')[0]
-        return *(sorted({row[1] for row in rows[split]}) for split in ('train', 'query')), warnings.getvalue()
+            data = load()
+        return data.train.classes, data.query.classes, warnings.getvalue()
     ignored = [(draw, name) for name in ('.ipynb_checkpoints', '.Trash', '.git/objects', 'a/.thumbnails')]
     strange = [(os.symlink, target, 'x/a/up') for target in ('.', '..', '../x', '../../')]
     strange += [(os.mkfifo, 'x/a/p.jpg'), (os.mkdir, 'x/a/f.jpg'), (os.symlink, 'gone', 'x/a/l.jpg')]
@@ -118,7 +118,7 @@ def folders():
         yield f'{make[0].__name__} {make[1:]}', partial(prepare, *make), found, None
     for make in ignored:
         yield f'{make[0].__name__} {make[1:]}', partial(prepare, *make), found, (['a', 'b'], ['c', 'd'], '')
-    for name in ('Vögel', 'a b', 'a[1]*', "it's", '鳥', 'a\nb', '-x', 'train2', '{x}', '%s', '~', '$HOME'):
+    for name in ('Vögel', 'a b', 'a[1]*', "it's", '鳥', 'a\nb', '-x', 'train2', '{x}', '%s', '~'):
         among = lambda result, name=name: name in result[0] + result[1]  # noqa: E731
         yield f'class {name!r}', partial(draw, name, 'zz/b', 'zz/c', 'zz/d'), found, among
 
@@ -141,28 +141,26 @@ HARMFUL = {                         # what is replaced in the text, a regular ex
     'zeros': ('(?s).', '\0', ''), 'start': (r'(?s)(?<=\A.{40}).*', '', ''),
     '5 bytes less': (r'(?s).{5}\Z', '', ''), '12 bytes less': (r'(?s).{12}\Z', '', ''), 'latin-1': (r'2\.', 'é.', ''),
     'missing image': (r'3\.', '9.', '9. images are missing'), 'spaces': (r'3\.', '3 .', ''),
-    'listed twice': (r'2\.', '1.', '1. images are listed twice'), 'listed on both sides': (r'5\.', '1.', ''),
-    'absolute': (r'\S+/3\.', '/tmp/3.', ''), 'outside': (r'3\.', '../../s/3.', 'images lie elsewhere'),
+    'listed twice': (r'2\.(?=j|J)', '1.', '1. images are listed twice'), 'listed on both sides': (r'5\.', '1.', ''),
+    'absolute': (r'\S+/3\.', '/tmp/3.', ''),
     'no number': (r'101(?=\.)|(?<= )3(?= 1)|query', 'x', ''), 'columns gone': (r' \S+\n', '\n', ''),
-    'more columns': ('\n', ' 7 7\n', ''), 'header gone': (r'\A.*\n', '', ''),
-    'class on both sides': ('(?<=6 )4(?= 1)|(?<=id_)4', '2', '1 classes are in the training set and in the test set')}
+    'more columns': ('\n', ' 7 7\n', ''), 'header gone': (r'\A.*\n', '', '')}
 
 
 def annotations():
     """A small version of each benchmark, whose annotation is damaged on the way"""
     def prepare(name, pattern, replacement):
         base, files, text, _ = BENCHMARKS[name]
-        for path in [*re.findall(r'\S+/\d\.\w+', text), '../s/3.jpg', '../s/3.JPG']:
+        for path in re.findall(r'\S+/\d\.\w+', text):
             write(Path(base, path), encoded(noise(path), '.jpg'))
         for file, part in zip(files, re.sub(pattern, replacement, text).split('|') * 2):
             write(file, part.encode('latin-1'))
 
     def listed(name):
         with mock.patch.dict(common.DATASETS[name], counts=BENCHMARKS[name][-1]):
-            return len(common.list_images(name, 'd')[0]['train'])
+            return len(common.load_dataset(name, 'd').train)
     for name, (damage, (*change, said)) in product(BENCHMARKS, (HARMLESS | HARMFUL).items()):
-        # In CUB the number decides the side, and the id, which a space would cut off, is no class.
-        if name != 'cub' or damage not in ('class on both sides', 'spaces'):
+        if (name, damage) != ('cub', 'spaces'):      # the id, which a space would cut off, is no class
             expected = 3 if damage in HARMLESS else [f'{name} cannot be loaded', *said.split('. ')]
             yield f'{name}, {damage}', partial(prepare, name, *change), partial(listed, name), expected
 
@@ -199,9 +197,9 @@ def checkpoints():
         file.write_bytes(file.read_bytes()[:int(share * file.stat().st_size)])
     uses = dict(                            # the call, keys that it needs, keys whose type matters, other values
         resume=(partial(train_ms.main, ['--resume', 'runs/r', '--device', 'cpu']),
-                'rows epoch minutes optimizer step learned', 'args model optimizer learned',
-                [(9, 'args', 'dim')]),
-        load=(partial(common.load_checkpoint, 'runs/r'), '', 'model args embedder', [({}, 'args', 'resize')]))
+                'optimizer learned', 'model optimizer learned', [(9, 'args', 'dim')]),
+        load=(partial(common.load_checkpoint, 'runs/r'), 'transform', 'model transform',
+              [({}, 'transform', 'resize')]))
     for use, (call, needed, typed, others) in uses.items():
         edits = [(deleted, key) for key in f'model args embedder script {needed}'.split()]
         edits += [*product((None, 'x', [1], 3.5), typed.split()), *others, (torch.ones(1), 'model', 'one too many')]
@@ -298,7 +296,7 @@ def attempt(prepare, call, expected):
         raise SystemExit('hangs')               # what is tested turns other exceptions into refusals
 
     def files():
-        found = [path for path in Path().rglob('*') if path.is_file() and 'cache' not in path.parts]
+        found = [path for path in Path().rglob('*') if path.is_file()]
         return {path: path.stat().st_mtime_ns for path in found}
     silent = io.StringIO()
     signal.signal(signal.SIGALRM, late)
