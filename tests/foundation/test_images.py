@@ -70,7 +70,7 @@ def test_an_image_is_upright_as_its_exif_data_say(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:Corrupt EXIF data')
-@pytest.mark.parametrize('exif', [b'', b'MM\0\x2a\0\0\0\x08\0\x05\x01\x12', b'II\x2a\0\xff\xff\xff\x7f'])
+@pytest.mark.parametrize('exif', [b'no TIFF header', b'MM\0\x2a\0\0\0\x08\0\x05\x01\x12', b'II\x2a\0\xff\xff\xff\x7f'])
 @pytest.mark.parametrize('suffix', ['jpg', 'png', 'webp'])
 def test_exif_data_that_cannot_be_read_do_not_spoil_the_pixels(tmp_path, exif, suffix):
     noise(16, 24).save(tmp_path / f'x.{suffix}', exif=b'Exif\0\0' + exif)
