@@ -238,13 +238,39 @@ def test_retrieval_with_many_ties_is_that_of_a_plain_loop(gallery):
     assert {key: ours[key] for key in expected} == pytest.approx(expected, abs=1e-4)
 
 
-def test_labels_are_integers_from_0_on():
-    z = torch.eye(3)
-    for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([-1, 0, 0]), torch.tensor([0, 1])):
-        with pytest.raises(common.UsageError, match='labels are 3 integers from 0 on'):
-            common.retrieval_metrics(z, labels)
-        with pytest.raises(common.UsageError, match='labels are 3 integers from 0 on'):
-            common.retrieval_metrics(z, torch.tensor([0, 0, 1]), z, labels)
+@pytest.mark.parametrize('names', [
+    torch.tensor([0, 200, 255], dtype=torch.uint8), torch.tensor([-128, -1, 127], dtype=torch.int8),
+    torch.tensor([2 ** 62, -2 ** 62, 7]), torch.tensor([3, 1, 2], dtype=torch.int32)])
+def test_labels_may_be_any_integers(names):
+    """As the labels of queries, of a gallery, or of both"""
+    z, y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
+    assert retrieval_metrics(z, names[y]) == retrieval_metrics(z, y)
+    searched, labels = z[:20].flip(0), y[:20].flip(0)
+    expected = retrieval_metrics(z, y, searched, labels)
+    assert retrieval_metrics(z, names[y], searched, names.long()[labels]) == expected
+    assert retrieval_metrics(z, y == 1) == retrieval_metrics(z, (y == 1).long())
+
+
+def test_labels_or_embeddings_that_do_not_fit_are_refused():
+    z, y = torch.eye(3), torch.tensor([0, 0, 1])
+    for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1])):
+        with pytest.raises(UsageError, match='3 embeddings need 3 integers as labels'):
+            retrieval_metrics(z, labels)
+        with pytest.raises(UsageError, match='3 embeddings need 3 integers as labels'):
+            retrieval_metrics(z, y, z, labels)
+    with pytest.raises(UsageError, match=r'queries \(3, 3\) and gallery \(3, 2\) differ in size'):
+        retrieval_metrics(z, y, z[:, :2], y)
+
+
+def test_another_search_may_take_the_place_of_k_nearest():
+    """It yields the queries in blocks, here from the last to the first; this one finds what is least similar."""
+    def farthest(query, gallery, k):
+        for n in range(len(query) - 1, -1, -1):
+            s, index = (query[n] @ gallery.T).topk(k, largest=False)
+            yield torch.tensor([n]), -s[None], index[None]
+    z, y = points(0, 90, 180), torch.tensor([0, 1, 2])
+    found = retrieval_metrics(z[:2], y[:2], z, torch.tensor([2, 1, 0]), ks=(1,), search=farthest)
+    expect_row(found, {'R@1': 50, 'RP': 50, 'MAP@R': 50}, 'queries at 0 and 90 degrees, the first finds its opposite')
 
 
 # ---- evaluation of a network
@@ -252,23 +278,7 @@ def test_labels_are_integers_from_0_on():
 def coloured(colours, labels):
     """A set of 8 x 8 images, each of one colour"""
     pixels = [np.full((8, 8, 3), colour, np.uint8) for colour in colours]
-    return common.Images(pixels, torch.tensor(labels), 8)
-
-
-@pytest.mark.parametrize('gallery', [False, True])
-def test_new_classes_are_measured_among_themselves(gallery):
-    """By hand, on the unit circle: two images of a known class are nearer to those of b than these to each other."""
-    z = on_circle(0, 20, 1, 100, 200, 210)
-    images = coloured([(0, 0, 0)] * 6, [1, 1, 0, 0, 2, 2])
-    images.classes = list('abc')
-    data = common.Dataset('circle', query=images, known=['a'])
-    if gallery:
-        data.gallery = coloured([(0, 0, 0)] * 6, [1, 1, 0, 0, 2, 2])
-        data.gallery.classes = list('abc')
-    row = common.score(data, z, on_circle(21, 40, 1, 22, 200, 210) if gallery else None)
-    assert row['R@1'] == pytest.approx(100 * (4 if gallery else 2) / 6) and row['new_R@1'] == 100
-    data.known = ['x']
-    assert 'new_R@1' not in common.score(data, z)
+    return common.Images(pixels, labels, classes=range(9), transform=common.make_test_transform(8, 8))
 
 
 class MeanColour(torch.nn.Linear):                          # of which only the device of the weights matters
