@@ -1,6 +1,5 @@
 """The command line: what each flag accepts, where it would have no effect, and which recipe follows from it."""
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,9 +37,8 @@ OWN = {
                      '--proxy-alpha': '0 < 0.001', '--delta': '-1.1 < -1 1 < 1.1', '--temperature': '0 < 0.0001',
                      '--proxy-lr-mult': '-1 < 0', '--hard-negatives': '0 1.5 some < 1 all auto'},
     'train_hse': {'--alpha': '-1 < 0', '--temperature': '0 < 0.001', '--num': '1 < 2 4 < 5',
-                  '--combinations': '0 < 1', '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0',
-                  '--show-hybrids': 'x.jpg runs/x/last.pt png < x.png a/b.PNG'},
-    'eval': {'--sheet': 'x.jpg < x.png', '--embed': 'x.npy < x.npz', '--top': '0 < 1', '--dataset': 'flowers < cub'}}
+                  '--combinations': '0 < 1', '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0'},
+    'eval': {'--top': '0 < 1', '--ks': '0 < 1', '--dataset': 'flowers < cub'}}
 
 
 @pytest.mark.parametrize('script', OWN)
@@ -64,7 +62,6 @@ def test_what_a_flag_accepts_and_refuses(script):
 NO_EFFECT = {
     'train_contrastive': ['--reduction sum', '--margin 0.1', '--form similarity --pos-margin 0.1',
                           '--form similarity --neg-margin 0.1', '--form similarity --power 2'],
-    'train_ms': ['--momentum 0.5', '--decay-rate 0.3', '--decay-epochs 3', '--patience 3', '--data photos'],
     'train_proxynca_pp': ['--optimizer sgd --eps 1'],
     'train_ccl': ['--variant cluster --center-lr-mult 2', '--variant center_loss --s 2',
                   '--variant center_loss --margin 0.1', '--variant proxynca --smoothing 0.2', '--mu 0.5',
@@ -77,7 +74,7 @@ NO_EFFECT = {
                   '--alpha 0 --combinations 2', '--alpha 0 --hybrids append', '--alpha 0 --temperature 1',
                   '--loss contrastive --proxy-lr-mult 3', '--loss epshn --proxy-lr-mult 3'],
     'eval': ['b --analyse', 'b --sheet x.png', 'b --embed x.npz', 'b --query x.jpg', '--against b --analyse',
-             '--hardest', '--top 3', '--query x.jpg --analyse', '--query x.jpg --embed y.npz']}
+             '--hardest', '--query x.jpg --analyse', '--query x.jpg --embed y.npz', '--query x.jpg --whole']}
 
 
 @pytest.mark.parametrize('script, flags', [(script, flags) for script in NO_EFFECT for flags in NO_EFFECT[script]])
@@ -93,26 +90,41 @@ def test_the_seed_decides_the_network_that_a_script_starts_from(before_training,
     assert torch.equal(first, same) and not torch.equal(first, other)
 
 
-def test_data_and_cache_are_where_the_flags_say(run, small, tmp_path, monkeypatch):
+def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):
     """--data may begin with ~, and may have moved when a run goes on."""
     monkeypatch.setenv('HOME', str(tmp_path))
     draw_folder(tmp_path / 'photos', 'abcdefgh', per_class=2)
-    run(train_ms, '--data', '~/photos', '--cache', 'first', '--epochs', '3', '--steps', '0', '--name', 'x')
-    evaluation.main(['--checkpoint', 'runs/x', '--cache', 'second', '--device', 'cpu'])
+    run(train_ms, '--data', '~/photos', '--epochs', '3', '--steps', '0', '--name', 'x', '--schedule', 'constant')
+    evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
     (tmp_path / 'photos').rename(tmp_path / 'moved')
-    row = train_ms.main('--resume runs/x --data moved --cache third --eval-every 2 --epochs 4'.split())
-    assert row['epoch'] == 4 and not (tmp_path / 'cache').exists()
-    assert [len(list((tmp_path / name).glob('*.bin'))) for name in ('first', 'second', 'third')] == [2, 1, 2]
+    row = train_ms.main('--resume runs/x --data moved --eval-every 2 --epochs 4 --device cpu'.split())
+    assert row['epoch'] == 4
+    with pytest.raises(UsageError, match='--dataset shapes is built in and has no --data'):
+        train_ms.get_args(['--data', 'photos'])
 
 
 def test_a_flag_without_effect_in_a_script_of_ones_own():
-    """--x is read with --kind a and c, --y with c; what no kind reads is not looked at."""
-    args = SimpleNamespace(kind='a', changed={'y', 'z'})
+    """--x is used with --kind a and c, --y with c, and --z by no kind in particular."""
+    def args(*flags):
+        parser = common.parser('', file='train_mine.py')
+        for flag in ('--kind', '--x', '--y', '--z'):
+            parser.add_argument(flag)
+        return common.parse(parser, {}, ['--device', 'cpu', *flags], uses=dict(kind=dict(a='x', c='x y')))
     with pytest.raises(UsageError, match='^--y has no effect with --kind a$'):
-        common.refuse_unread(args, 'kind', a='x', c='x y')
-    common.refuse_unread(args, 'kind', a='x y', b='y')
-    args.kind = 'c'
-    common.refuse_unread(args, 'kind', a='x', c='x y')
+        args('--kind', 'a', '--x', '1', '--y', '1')
+    assert args('--kind', 'c', '--x', '1', '--y', '1').y == '1' and args('--kind', 'a', '--z', '1').z == '1'
+    with pytest.raises(UsageError, match='^--x has no effect with --kind None$'):
+        args('--x', '1')
+
+
+@pytest.mark.parametrize('line', ['train_contrastive', 'train_ms', 'train_metrix', 'train_metrix --loss contrastive',
+                                  'train_hse --loss epshn'])
+def test_a_batch_of_one_class_is_refused_where_the_loss_compares_classes(line):
+    script, *flags = line.split()
+    get_args = __import__(script).get_args
+    with pytest.raises(UsageError, match='--batch-size 4 with --per-class 4 is a batch of one class'):
+        get_args([*flags, '--batch-size', '4', '--per-class', '4'])
+    assert get_args([*flags, '--batch-size', '8', '--per-class', '4']).per_class == 4
 
 
 # ---- which recipe is meant
@@ -121,18 +133,15 @@ def test_a_missing_recipe_is_named_with_the_flags_that_it_would_have():
     """Those that have no default of their own; a row, or the flags themselves, will do."""
     def args(DEFAULTS, *flags):
         return common.parse(common.parser('', file='train_mine.py'), DEFAULTS, ['--device', 'cpu', *flags])
-    flags = '--batch-size --clip --dim --epochs --freeze-bn --lr --min-crop --per-class --schedule --warmup'.split()
-    message = 'train_mine.py has no recipe for {}: add a row to its DEFAULTS, or pass ' + ', '.join(flags) + '$'
+    flags = '--freeze-bn --dim --min-crop --epochs --batch-size --per-class --lr --schedule --warmup --clip'.split()
+    message = 'train_mine.py has no recipe for {}: add one to its DEFAULTS, or pass ' + ', '.join(flags) + '$'
     with pytest.raises(UsageError, match=message.format('cub')):
         args({}, '--dataset', 'cub')
-    with pytest.raises(UsageError, match=message.format('cub')):
-        args({'folder': {}}, '--dataset', 'folder', '--weights', 'absent.pth')
     row = dict(batch_size=8, clip=0, dim=8, epochs=1, freeze_bn=True, min_crop=1, per_class=2, warmup=0)
     with pytest.raises(UsageError, match='no recipe for sop: .* or pass --lr, --schedule$'):
         args({'sop': row}, '--dataset', 'sop')
     assert args({'sop': row}, '--dataset', 'sop', '--lr', '0.1', '--schedule', 'constant').lr == 0.1
     assert args({}).lr == 2e-3, 'the built-in recipes are complete'
-
 
 
 def test_help_shows_the_defaults_of_the_dataset(capsys):
@@ -170,21 +179,20 @@ def test_a_mistake_in_use_is_one_line(flags, message, tmp_path, monkeypatch):
 def test_what_may_be_typed_with_resume_and_what_may_not(run, small):
     """Where and how it computes, and for how long; but nothing that makes it another run"""
     run(train_ms, '--name', 'x', '--fold', '0/3', '--freeze-bn', '--schedule', 'constant')
-    for flags in ('--data y', '--cache y', '--epochs 9', '--steps 9', '--eval-every 2', '--patience 2', '--compile',
-                  '--device cpu', '--precision fp32', '--precision bf16', '--chunk 2'):
-        args = train_ms.get_args(['--resume', 'runs/x', *flags.split()])
-        assert args.changed <= {'resume', flags.split()[0][2:].replace('-', '_')}
+    before = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu']))
+    for flags in ('--data y', '--epochs 9', '--steps 9', '--eval-every 3', '--patience 2', '--compile', '--device meta',
+                  '--precision fp32', '--chunk 2'):
+        args = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu', *flags.split()]))
+        assert [name for name in args if args[name] != before[name]] == [flags.split()[0][2:].replace('-', '_')]
     for flags in ('--lr 1', '--alpha 3', '--seed 5', '--min-crop 1', '--dim 24', '--fold 1/3', '--no-flip'):
         flag = flags.split()[0].replace('no-', '')
         with pytest.raises(UsageError, match=f'made with another {flag}; start a new run'):
             train_ms.main(['--resume', 'runs/x', *flags.split()])
-    with pytest.raises(UsageError, match='--name has no effect with --resume'):
+    with pytest.raises(UsageError, match='made with another --name; start a new run'):
         train_ms.main(['--resume', 'runs/x', '--name', 'other'])
-    for other, message in (('nowhere', 'there is no file'),
-                           ('runs/x/last.pt', 'in a folder: runs/x, not runs/x/last.pt')):
-        with pytest.raises(UsageError, match=message):
-            train_ms.main(['--resume', other])
-    assert {path.name for path in common.Path('runs/x').iterdir()} == {'batch.png', 'best.pt', 'last.pt', 'log.jsonl'}
+    with pytest.raises(UsageError, match='there is no file nowhere/last.pt'):
+        train_ms.main(['--resume', 'nowhere'])
+    assert {path.name for path in common.Path('runs/x').iterdir()} == {'best.pt', 'last.pt', 'log.jsonl'}
     torch.save(common.read_checkpoint('runs/x') | dict(script='train_other'), 'runs/x/last.pt')
     with pytest.raises(UsageError, match='made by train_other.py'):
         train_ms.main(['--resume', 'runs/x'])

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from unittest.mock import Mock
 
@@ -16,28 +17,17 @@ import train_ms
 from common import UsageError
 
 
-class BackendCompilerFailed(RuntimeError):
-    __module__ = 'torch._dynamo.exc'
-
-
-MEMORY = 'error: not enough memory: lower --batch-size, or take --chunk, which needs --freeze-bn ({})\n'
-
-
 @pytest.mark.parametrize('error, code, text', [
     (UsageError('no such thing'), 2, 'error: no such thing\n'), (KeyboardInterrupt(), 130, 'stopped\n'),
-    (OSError(28, 'No space left'), 2, 'error: OSError: [Errno 28] No space left\n'),
-    (MemoryError(), 2, MEMORY.format('')), (torch.OutOfMemoryError('2\nGiB'), 2, MEMORY.format('2 GiB')),
-    (RuntimeError("can't allocate memory"), 2, MEMORY.format("can't allocate memory")),
-    (RuntimeError('MPS backend out of memory'), 2, MEMORY.format('MPS backend out of memory')),
-    (BackendCompilerFailed('raised:\nno compiler'), 2,
-     'error: --compile does not work here, leave it out: raised: no compiler\n')])
+    (OSError(28, 'No space left'), 2, 'error: [Errno 28] No space left\n'),
+    (MemoryError(), 2, 'error: MemoryError\n'), (torch.OutOfMemoryError('2\nGiB'), 2, 'error: 2 GiB\n')])
 def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys, error, code, text):
     with pytest.raises(SystemExit) as stop:
         common.cli(Mock(side_effect=error))
     assert (stop.value.code, capsys.readouterr().err) == (code, text)
 
 
-@pytest.mark.parametrize('bug', [KeyError('out of memory'), torch.linalg.LinAlgError('singular'), ValueError('x')])
+@pytest.mark.parametrize('bug', [KeyError('x'), torch.linalg.LinAlgError('singular'), ValueError('x'), RuntimeError('x')])
 def test_a_bug_keeps_its_traceback(bug):
     with pytest.raises(type(bug)):
         common.cli(Mock(side_effect=bug))
@@ -46,13 +36,12 @@ def test_a_bug_keeps_its_traceback(bug):
 def test_a_reader_that_leaves_costs_no_epoch(run, small, folder, monkeypatch, capsys):
     """An epoch is saved before it is printed; and a terminal that lacks letters is no reason to stop."""
     common.Path('Vögel').symlink_to(folder)
-    common.load_dataset('folder', 'Vögel', 32, 32, 'cache')     # it prints, too
     end, start = os.pipe()
     os.close(end)
-    with open(start, 'w', encoding='ascii') as out, pytest.raises(SystemExit):
+    with suppress(BrokenPipeError), open(start, 'w', encoding='ascii') as out, pytest.raises(SystemExit):
         monkeypatch.setattr(sys, 'stdout', out)
         common.cli(partial(run, train_ms, '--data', 'Vögel', '--name', 'mine'))
-    assert capsys.readouterr().err.startswith('error: BrokenPipeError')
+    assert capsys.readouterr().err.startswith('error: [Errno 32] Broken pipe')
     assert common.read_checkpoint('runs/mine')['epoch'] == 0 and len(rows_of('mine')) == 1
 
 
