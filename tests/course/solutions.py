@@ -437,6 +437,7 @@ def max_of_mixed(f, i, j, lam):
 WRONG['retrieval_metrics'] = {
     'sum past R': ['hit = hit & (i <= r[:, None])', '', ':int(r.max())]', ':]'],
     'the query finds itself': ('search(query, gallery, depth)', 'search(query, searched, depth)'),
+    'the search that is given is ignored': ['search(query, gallery, depth)', 'k_nearest(query, gallery, depth)'],
     'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),

@@ -262,7 +262,7 @@ def test_labels_or_embeddings_that_do_not_fit_are_refused():
         retrieval_metrics(z, y, z[:, :2], y)
 
 
-def test_another_search_may_take_the_place_of_k_nearest():
+def test_retrieval_by_another_search_in_the_place_of_k_nearest():
     """It yields the queries in blocks, here from the last to the first; this one finds what is least similar."""
     def farthest(query, gallery, k):
         for n in range(len(query) - 1, -1, -1):
