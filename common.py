@@ -1903,7 +1903,13 @@ def gather(share):
     """The equal shares of all processes, one after the other, with gradients:  (B / world size, ...) -> (B, ...)"""
     if world_size() == 1:
         return share
-    return torch.cat(torch.distributed.nn.functional.all_gather(share.contiguous()))
+    share = share.contiguous()
+    shares = [torch.empty_like(share) for _ in range(world_size())]
+    distributed.all_gather(shares, share.detach())
+    shares[rank()] = share
+    if share.requires_grad:     # only this process has this gradient, and average_gradients divides by all processes
+        share.register_hook(lambda grad: grad * world_size())
+    return torch.cat(shares)
 
 
 def average_gradients(weights):

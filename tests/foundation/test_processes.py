@@ -1,5 +1,4 @@
 """Several processes, as torchrun starts them, train the network that one process trains."""
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -38,7 +37,7 @@ def test_four_updates_by_two_processes_are_those_of_one(trained, script):
     assert len(rows) == len(other_rows) > 1
     for row, other in zip(rows, other_rows):
         for key in ('R@1', 'RP', 'MAP@R', 'loss'):
-            assert row[key] == pytest.approx(other[key], abs=1e-9)
+            assert row[key] == pytest.approx(other[key], abs=1e-6)
 
 
 def test_the_main_process_prints_and_writes_and_its_row_is_that_of_all(trained):
@@ -51,35 +50,29 @@ def test_the_main_process_prints_and_writes_and_its_row_is_that_of_all(trained):
     assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
 
 
-def test_each_process_crops_and_embeds_its_share(folder, tmp_path):
-    """Of 7 images three processes crop 3, 2 and 2; of a set of 2 images the third embeds none."""
+def test_each_process_loads_and_embeds_its_share(folder, tmp_path):
+    """Of a batch of 6 images three processes load 2 each; of a set of 2 images the third embeds one again."""
     (tmp_path / 'one').mkdir()
-    alone = worker.start(worker.crop_and_embed, str(folder), where=tmp_path / 'one')
-    worker.finish(worker.start(worker.crop_and_embed, str(folder), where=tmp_path, size=3), tmp_path)
+    alone = worker.start(worker.load_and_embed, str(folder), where=tmp_path / 'one')
+    worker.finish(worker.start(worker.load_and_embed, str(folder), where=tmp_path, size=3), tmp_path)
     worker.finish(alone, tmp_path / 'one')
-    expected = torch.load(tmp_path / 'one/crops-0.pt')
-    found = [torch.load(tmp_path / f'crops-{rank}.pt') for rank in range(3)]
-    assert [each['crops'] for each in [expected, *found]] == [list(range(7)), [0, 1, 2], [3, 4], [5, 6]]
+    expected = torch.load(tmp_path / 'one/shares-0.pt')
+    found = [torch.load(tmp_path / f'shares-{rank}.pt') for rank in range(3)]
+    for name in 'xy':
+        assert [len(each[name]) for each in found] == [2, 2, 2]
+        assert torch.equal(torch.cat([each[name] for each in found]), expected[name])
     for each in found:
-        assert torch.equal(each['x'], expected['x']) and torch.equal(each['y'], expected['y'])
         for z, other in zip(each['embedded'], expected['embedded'], strict=True):
             torch.testing.assert_close(z, other, rtol=1e-5, atol=1e-5)
     assert len(expected['embedded'][0]) == 2 and len(expected['embedded'][1]) == 11
 
 
-def test_how_long_processes_wait_for_each_other(small, folder, tmp_path, monkeypatch):
-    """Half an hour, as long as an evaluation may take; but a day for the main process, which decodes the images"""
-    waits = []
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend, timeout: waits.append(timeout))
-    common.join_processes(torch.device('cpu'))
-    monkeypatch.setattr(common, 'world', lambda: 2)
-    monkeypatch.setattr(common, 'rank', lambda: 0)
-    monkeypatch.setattr(torch.distributed, 'new_group', lambda backend, timeout: waits.append(timeout))
-    monkeypatch.setattr(torch.distributed, 'barrier', lambda group: None)
-    monkeypatch.delenv('WORLD_SIZE')
-    common.dataset_from(train_ms.get_args(['--dataset', 'folder', '--data', str(folder), '--cache', str(tmp_path)]))
-    assert waits == [timedelta(minutes=30), timedelta(days=1)]
+def test_a_batch_that_has_no_equal_shares_is_refused(monkeypatch):
+    monkeypatch.setattr(common, 'world_size', lambda: 2)
+    batches = common.StepBatches([[0, 1, 2]], 0)
+    batches.start(1, range(1))
+    with pytest.raises(common.UsageError, match='2 processes cannot share a batch of 3 images evenly: change --batch'):
+        next(iter(batches))
 
 
 def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
@@ -87,14 +80,14 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
     taken = []
     monkeypatch.setenv('LOCAL_RANK', '99')
     monkeypatch.setattr(torch.cuda, 'set_device', taken.append)
-    with pytest.raises(common.UsageError, match='--device cuda:99 cannot be used here'):
+    with pytest.raises(common.UsageError, match='device cuda:99 cannot be used here'):
         common.pick_device('cuda')
     assert taken == ['cuda:99']
 
 
 def test_processes_share_the_statistics_of_batchnorm_on_gpus_and_need_frozen_ones_on_a_cpu(small, monkeypatch):
     args = train_ms.get_args(['--device', 'cpu', '--precision', 'fp32'])
-    monkeypatch.setattr(common, 'world', lambda: 2)
+    monkeypatch.setattr(common, 'world_size', lambda: 2)
     monkeypatch.setattr(common.Embedder, 'place', lambda model, device: model)
     with pytest.raises(common.UsageError, match='several processes on a CPU.*take --freeze-bn'):
         common.build(args)

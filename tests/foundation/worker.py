@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torchvision
 
-# Batches of 9 images are not shared evenly by two processes.
-SHARED = ('--dataset folder --device cpu --precision fp32 --image-size 32 --dim 16 --freeze-bn --batch-size 9 '
-          '--per-class 3 --eval-every 2 --data').split()
+SHARED = ('--dataset folder --device cpu --precision fp32 --image-size 32 --dim 16 --freeze-bn --batch-size 8 '
+          '--per-class 2 --eval-every 2 --data').split()
 FLAGS = {'train_ms': '--epsilon off', 'train_ccl': '--dropout 0.2', 'train_hse': '--loss epshn --hybrids append',
          'train_metrix': '--loss proxy_anchor --mixup input feature embed'}
 
@@ -63,11 +63,18 @@ def train_all(data):
 
     import common
     import train_ms
-    common.load_network = lambda arch, weights: SmallNet()
+    torchvision.models.get_model = lambda arch, weights=None: SmallNet()
+    load = common.Images.__getitem__
+
+    def load_double(images, item):
+        x, y = load(images, item)
+        return x.double(), y
+    common.Images.__getitem__ = load_double
     torch.set_default_dtype(torch.float64)
     for script in SCRIPTS:
         flags = f'--steps 4 --optimizer sgd --lr 0.01 --name {script} {FLAGS.get(script, "")}'
         __import__(script).main([*SHARED, data, *flags.split()])
+    common.Images.__getitem__ = load
     torch.set_default_dtype(torch.float32)
     measure = common.evaluate
     others_gain = 10.0 * int(os.environ['RANK'])            # from epoch to epoch, so their patience would not end
@@ -78,20 +85,14 @@ def train_all(data):
     assert not torch.distributed.is_initialized(), "gloo's threads may end in an error then"
 
 
-def crop_and_embed(data):
-    """Each process crops its share of a training batch, and embeds its share of a set, which may be none."""
-    from types import SimpleNamespace
-
+def load_and_embed(data):
+    """Each process loads its share of a training batch, and embeds its share of a set."""
     import common
-    common.join_processes(torch.device('cpu'))
-    images = common.load_dataset('folder', data, 20, 18).train
-    crops = []
-    crop = images.crop
-    images.crop = lambda i, *rest: crops.append(i) or crop(i, *rest)
-    torch.manual_seed(1)
-    augment = SimpleNamespace(min_crop=0.2, flip=True, jitter=0.1)
-    [(x, y)] = common.batches(images, [list(range(7))], torch.device('cpu'), augment)
-    drawn = crops.copy()
+    common.init_distributed(torch.device('cpu'))
+    images = common.load_dataset('folder', data, resize=20, image_size=18).train
+    batches = common.StepBatches([list(range(6))], 1)
+    batches.start(1, range(1))
+    [(x, y)] = common.make_loader(images, batches, torch.device('cpu'))
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 18 * 18, 2))
     torch.manual_seed(2)
     torch.nn.init.normal_(net[1].weight)
@@ -99,8 +100,8 @@ def crop_and_embed(data):
     parts = [images.subset(torch.arange(n)) for n in (2, 11)]
     embedded = [common.embed(net, part) for part in parts]
     rank = int(os.environ['RANK'])
-    torch.save(dict(x=x, y=y, crops=sorted(drawn), embedded=embedded), f'crops-{rank}.pt')
-    if common.world() > 1:
+    torch.save(dict(x=x, y=y, embedded=embedded), f'shares-{rank}.pt')
+    if common.world_size() > 1:
         torch.distributed.destroy_process_group()
 
 
