@@ -268,9 +268,10 @@ def test_retrieval_by_another_search_in_the_place_of_k_nearest():
         for n in range(len(query) - 1, -1, -1):
             s, index = (query[n] @ gallery.T).topk(k, largest=False)
             yield torch.tensor([n]), -s[None], index[None]
-    z, y = points(0, 90, 180), torch.tensor([0, 1, 2])
-    found = retrieval_metrics(z[:2], y[:2], z, torch.tensor([2, 1, 0]), ks=(1,), search=farthest)
-    expect_row(found, {'R@1': 50, 'RP': 50, 'MAP@R': 50}, 'queries at 0 and 90 degrees, the first finds its opposite')
+    z, y = points(0, 180, 80), torch.tensor([0, 1, 1])
+    found = retrieval_metrics(z, y, z[:2], torch.tensor([1, 0]), ks=(1,), search=farthest)
+    expect_row(found, {'R@1': 200 / 3, 'RP': 200 / 3, 'MAP@R': 200 / 3},
+               'queries at 0, 180 and 80 degrees find what is least similar of 0 and 180: of their class are 2 of 3')
 
 
 # ---- evaluation of a network
