@@ -27,7 +27,7 @@ def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys, error,
     assert (stop.value.code, capsys.readouterr().err) == (code, text)
 
 
-@pytest.mark.parametrize('bug', [KeyError('x'), torch.linalg.LinAlgError('singular'), ValueError('x'), RuntimeError('x')])
+@pytest.mark.parametrize('bug', [KeyError('x'), torch.linalg.LinAlgError('x'), ValueError('x'), RuntimeError('x')])
 def test_a_bug_keeps_its_traceback(bug):
     with pytest.raises(type(bug)):
         common.cli(Mock(side_effect=bug))
