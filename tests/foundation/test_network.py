@@ -178,6 +178,7 @@ def test_a_network_with_several_outputs_or_without_such_weights_is_refused():
         common.load_network('vit_h_14', 'imagenet')
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_mixes_resumes_and_is_evaluated(run, capsys):
     """It has no BatchNorm, so its chunks need none that is frozen."""
     flags = '--arch swin_t --chunk 3 --mixup input feature embed --name mine --epochs 1 --steps 3 --precision fp32'

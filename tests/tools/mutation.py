@@ -1,0 +1,139 @@
+"""Mistakes that mutmut makes from the syntax tree, and that a test must notice. By hand, not by pytest.
+
+    pip install mutmut                                # 3.8 or newer; on Linux or a Mac
+    python tests/tools/mutation.py train_ms           # a file
+    python tests/tools/mutation.py common.Embedder common.k_nearest          # classes and functions of a file
+
+mutmut changes one operator, number, argument or string at a time, and runs the tests that reach the changed function.
+What it cannot make is in mutants.txt. It wants its settings at the top of a project and writes beside them, so it works
+in a copy. A mutant that no test notices survives, and is printed as a diff, unless EQUIVALENT says of so many mutants
+of its function that they change nothing. The exit code is 1 where one survives.
+"""
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = """
+[mutmut]
+source_paths=
+    {files}
+also_copy=
+    {others}
+# texts for people, which may be worded in another way
+do_not_mutate_patterns=
+    help=
+    raise
+    print\\(
+    common\\.parser\\(
+    add_argument_group\\(
+pytest_add_cli_args_test_selection=
+    -m
+    not slow
+    {tests}
+"""
+NO_TESTS = 33                                   # mutmut's code for a function that no test calls
+# What changes nothing wherever it stands: tests run on the CPU, and float('INF') is float('inf').
+ANYWHERE = [(r',? *device=[\w.]+', ''), (r"float\('(-?)INF'\)", r"float('\1inf')")]
+# {function: (number of its mutants that change nothing, why)}. A rename of what is inside it does not matter.
+EQUIVALENT = {}
+
+
+def tests_of(name):
+    """Paths of the tests that are likely to notice mistakes in a file"""
+    if name.startswith('train_'):
+        files = [f'papers/test_{part}.py' for part in (name.removeprefix('train_'), 'losses', 'wiring', 'recipes')]
+        return [*files, 'foundation/test_command_line.py']
+    return ['evaluation'] if name == 'eval' else ['foundation', 'papers/test_wiring.py']
+
+
+def without_decorators(text):
+    """mutmut leaves decorated functions alone, so the copy decorates them in a line of its own: f = decorator(f)"""
+    lines = text.splitlines(keepends=True)
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef) and node.decorator_list:
+            lines[node.end_lineno:node.end_lineno] = [f'{node.name} = {ast.unparse(decorator)}({node.name})\n'
+                                                      for decorator in reversed(node.decorator_list)]
+            del lines[node.decorator_list[0].lineno - 1:node.lineno - 1]
+    return ''.join(lines)
+
+
+def patterns(names):
+    """common.k_nearest, common.Embedder or common, as mutmut names their mutants"""
+    for name in names:
+        module, _, inside = name.partition('.')
+        yield f'{module}.xǁ{inside}ǁ*' if inside[:1].isupper() else f'{module}.x_{inside}__*' if inside else f'{name}.*'
+
+
+def function_of(mutant):
+    """train_ms.x_mine__mutmut_3 -> train_ms.mine, common.xǁEmbedderǁhead__mutmut_1 -> common.Embedder.head"""
+    return re.sub(r'^(\w+)\.x(_|ǁ)', r'\1.', mutant.split('__mutmut_')[0]).replace('ǁ', '.')
+
+
+def mutmut(*words, **options):
+    environment = os.environ | dict(OMP_NUM_THREADS='1')
+    return subprocess.run([sys.executable, '-m', 'mutmut', *words], env=environment, text=True, **options)
+
+
+def results(copy, modules):
+    """{mutant: exit code of its tests} of the mutants that were tried"""
+    codes = {}
+    for module in modules:
+        codes |= json.loads((copy / f'mutants/{module}.py.meta').read_text())['exit_code_by_key']
+    return {mutant: code for mutant, code in codes.items() if code is not None}
+
+
+def main(names):
+    """Tries the mutants -> how many survive"""
+    modules = sorted({name.split('.')[0] for name in names})
+    start = time.time()
+    with TemporaryDirectory() as folder:
+        copy = shutil.copytree(ROOT, Path(folder, 'copy'), ignore=shutil.ignore_patterns('.*', 'runs', 'cache', 'data'))
+        for module in modules:
+            file = copy / f'{module}.py'
+            file.write_text(without_decorators(file.read_text()))
+        others = [path.name for path in copy.iterdir() if path.stem not in modules]
+        tests = dict.fromkeys(f'tests/{path}' for module in modules for path in tests_of(module))
+        (copy / 'setup.cfg').write_text(SETTINGS.format(
+            files='\n    '.join(f'{module}.py' for module in modules), others='\n    '.join(others),
+            tests='\n    '.join(tests)))
+        mutmut('run', '--max-children', str(os.cpu_count()), *patterns(names), cwd=copy)
+        codes = results(copy, modules)
+        alive = defaultdict(list)
+        equivalent = Counter()
+        for mutant in (mutant for mutant, code in codes.items() if code in (0, NO_TESTS)):
+            diff = mutmut('show', mutant, cwd=copy, stdout=subprocess.PIPE).stdout
+            old, new = ([line[1:] for line in diff.splitlines() if re.match(rf'\{sign}(?!\{sign})', line)]
+                        for sign in '-+')
+            for pattern, replacement in ANYWHERE:
+                old, new = ([re.sub(pattern, replacement, line) for line in lines] for lines in (old, new))
+            if old == new:
+                equivalent[mutant.split('.')[0]] += 1
+            else:
+                alive[function_of(mutant)].append(diff)
+    for function, diffs in alive.items():
+        number, why = EQUIVALENT.get(function, (0, ''))
+        equivalent[function.split('.')[0]] += min(number, len(diffs))
+        if len(diffs) > number:
+            print(f'\n{function}: {len(diffs)} survive, of which {number} change nothing: {why}', *diffs, sep='\n')
+    survive = Counter({module: 0 for module in modules})
+    for module in modules:
+        made = [code for mutant, code in codes.items() if mutant.startswith(f'{module}.')]
+        noticed = sum(code not in (0, NO_TESTS) for code in made)
+        survive[module] = len(made) - noticed - equivalent[module]
+        print(f'{module}: {len(made)} mutants, {noticed} noticed, {equivalent[module]} equivalent, '
+              f'{survive[module]} survive')
+    print(f'{(time.time() - start) / 60:.0f} minutes')
+    return survive.total()
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]) > 0 if sys.argv[1:] else __doc__)
