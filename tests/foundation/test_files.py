@@ -133,6 +133,7 @@ def test_a_closed_stdout_ends_no_run(monkeypatch):
     assert sys.stdout.name == os.devnull
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next_that_writes_it(tmp_path):
     """But not what a living process still writes, or one of another machine, and nothing of other files."""
     gone = subprocess.Popen([sys.executable, '-c', ''])

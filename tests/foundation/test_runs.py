@@ -55,6 +55,7 @@ def test_default_names_count_up_and_any_other_is_that_of_a_new_folder(run, small
             run(train_ms, '--name', name)
 
 
+@pytest.mark.slow
 def test_a_folder_belongs_to_one_run(run, small, capsys, monkeypatch):
     """Of two starts at once the second ends in one line; what a killed run held is free again."""
     holds = 'import common, sys, time; from pathlib import Path; sys.stdout.reconfigure(line_buffering=True)\n'

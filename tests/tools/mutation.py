@@ -30,8 +30,8 @@ also_copy=
     {others}
 # texts for people, which may be worded in another way
 do_not_mutate_patterns=
-    help=
-    raise
+    ^help=
+    ^ *raise
     print\\(
     common\\.parser\\(
     add_argument_group\\(
@@ -106,7 +106,8 @@ def main(names):
         copy = shutil.copytree(ROOT, Path(folder, 'copy'), ignore=shutil.ignore_patterns('.*', 'runs', 'cache', 'data'))
         for module in modules:
             file = copy / f'{module}.py'
-            file.write_text(without_decorators(file.read_text()))
+            text = without_decorators(file.read_text())
+            file.write_text(re.sub(r',\s*help=', ',\nhelp=', text))           # in a line of its own, to be left alone
         others = [path.name for path in copy.iterdir() if path.stem not in modules]
         tests = dict.fromkeys(f'tests/{path}' for module in modules for path in tests_of(module))
         (copy / 'setup.cfg').write_text(SETTINGS.format(
@@ -114,6 +115,8 @@ def main(names):
             tests='\n    '.join(tests)))
         mutmut('run', '--max-children', str(os.cpu_count()), *patterns(names), cwd=copy)
         codes = results(copy, modules)
+        if not codes:
+            sys.exit('mutmut has tried none: see above. Tests that fail without a mistake, or no function of this name')
         alive = defaultdict(list)
         equivalent = Counter()
         for mutant in (mutant for mutant, code in codes.items() if code in (0, NO_TESTS)):
