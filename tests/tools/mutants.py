@@ -75,10 +75,12 @@ def start(folder, file, first, old, new):
         paths = test_files()
         others = sorted(paths.keys() - {*first, *READERS})
         options = '-xq --tb=no -p no:cacheprovider -p no:faulthandler --basetemp'.split() + [str(folder / 'pytest')]
-        for names in (first, others):
-            status = pytest.main(options + [paths[name] for name in names])
-            if status:
+        for names, quick in ((first, ['-m', 'not slow']), (first, ['-m', 'slow']), (others, [])):
+            status = pytest.main(options + quick + [paths[name] for name in names])
+            if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 break
+        else:
+            status = 0
     os._exit(status)
 
 

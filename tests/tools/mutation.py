@@ -3,12 +3,14 @@
     pip install mutmut                                # 3.8 or newer; on Linux or a Mac
     python tests/tools/mutation.py train_ms           # a file
     python tests/tools/mutation.py common.Embedder common.k_nearest          # classes and functions of a file
+    python tests/tools/mutation.py common.k_nearest --tests retrieval        # by these test files only, which is faster
 
 mutmut changes one operator, number, argument or string at a time, and runs the tests that reach the changed function.
 What it cannot make is in mutants.txt. It wants its settings at the top of a project and writes beside them, so it works
 in a copy. A mutant that no test notices survives, and is printed as a diff, unless EQUIVALENT says of so many mutants
 of its function that they change nothing. The exit code is 1 where one survives.
 """
+import argparse
 import ast
 import json
 import os
@@ -35,6 +37,9 @@ do_not_mutate_patterns=
     print\\(
     common\\.parser\\(
     add_argument_group\\(
+# of what the tests take without a mistake; one may lead into a loop without an end
+timeout_multiplier=3
+timeout_constant=10
 pytest_add_cli_args_test_selection=
     -m
     not slow
@@ -98,8 +103,8 @@ def results(copy, modules):
     return {mutant: code for mutant, code in codes.items() if code is not None}
 
 
-def main(names):
-    """Tries the mutants -> how many survive"""
+def main(names, chosen):
+    """Tries the mutants by the chosen test files, or by those that are likely to notice -> how many survive"""
     modules = sorted({name.split('.')[0] for name in names})
     start = time.time()
     with TemporaryDirectory() as folder:
@@ -109,7 +114,9 @@ def main(names):
             text = without_decorators(file.read_text())
             file.write_text(re.sub(r',\s*help=', ',\nhelp=', text))           # in a line of its own, to be left alone
         others = [path.name for path in copy.iterdir() if path.stem not in modules]
-        tests = dict.fromkeys(f'tests/{path}' for module in modules for path in tests_of(module))
+        tests = [f'tests/{path}' for path in dict.fromkeys(path for module in modules for path in tests_of(module))]
+        if chosen:
+            tests = [str(path.relative_to(ROOT)) for name in chosen for path in ROOT.glob(f'tests/*/test_{name}.py')]
         (copy / 'setup.cfg').write_text(SETTINGS.format(
             files='\n    '.join(f'{module}.py' for module in modules), others='\n    '.join(others),
             tests='\n    '.join(tests)))
@@ -146,4 +153,8 @@ def main(names):
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]) > 0 if sys.argv[1:] else __doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('names', nargs='+', help='train_ms, common.Embedder, common.k_nearest, ...')
+    parser.add_argument('--tests', nargs='+', default=[], help='network, retrieval, ...')
+    args = parser.parse_args()
+    sys.exit(main(args.names, args.tests) > 0)
