@@ -1,6 +1,6 @@
 """Mistakes that no tool makes from the syntax tree, and that a test must notice. By hand, not by pytest.
 
-    python tests/tools/mutants.py                     # all of them, in MINUTES minutes on two cores
+    python tests/tools/mutants.py                     # all of them
     python tests/tools/mutants.py train_hse warm-up   # those whose file, or line in the list, has one of these words
 
 mutation.py, beside this file, changes operators, numbers and arguments wherever they stand. The list, mutants.txt, has

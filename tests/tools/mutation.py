@@ -1,7 +1,7 @@
 """Mistakes that mutmut makes from the syntax tree, and that a test must notice. By hand, not by pytest.
 
     pip install mutmut                                # 3.8 or newer; on Linux or a Mac
-    python tests/tools/mutation.py train_ms           # a file
+    python tests/tools/mutation.py train_ms           # a file; in two minutes on two cores
     python tests/tools/mutation.py common.Embedder common.k_nearest          # classes and functions of a file
     python tests/tools/mutation.py common.k_nearest --tests retrieval        # by these test files only, which is faster
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -157,4 +158,6 @@ if __name__ == '__main__':
     parser.add_argument('names', nargs='+', help='train_ms, common.Embedder, common.k_nearest, ...')
     parser.add_argument('--tests', nargs='+', default=[], help='network, retrieval, ...')
     args = parser.parse_args()
+    if not find_spec('mutmut'):
+        sys.exit('mutmut is not installed: pip install mutmut')
     sys.exit(main(args.names, args.tests) > 0)
