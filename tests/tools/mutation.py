@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from difflib import unified_diff
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,6 +47,7 @@ pytest_add_cli_args_test_selection=
     not slow
     {tests}
 """
+NOT_LINES = ('---', '+++', '@@ ')                # of a diff
 NO_TESTS = 33                                   # mutmut's code for a function that no test calls
 # What changes nothing wherever it stands, and is taken out before old and new are compared: tests run on the CPU,
 # float('INF') is float('inf'), and dim=1 is the default of normalize.
@@ -91,17 +93,25 @@ def function_of(mutant):
     return re.sub(r'^(\w+)\.x(_|ǁ)', r'\1.', mutant.split('__mutmut_')[0]).replace('ǁ', '.')
 
 
-def mutmut(*words, **options):
-    environment = os.environ | dict(OMP_NUM_THREADS='1')
-    return subprocess.run([sys.executable, '-m', 'mutmut', *words], env=environment, text=True, **options)
-
-
 def results(copy, modules):
     """{mutant: exit code of its tests} of the mutants that were tried"""
     codes = {}
     for module in modules:
         codes |= json.loads((copy / f'mutants/{module}.py.meta').read_text())['exit_code_by_key']
     return {mutant: code for mutant, code in codes.items() if code is not None}
+
+
+def versions(copy, mutant):
+    """Lines of the function of a mutant, without and with the mistake, both without what changes nothing"""
+    module, name = mutant.split('.')
+    lines = (copy / f'mutants/{module}.py').read_text().splitlines()
+    spans = json.loads((copy / f'mutants/{module}.py.spans').read_text())['spans']      # first and last line of each
+    for key in (re.sub(r'mutmut_\d+$', 'mutmut_orig', name), name):
+        first, last = spans[key]
+        text = '\n'.join(lines[first - 1:last]).replace(key, 'f')
+        for pattern, replacement in ANYWHERE:
+            text = re.sub(pattern, replacement, text)
+        yield text.splitlines()
 
 
 def main(names, chosen):
@@ -121,22 +131,20 @@ def main(names, chosen):
         (copy / 'setup.cfg').write_text(SETTINGS.format(
             files='\n    '.join(f'{module}.py' for module in modules), others='\n    '.join(others),
             tests='\n    '.join(tests)))
-        mutmut('run', '--max-children', str(os.cpu_count()), *patterns(names), cwd=copy)
+        subprocess.run([sys.executable, '-m', 'mutmut', 'run', '--max-children', str(os.cpu_count()),
+                        *patterns(names)], cwd=copy, env=os.environ | dict(OMP_NUM_THREADS='1'))
         codes = results(copy, modules)
         if not codes:
             sys.exit('mutmut has tried none: see above. Tests that fail without a mistake, or no function of this name')
         alive = defaultdict(list)
         equivalent = Counter()
         for mutant in (mutant for mutant, code in codes.items() if code in (0, NO_TESTS)):
-            diff = mutmut('show', mutant, cwd=copy, stdout=subprocess.PIPE).stdout
-            old, new = ([line[1:] for line in diff.splitlines() if re.match(rf'\{sign}(?!\{sign})', line)]
-                        for sign in '-+')
-            for pattern, replacement in ANYWHERE:
-                old, new = ([re.sub(pattern, replacement, line) for line in lines] for lines in (old, new))
+            old, new = versions(copy, mutant)
             if old == new:
                 equivalent[mutant.split('.')[0]] += 1
             else:
-                alive[function_of(mutant)].append(diff)
+                changed = unified_diff(old, new, n=0, lineterm='')
+                alive[function_of(mutant)].append('\n'.join(line for line in changed if line[:3] not in NOT_LINES))
     for function, diffs in alive.items():
         number, why = EQUIVALENT.get(function, (0, ''))
         equivalent[function.split('.')[0]] += min(number, len(diffs))
