@@ -51,7 +51,7 @@ NOT_LINES = ('---', '+++', '@@ ')                # of a diff
 NO_TESTS = 33                                   # mutmut's code for a function that no test calls
 # What changes nothing wherever it stands, and is taken out before old and new are compared: tests run on the CPU,
 # float('INF') is float('inf'), and dim=1 is the default of normalize.
-ANYWHERE = [(r',? *device=[\w.]+', ''), (r'\.to\((args\.device|None)\)', ''), (r"'(-?)INF'", r"'\1inf'"),
+ANYWHERE = [(r',? *device=[\w.]+', ''), (r'\.to\((\w+\.device|None)\)', ''), (r"'(-?)INF'", r"'\1inf'"),
             (r', \)', ')'), (r'(F\.normalize\([\w.]+(\(\))?), dim=1\)', r'\1)')]
 # {function: (number of its mutants that change nothing, why)}. A rename of what is inside it does not matter.
 EQUIVALENT = {
