@@ -150,8 +150,10 @@ def test_metrix_eq1_in_half_precision():
     expect_raised(lambda z: contrastive_similarity_loss(z, y), 'Metrix Eq. (1)', z)
 
 
-def test_metrix_eq1_sum_and_mean_can_be_chosen_and_nothing_else():
-    for reduction in ('mean', 'sum'):
-        assert get_args(['--form', 'similarity', '--reduction', reduction]).reduction == reduction
-    with pytest.raises(UsageError, match='--reduction: invalid choice'):
-        get_args(['--form', 'similarity', '--reduction', 'max'])
+@pytest.mark.parametrize('flags, values', [('--form similarity --reduction', ['mean', 'sum']),
+                                           ('--form', ['distance', 'similarity']), ('--power', ['1', '2'])])
+def test_rc_eq1_and_metrix_eq1_forms_that_can_be_chosen(flags, values):
+    for value in values:
+        assert str(vars(get_args([*flags.split(), value]))[flags.split('--')[-1]]) == value
+    with pytest.raises(UsageError, match='invalid choice'):
+        get_args([*flags.split(), '3'])

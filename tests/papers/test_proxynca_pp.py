@@ -7,6 +7,7 @@ from conftest import on_circle, unit
 from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 import train_proxynca_pp
+from common import UsageError
 from train_proxynca_pp import get_args, proxynca_loss, proxynca_pp_loss
 
 IMAGES, LABELS, PROXIES = (0, 70, 200, 40), [2, 0, 5, 2], (90, 250, 20, 300, 130, 150)
@@ -70,6 +71,13 @@ def test_networks_of_the_protocol_have_no_layer_norm(before_training):
 
 def test_proxies_may_learn_more_slowly_than_the_network():
     assert get_args(['--proxy-lr-mult', '0.5']).proxy_lr_mult == 0.5
+
+
+def test_both_losses_can_be_chosen_and_no_other():
+    for name in ('proxynca_pp', 'proxynca'):
+        assert get_args(['--loss', name]).loss == name
+    with pytest.raises(UsageError, match='--loss: invalid choice'):
+        get_args(['--loss', 'nca'])
 
 
 def test_sgd_has_no_eps(before_training):
