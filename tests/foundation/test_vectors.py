@@ -13,6 +13,7 @@ from torch import nn
 import common
 import eval as evaluation
 import train_ccl
+import train_contrastive
 import train_hse
 import train_metrix
 import train_ms
@@ -175,7 +176,8 @@ def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors)
     assert rows[0][0] == rows[1][0] == raw['MAP@R'] != rows[0][-1] == rows[1][-1]
 
 
-@pytest.mark.parametrize('script', [train_ms, train_proxy_anchor, train_proxynca_pp, train_ccl, train_metrix])
+@pytest.mark.parametrize('script', [train_contrastive, train_ms, train_proxy_anchor, train_proxynca_pp, train_ccl,
+                                    train_metrix])
 def test_each_script_begins_with_the_result_of_the_vectors(vectors, script):
     """Also where it has LayerNorm before the head, or a head of its own"""
     data = load(vectors)

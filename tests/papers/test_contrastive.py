@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from conftest import on_circle, unit
 from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
-from train_contrastive import contrastive_loss, contrastive_similarity_loss, distances
+from common import UsageError
+from train_contrastive import contrastive_loss, contrastive_similarity_loss, distances, get_args
 
 
 def chord(degrees):
@@ -147,3 +148,12 @@ def test_metrix_eq1_of_one_class_is_the_pull_and_of_different_ones_the_push():
 def test_metrix_eq1_in_half_precision():
     z, y = four_points()
     expect_raised(lambda z: contrastive_similarity_loss(z, y), 'Metrix Eq. (1)', z)
+
+
+@pytest.mark.parametrize('flags, values', [('--form similarity --reduction', ['mean', 'sum']),
+                                           ('--form', ['distance', 'similarity']), ('--power', ['1', '2'])])
+def test_rc_eq1_and_metrix_eq1_forms_that_can_be_chosen(flags, values):
+    for value in values:
+        assert str(vars(get_args([*flags.split(), value]))[flags.split('--')[-1]]) == value
+    with pytest.raises(UsageError, match='invalid choice'):
+        get_args([*flags.split(), '3'])

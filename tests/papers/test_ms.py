@@ -107,5 +107,8 @@ def test_metrix_eq2_with_the_miner(epsilon):
 
 def test_metrix_eq2_miner_drops_what_is_just_as_hard():
     """Four axes: all similarities are 0, so with epsilon 0 no pair is harder than the hardest of the other kind."""
-    expect(multi_similarity_loss(torch.eye(4).double(), torch.tensor([5, 2, 5, 2]), epsilon=0), 0,
+    z, y = torch.eye(4).double(), torch.tensor([5, 2, 5, 2])
+    kept = [int(mask.sum()) for mask in mine(z @ z.T, y, 0)]
+    expect(kept, [0, 0], 'positives, negatives that the miner keeps of four orthogonal images of classes 5, 2, 5, 2')
+    expect(multi_similarity_loss(z, y, epsilon=0), 0,
            'Metrix Eq. (2) with epsilon 0 of four orthogonal images of classes 5, 2, 5, 2')

@@ -7,7 +7,8 @@ from conftest import on_circle, unit
 from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 import train_proxynca_pp
-from train_proxynca_pp import proxynca_loss, proxynca_pp_loss
+from common import UsageError
+from train_proxynca_pp import get_args, proxynca_loss, proxynca_pp_loss
 
 IMAGES, LABELS, PROXIES = (0, 70, 200, 40), [2, 0, 5, 2], (90, 250, 20, 300, 130, 150)
 WHERE = f'of images at {IMAGES} degrees, of classes {LABELS}, and proxies of 6 classes at {PROXIES}'
@@ -66,6 +67,22 @@ def test_networks_of_the_protocol_have_no_layer_norm(before_training):
     for flags, norm in ('', True), ('--protocol reality-check --weights imagenet --fold 0/3', False):
         model = before_training(train_proxynca_pp, *flags.split()).model
         assert isinstance(model.norm, torch.nn.LayerNorm) == norm and model.linear.bias.any(), 'kaiming has a bias of 0'
+
+
+def test_proxies_may_learn_more_slowly_than_the_network():
+    assert get_args(['--proxy-lr-mult', '0.5']).proxy_lr_mult == 0.5
+
+
+def test_both_losses_can_be_chosen_and_no_other():
+    for name in ('proxynca_pp', 'proxynca'):
+        assert get_args(['--loss', name]).loss == name
+    with pytest.raises(UsageError, match='--loss: invalid choice'):
+        get_args(['--loss', 'nca'])
+
+
+def test_sgd_has_no_eps(before_training):
+    assert 'eps' not in before_training(train_proxynca_pp, '--optimizer', 'sgd').optimizer.defaults
+    assert before_training(train_proxynca_pp, '--eps', '0.5').optimizer.defaults['eps'] == 0.5
 
 
 # ---- Proxy-NCA

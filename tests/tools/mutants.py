@@ -1,10 +1,12 @@
-"""One-line changes that are wrong, and that a test must notice. By hand, not by pytest.
+"""Mistakes that no tool makes from the syntax tree, and that a test must notice. By hand, not by pytest.
 
-    python tests/tools/mutants.py                     # all of them, in 25 minutes on two cores; prints the survivors
+    python tests/tools/mutants.py                     # all of them
     python tests/tools/mutants.py train_hse warm-up   # those whose file, or line in the list, has one of these words
 
-The list is mutants.txt, beside this file. A heading names a file, and the test files that are likely to notice its
-mistakes. A line `old ==> new ## why` is a mistake; `old` stands once in the file. Each mistake is made in a copy of the
+mutation.py, beside this file, changes operators, numbers and arguments wherever they stand. The list, mutants.txt, has
+what is left: a gradient detached, a function or a flag replaced by another, a value of a recipe. A heading names a
+file, and the test files that are likely to notice its mistakes. A line `old ==> new ## why` is a mistake; `old` stands
+once in the file, and should quote little, so that renames seldom break it. Each mistake is made in a copy of the
 project, and the tests run there until one fails: first those that the heading names, then the others. Where none fails,
 the mutant survives: that line could be wrong without anybody noticing.
 
@@ -73,10 +75,12 @@ def start(folder, file, first, old, new):
         paths = test_files()
         others = sorted(paths.keys() - {*first, *READERS})
         options = '-xq --tb=no -p no:cacheprovider -p no:faulthandler --basetemp'.split() + [str(folder / 'pytest')]
-        for names in (first, others):
-            status = pytest.main(options + [paths[name] for name in names])
-            if status:
+        for names, quick in ((first, ['-m', 'not slow']), (first, ['-m', 'slow']), (others, [])):
+            status = pytest.main(options + quick + [paths[name] for name in names])
+            if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 break
+        else:
+            status = 0
     os._exit(status)
 
 
