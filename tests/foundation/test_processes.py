@@ -67,7 +67,7 @@ def test_each_process_loads_and_embeds_its_share(folder, tmp_path):
     assert len(expected['embedded'][0]) == 2 and len(expected['embedded'][1]) == 11
 
 
-def test_a_batch_that_has_no_equal_shares_is_refused(monkeypatch):
+def test_a_batch_that_cannot_be_shared_evenly_is_refused(monkeypatch):
     monkeypatch.setattr(common, 'world_size', lambda: 2)
     batches = common.StepBatches([[0, 1, 2]], 0)
     batches.start(1, range(1))
