@@ -1102,6 +1102,7 @@ def images_below(root):
             continue
         seen.add(place)
         folders[:] = sorted(name for name in folders if not is_hidden(name))
+        check_names(folder, folders)
         class_ = Path(folder).relative_to(root).as_posix()
         for name in sorted(files):
             if not is_hidden(name):
@@ -1112,24 +1113,19 @@ def images_below(root):
         raise UsageError(f'there are no images in {root}')
     if others := [path for path, class_ in others if class_ != '.']:
         warn(f'{root}: {len(others)} files are not read, the first is {others[0]}; convert images among them to JPEG')
-    check_names(root, {class_ for _, class_ in images})
     return images
 
 
-def check_names(root, classes):
-    """Raises UsageError if two folders next to each other are read as classes, but look like splits: nobody wants to
-    train on the test set. One such folder may be a class."""
+def check_names(folder, names):
+    """Raises UsageError if folders next to each other look like different splits, but would be read as classes: nobody
+    wants to train on the test set. A single one may be a class."""
     words = {'train', 'training', 'trainset', 'test', 'testing', 'testset', 'val', 'valid', 'validation', 'query',
              'gallery'}
-    suspects = {}                                           # {folder: names of its folders that look like splits}
-    for class_ in classes:
-        for folder in [Path(class_), *Path(class_).parents]:
-            if words & {word.lower() for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', folder.name)}:
-                suspects.setdefault(folder.parent, set()).add(folder.name)
-    for folder, names in suspects.items():
-        if len(names) > 1:
-            raise UsageError(f'{" and ".join(sorted(names))} in {root / folder} look like splits, but would be read as '
-                             'classes: rename them to train and test, and let --data name the folder that has them')
+    looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z0-9]+|[A-Z0-9]+', name)
+             if word.lower() in words}                      # {name: beginning of train, test, val, query or gallery}
+    if len({*looks.values()}) > 1:
+        raise UsageError(f'{" and ".join(looks)} in {folder} look like splits, but would be read as classes: rename '
+                         'them to train and test, and let --data name the folder that has them')
 
 
 def read_vectors(root):

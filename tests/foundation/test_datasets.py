@@ -149,7 +149,9 @@ def class_names(images):
     ('a b c d e', 'a b', 'c d e'), ('train/x train/y test/a test/b', 'x y', 'a b'),
     ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'), ('train a b c', 'a b', 'c train'),
     ('Test/x Test/y others/x others/y', 'Test/x Test/y', 'others/x others/y'),
-    ('train/x train/y test/b/front test/b/rear', 'x y', 'b/front b/rear')])
+    ('train/x train/y test/b/front test/b/rear', 'x y', 'b/front b/rear'),
+    ('train/train0 train/train1 test/test_a test/test_b', 'train0 train1', 'test_a test_b'),
+    ('test_1 test_2 test_3 train1', 'test_1 test_2', 'test_3 train1')])
 def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
     draw_folder(tmp_path, folders.split(), per_class=2)
@@ -171,7 +173,7 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
     ('imagesTrain/x imagesTest/y', 'imagesTest and imagesTrain in'), ('my_train/x my_val/y', 'my_train and my_val in'),
-    ('train/x train/y train2/z', 'train and train2 in'),
+    ('train/x train/y val_2/z', 'train and val_2 in'),
     ('shop/train/x shop/train/y shop/test/a', 'test and train in {root}/shop look like splits')])
 def test_folders_that_do_not_tell_or_look_like_splits_are_refused(tmp_path, folders, message):
     draw_folder(tmp_path, folders.split(), per_class=1)
