@@ -1657,7 +1657,7 @@ FLAGS = {
         '--device': dict(type=device, default='auto', help='auto, cpu, cuda, cuda:1, mps'),
         '--precision': dict(choices=['auto', 'bf16', 'fp32'], default='auto',
                             help='of the trunk; fp32 has TF32 convolutions on CUDA'),
-        '--compile': dict(action=SWITCH, default=False, help='torch.compile of the trunk: slow at first, then faster'),
+        '--compile': dict(action=SWITCH, default=False, help='torch.compile of the trunk, with torch 2.7 or newer'),
         '--chunk': dict(type=at_least(0), default=0,
                         help='images that the trunk processes at a time, to save memory; 0: all'),
     },

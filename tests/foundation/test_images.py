@@ -199,7 +199,7 @@ def test_what_a_train_transform_draws_follows_from_the_integers_only():
     """The generators of Python, NumPy and torch are left as they were."""
     images = Images([noise(4, 4)] * 2, ['a', 'b'], train_transform=three_draws)
     before = generators()
-    draws = {numbers: images[0, *numbers][0] for numbers in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2))}
+    draws = {numbers: images[(0, *numbers)][0] for numbers in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2))}
     assert generators() == before
     common.set_seed(5)
     assert images[1, 1, 2, 3][0] == draws[1, 2, 3], 'and neither from the image nor from what was drawn before'

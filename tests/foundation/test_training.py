@@ -190,6 +190,7 @@ def test_compile_reaches_the_trunk_and_leaves_its_names(run, small, monkeypatch)
     assert 'trunk.conv1.weight' in common.read_checkpoint('runs/x')['model']
 
 
+@pytest.mark.skipif(torch.__version__ < '2.7', reason='torch 2.6 skips the frames of a torch.nn.Sequential')
 @pytest.mark.parametrize('flags, graphs', [('', 1), ('--warmup 1', 2)])
 def test_the_trunk_is_compiled_once_and_not_for_evaluations(run, small, monkeypatch, flags, graphs):
     """These have batches of other sizes. In the warm-up the trunk has no gradients, which is another graph."""
