@@ -194,15 +194,18 @@ def make_trunk(arch, weights='none'):
     if arch == 'none':
         return Rescale()
     if arch.startswith('timm:'):
-        name = arch.removeprefix('timm:')
-        if not import_timm().is_model(name):
+        timm, name = import_timm(), arch.removeprefix('timm:')
+        if not timm.is_model(name):
             raise UsageError(f'timm has no model {name}')
-        trunk = import_timm().create_model(name, pretrained=weights == 'imagenet', num_classes=0)
-        return load_weights(trunk, weights)
+        trunk = timm.create_model(name, pretrained=weights == 'imagenet', num_classes=0)
+        return load_weights(trunk, weights, timm.get_pretrained_cfg(name).classifier)
     if arch not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(f'--arch {arch} is neither a classifier of torchvision, such as resnet50, swin_t or vit_b_16, '
                          'nor timm:NAME')
-    network = torchvision.models.get_model(arch, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
+    try:
+        network = torchvision.models.get_model(arch, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
+    except (OSError, RuntimeError, ValueError) as error:    # no connection, a wrong hash, no such weights
+        raise UsageError(f'no ImageNet weights for {arch}: {error}; name a file of them: --weights FILE') from error
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise UsageError(f'--arch {arch} has no linear classifier that could be cut off')
@@ -215,7 +218,7 @@ def make_trunk(arch, weights='none'):
     return load_weights(network, weights, classifier)
 
 
-def load_weights(trunk, weights, classifier='head'):
+def load_weights(trunk, weights, classifier):
     """Loads a file of weights into a trunk: a state dict, whatever it is wrapped in, or a checkpoint of these scripts.
     The classifier's weights are left out. All others must fit."""
     if weights in ('none', 'imagenet'):
