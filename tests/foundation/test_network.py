@@ -75,10 +75,10 @@ def test_frozen_batchnorm_keeps_its_statistics_and_its_affine_weights_learn_afte
 
 
 def test_imagenet_weights_are_the_first_version(monkeypatch):
-    """IMAGENET1K_V1, from which the papers started; without a connection, torchvision raises an OSError."""
+    """IMAGENET1K_V1, from which the papers started; without a connection, one line names --weights FILE."""
     get_model = Mock(side_effect=OSError('no route'))
     monkeypatch.setattr(torchvision.models, 'get_model', get_model)
-    with pytest.raises(OSError, match='no route'):
+    with pytest.raises(UsageError, match='no ImageNet weights for resnet50: no route; .* --weights FILE'):
         Embedder('resnet50')
     get_model.assert_called_once_with('resnet50', weights='IMAGENET1K_V1')
 
