@@ -1373,10 +1373,11 @@ def about_data(args, data):
     """What a checkpoint says of its images: the classes that the network has seen, with those of a validation fold,
     because they choose the epoch; and a hash of classes, labels, and names and sizes of files"""
     sets = [images for images in (data.train, data.query, data.gallery) if images]
-    files = [[os.path.getsize(path) for path in images.pictures] if images.are_files else 0 for images in sets]
-    names = [[images.classes, images.labels.tolist(), list(map(os.path.basename, images.paths))] for images in sets]
+    content = [(images.classes, images.labels.tolist(),
+                [(os.path.basename(path), os.path.isfile(path) and os.path.getsize(path)) for path in images.paths])
+               for images in sets]
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []),
-                fingerprint=hashlib.sha256(repr([names, files]).encode()).hexdigest())
+                fingerprint=hashlib.sha256(repr(content).encode()).hexdigest())
 
 
 def resume(args, about, model, states, per_epoch, total):
