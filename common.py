@@ -831,7 +831,7 @@ def to_rgb(picture, min_side=None):
 
 
 def to_8_bits(grey):
-    """Grey values of 16 or 32 bits or floats -> uint8. Of integers from 0 on, as many bits are scaled as the largest one
+    """Grey values of 16 or 32 bits or floats -> uint8. Of integers from 0 on, as many bits are scaled as the largest
     needs, but at least 8; others are scaled from the smallest to the largest finite one."""
     is_float = grey.dtype.kind == 'f'
     grey = grey.astype(np.float64)
