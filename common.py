@@ -751,7 +751,13 @@ class Images(torch.utils.data.Dataset):
 
 
 def make_test_transform(resize=256, image_size=224, mean=MEAN, std=STD):
-    """PIL image -> (3, S, S): the shorter side becomes `resize` pixels, and the centre is cropped."""
+    """PIL image -> (3, S, S): the shorter side becomes `resize` pixels, and the centre is cropped.
+
+    A callable of your own may pad wide pictures to a square first, so that nothing is cut off:
+
+    >>> square = make_test_transform(256, 256)
+    >>> data.query.transform = lambda image: square(ImageOps.pad(image, (256, 256), color='white'))
+    """
     return with_min_side(resize, [v2.Resize(resize), v2.CenterCrop(image_size)], mean, std)
 
 

@@ -31,7 +31,8 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         with the highest balanced accuracy on the test images, which makes that accuracy
                         optimistic.
     copies              number of test images whose nearest training image has a cosine above 0.9999: the same photo, in
-                        another file perhaps; or all images, if the network maps them to one point
+                        another file perhaps; or all images, if the network maps them to one point. A large JPEG
+                        file, which is decoded at a reduced size, may differ more from its copy in another format
     balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
 With a gallery, the test images here are the queries. Alignment is left out if no two queries are of one class, and the
