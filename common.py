@@ -39,6 +39,7 @@ from datetime import timedelta
 from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 try:
     import fcntl
@@ -49,7 +50,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 import torchvision
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torch import distributed, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 from torchvision.transforms import v2
@@ -220,18 +221,31 @@ def make_trunk(arch, weights='none'):
 
 def load_weights(trunk, weights, classifier):
     """Loads a file of weights into a trunk: a state dict, whatever it is wrapped in, or a checkpoint of these scripts.
-    The classifier's weights are left out. All others must fit."""
+    The classifier's weights are left out. All others below the same prefix must fit."""
     if weights in ('none', 'imagenet'):
         return trunk
     saved = read_file(weights)
     with untrusted_file(weights):
-        for wrapper in ('state_dict', 'model_state_dict', 'model'):
-            saved = saved.get(wrapper, saved)
-        for prefix in ('module.', 'trunk.', 'backbone.', 'encoder.', 'model.'):     # of a wrapped or larger network
-            if trunk.state_dict().keys().isdisjoint(saved) and any(key.startswith(prefix) for key in saved):
-                saved = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
-        trunk.load_state_dict({key: value for key, value in saved.items() if not key.startswith(f'{classifier}.')})
+        saved = dict(named_tensors(saved))
+        # How many names of the trunk follow each prefix, such as '.', '.state_dict.module.' or '.model.trunk.'
+        fits = Counter(name.removesuffix(key) for name in saved for key in trunk.state_dict()
+                       if name.endswith(f'.{key}'))
+        best = [prefix for prefix in fits if fits[prefix] == max(fits.values())]
+        if len(best) != 1:
+            raise UsageError(f'{weights} should have the weights of one network like this one, and has {len(best)}: '
+                             f'{best}; save one alone')
+        trunk.load_state_dict({name.removeprefix(best[0]): value for name, value in saved.items()
+                               if name.startswith(best[0]) and not name.startswith(f'{best[0]}{classifier}.')})
     return trunk
+
+
+def named_tensors(saved, name=''):
+    """(name, tensor) of all tensors in dicts in dicts; the name has a dot before each key"""
+    if torch.is_tensor(saved):
+        yield name, saved
+    elif isinstance(saved, dict):
+        for key, value in saved.items():
+            yield from named_tensors(value, f'{name}.{key}')
 
 
 def import_timm():
@@ -599,16 +613,17 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
 def check_embeddings(query, query_labels, searched, searched_labels, within):
     """Raises UsageError if there is nothing to retrieve, an embedding is NaN or infinite, or shapes do not agree."""
-    if len(query) == 0 or len(searched) <= int(within):
-        raise UsageError(f'nothing to retrieve: {len(query)} queries, a gallery of {len(searched)} images')
-    if query.shape[1:] != searched.shape[1:]:
-        raise UsageError(f'queries {tuple(query.shape)} and gallery {tuple(searched.shape)} differ in size')
     for z, labels in ((query, query_labels), (searched, searched_labels)):
+        if not (torch.is_tensor(z) and torch.is_tensor(labels) and z.ndim == 2 and labels.shape == z.shape[:1]
+                and not labels.is_floating_point()):
+            raise UsageError('retrieval needs tensors (torch.as_tensor): embeddings (N, D), and N integers as labels; '
+                             f'these are {np.shape(z)} and {np.shape(labels)}, {getattr(labels, "dtype", "no tensor")}')
         if not z.isfinite().all():
             raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
-        if labels.is_floating_point() or labels.shape != z.shape[:1]:
-            raise UsageError(f'{len(z)} embeddings need {len(z)} integers as labels, and these are {labels.dtype} '
-                             f'{tuple(labels.shape)}')
+    if len(query) == 0 or len(searched) <= int(within):
+        raise UsageError(f'nothing to retrieve: {len(query)} queries, a gallery of {len(searched)} images')
+    if query.shape[1] != searched.shape[1]:
+        raise UsageError(f'queries {tuple(query.shape)} and gallery {tuple(searched.shape)} differ in size')
 
 
 def ranked_hits(s, hit):
@@ -692,11 +707,14 @@ class Images(torch.utils.data.Dataset):
 
     def __init__(self, pictures, labels, classes=None, superclasses=None, paths=None, transform=None,
                  train_transform=None):
-        labels = np.asarray(labels)
-        if labels.shape != (len(pictures),) or (labels != labels).any():
-            raise UsageError(f'{len(pictures)} images need as many labels, none of them NaN; these are {labels.shape}')
+        given, labels = labels, np.asarray(labels)
+        if labels.shape != (len(pictures),) or any(label is None or label != label for label in given):
+            raise UsageError(f'{len(pictures)} images need as many labels, none of them missing; these are '
+                             f'{labels.shape}')
         if classes is None:
             classes, labels = np.unique(labels, return_inverse=True)
+        elif not {*labels.tolist()} <= {*range(len(classes))}:
+            raise UsageError(f'beside {len(classes)} classes, labels are positions from 0 to {len(classes) - 1}')
         self.pictures = pictures
         self.labels = torch.as_tensor(labels).long()
         self.classes = list(map(str, classes))
@@ -736,7 +754,13 @@ class Images(torch.utils.data.Dataset):
 
 
 def make_test_transform(resize=256, image_size=224, mean=MEAN, std=STD):
-    """PIL image -> (3, S, S): the shorter side becomes `resize` pixels, and the centre is cropped."""
+    """PIL image -> (3, S, S): the shorter side becomes `resize` pixels, and the centre is cropped.
+
+    A callable of your own may pad wide pictures to a square first, so that nothing is cut off:
+
+    >>> square = make_test_transform(256, 256)
+    >>> data.query.transform = lambda image: square(ImageOps.pad(image, (256, 256), color='white'))
+    """
     return with_min_side(resize, [v2.Resize(resize), v2.CenterCrop(image_size)], mean, std)
 
 
@@ -785,35 +809,46 @@ def normalization(arch):
 def to_rgb(picture, min_side=None):
     """A path, PIL image or array -> PIL image in 8-bit RGB, upright as its EXIF data say, on white where it is
     transparent. Raises UsageError that names a file which cannot be read."""
-    if isinstance(picture, (str, os.PathLike)):
+    if not isinstance(picture, Image.Image):
         try:
+            if isinstance(picture, np.ndarray):
+                return to_rgb(Image.fromarray(picture))
             # Only the formats of is_image_file, whatever a file is called: for some others PIL starts a program.
-            with Image.open(picture, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP']) as image:
+            # PIL passes over damaged texts and profiles of a PNG file only if it may load truncated images. The pixels
+            # are loaded below, where it may not.
+            with mock.patch.object(ImageFile, 'LOAD_TRUNCATED_IMAGES', True):
+                file = Image.open(picture, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
+            with file:
                 if min_side:
-                    image.draft('RGB', (min_side, min_side))             # has an effect on JPEG files only
-                return to_rgb(image)
+                    file.draft('RGB', (min_side, min_side))              # has an effect on JPEG files only
+                return to_rgb(file)
         except Exception as error:                          # every image format has errors of its own
-            raise UsageError(f'cannot read the image {picture}: {error}; replace or remove it') from error
-    image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-    image.load()                                            # raises what is wrong with the pixels
+            raise UsageError(f'cannot read the image {getattr(picture, "shape", picture)}: {error}; replace or '
+                             'remove it') from error
+    picture.load()                                          # raises what is wrong with the pixels
     with suppress(Exception):                               # metadata that cannot be read do not spoil the pixels
-        image = ImageOps.exif_transpose(image)
-    if image.mode[0] in 'IF':
-        image = Image.fromarray(to_8_bits(np.asarray(image)))
-    if image.has_transparency_data:
-        image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA'))
+        picture = ImageOps.exif_transpose(picture)
+    if picture.mode[0] in 'IF':
+        grey = np.asarray(picture)
+        clear = grey == picture.info.get('transparency')    # a grey value, or None
+        picture = Image.fromarray(np.where(clear, np.uint8(255), to_8_bits(grey)))
+    if picture.has_transparency_data:
+        picture = Image.alpha_composite(Image.new('RGBA', picture.size, 'white'), picture.convert('RGBA'))
     # A line one pixel wide, resized to a shorter side of 256, would be an image of half a million pixels in length.
-    width, height = (min(side, 16 * min(image.size)) for side in image.size)
-    return v2.functional.center_crop(image.convert('RGB'), [height, width])
+    width, height = (min(side, 16 * min(picture.size)) for side in picture.size)
+    return v2.functional.center_crop(picture.convert('RGB'), [height, width])
 
 
 def to_8_bits(grey):
-    """Grey values of 16 or 32 bits or floats -> uint8. Of integers, as many bits are scaled as the largest one needs,
-    but at least 8; floats are scaled from the smallest to the largest finite one."""
-    low, high = 0, 2 ** max(8, int(grey.max()).bit_length()) - 1 if grey.dtype.kind in 'iu' else 1
-    if grey.dtype.kind == 'f' and np.isfinite(grey).any():
-        low, high = grey[np.isfinite(grey)].min(), grey[np.isfinite(grey)].max()
-    scaled = np.nan_to_num((grey.astype(np.float64) - low) / max(high - low, 1e-12))
+    """Grey values of 16 or 32 bits or floats -> uint8. Of integers from 0 on, as many bits are scaled as the largest
+    needs, but at least 8; others are scaled from the smallest to the largest finite one."""
+    is_float = grey.dtype.kind == 'f'
+    grey = grey.astype(np.float64)
+    finite = grey[np.isfinite(grey)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0, 1)
+    if low >= 0 and not is_float:
+        low, high = 0, 2 ** max(8, int(high).bit_length()) - 1
+    scaled = np.nan_to_num((grey - low) / ((high - low) or 1))
     return (255 * scaled.clip(0, 1)).round().astype(np.uint8)
 
 
@@ -904,6 +939,8 @@ class Dataset:
         self.query = query
         self.gallery = gallery or query
         self.ks = ks
+        if gallery and not query:
+            raise UsageError('there is a gallery, but there are no queries, which are searched for in it')
         if gallery and query.classes != gallery.classes:    # a class has one number in both
             classes = sorted({*query.classes, *gallery.classes})
             for images in (query, gallery):
@@ -1024,7 +1061,7 @@ def read_cars(root):
     if (root / 'anno_train.csv').exists():
         for split in ('train', 'test'):
             paths = {path.name: path for path in (root / 'car_data/car_data' / split).glob('*/*')}
-            for line in (root / f'anno_{split}.csv').read_text().split():
+            for [line] in split_lines(root / f'anno_{split}.csv'):
                 file, *_, number = line.split(',')
                 rows.append((paths[file], number))
     else:
@@ -1085,9 +1122,13 @@ def find_splits(names):
     return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
+SERVICE_FOLDERS = ['lost+found', '__MACOSX', 'System Volume Information', 'RECYCLER', 'FOUND.000', 'Temporary Items',
+                   'Network Trash Folder', '~snapshot']
+
+
 def is_hidden(name):
     """Whether a file or folder belongs to an operating system, a file server or a waste bin"""
-    return name[0] in '.@$#' or name in ('lost+found', '__MACOSX')
+    return name[0] in '.@$#' or name in SERVICE_FOLDERS
 
 
 def images_below(root):
@@ -1122,10 +1163,10 @@ def images_below(root):
 def check_names(folder, names):
     """Raises UsageError if folders next to each other look like different splits, but would be read as classes: nobody
     wants to train on the test set. A single one may be a class."""
-    words = {'train', 'training', 'trainset', 'test', 'testing', 'testset', 'val', 'valid', 'validation', 'query',
-             'gallery'}
-    looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z0-9]+|[A-Z0-9]+', name)
-             if word.lower() in words}                      # {name: beginning of train, test, val, query or gallery}
+    words = {*('train training trainset trainval test testing testset val valid validation dev eval evaluation query '
+               'probe gallery').split()}
+    looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)
+             if word.lower() in words}      # {name: beginning of a word}, such as test0: tes, testing_set: tes
     if len({*looks.values()}) > 1:
         raise UsageError(f'{" and ".join(looks)} in {folder} look like splits, but would be read as classes: rename '
                          'them to train and test, and let --data name the folder that has them')
@@ -1384,12 +1425,12 @@ def resume(args, about, model, states, per_epoch, total):
     """Loads the last checkpoint of a run into the model and `states` -> the epoch to continue with, the steps done, the
     rows, and the time of its start, moved so that the minutes of a row leave out the pause"""
     saved = read_checkpoint(args.resume / 'last.pt')
-    if saved['fingerprint'] != about['fingerprint']:
-        raise UsageError(f'{args.data} has other images than those that {args.resume} began with; start a new run')
     with untrusted_file(args.resume):
+        if saved['fingerprint'] != about['fingerprint']:
+            raise UsageError(f'{args.data} has other images than those that {args.resume} began with; start a new run')
         for name, part in dict(states, model=model).items():
             part.load_state_dict(saved[name])
-    epoch, done, rows = saved['epoch'], saved['step'], saved['rows']
+        epoch, done, rows = saved['epoch'], saved['step'], saved['rows']
     if done > total or done < total and done % per_epoch:
         raise UsageError(f'{args.resume} has {done} steps done, {per_epoch} an epoch, and cannot continue with these '
                          '--steps and --epochs; start a new run')

@@ -30,6 +30,9 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     threshold           two images are called the same class if their similarity is at least this. It is the value
                         with the highest balanced accuracy on the test images, which makes that accuracy
                         optimistic.
+    copies              number of test images whose nearest training image has a cosine above 0.9999: the same photo, in
+                        another file perhaps; or all images, if the network maps them to one point. A large JPEG
+                        file, which is decoded at a reduced size, may differ more from its copy in another format
     balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
 With a gallery, the test images here are the queries. Alignment is left out if no two queries are of one class, and the
@@ -68,6 +71,12 @@ def uniformity(z):
     return ((total - len(z)) / (len(z) * (len(z) - 1))).log().item()
 
 
+def nearest(queries, gallery, k=1):
+    """Cosines and positions of the k nearest images of each query, as in common.k_nearest, both (Q, k)"""
+    _, s, index = (torch.cat(parts) for parts in zip(*common.k_nearest(queries, gallery, k)))
+    return s, index
+
+
 def utilization(queries, examples):
     """Metrix Eq. (12): mean over the queries of the squared distance to the nearest example.
 
@@ -75,7 +84,7 @@ def utilization(queries, examples):
 
     queries (Q, D), examples (X, D), of any length, thousands of each -> float, from 0 to 4
     """
-    s = torch.cat([s for _, s, _ in common.k_nearest(queries, examples, 1)])            # (Q, 1) cosines
+    s, _ = nearest(queries, examples)                                    # (Q, 1) cosines
     return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)
 
 
@@ -141,6 +150,17 @@ def analyse(z, training, data, result, gallery=None):
     return measures
 
 
+def count_copies(z, training, paths, training_paths):
+    """How many test images, z (N, D), have a cosine above 0.9999 with one of training (X, D). Prints the first pair."""
+    s, index = nearest(z, training)
+    copies = (s > 0.9999).nonzero()[:, 0].tolist()
+    if copies:
+        print(f'copies: {len(copies)} test images have a cosine above 0.9999 with a training image, the first is '
+              f'{paths[copies[0]]} with {training_paths[index[copies[0]]]}; these are copies, or the network collapsed '
+              'if uniformity is near 0')
+    return len(copies)
+
+
 # ---- image grids and search
 
 GREEN = (0, 0.63, 0)
@@ -183,7 +203,7 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     """A grid of ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
     itself = int(gallery is None)                                        # a query is not a match of itself
     k = min(top, len(data.gallery) - itself)
-    _, s, index = (torch.cat(parts).cpu() for parts in zip(*common.k_nearest(z, gallery, k)))      # both (N, k)
+    s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
     # A query without a match is not a failure of the network: it is drawn only if no query has one.
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
@@ -451,7 +471,10 @@ def evaluate_one(args):
     if len(data.query.classes) > 1:                         # else there is nothing to measure
         metrics = common.score(data, z, gallery)
         if args.analyse:
-            metrics |= analyse(z, training_embeddings(model).to(z.device), data, metrics, gallery)
+            examples = training_images(model)
+            training = common.embed(model, examples).to(z.device)
+            metrics |= analyse(z, training, data, metrics, gallery)
+            metrics['copies'] = count_copies(z, training, data.query.paths, examples.paths)
         print(f'{name}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, with '
               f'{"themselves as the gallery" if gallery is None else f"a gallery of {len(gallery):,} images"}')
         for key, value in metrics.items():
@@ -468,14 +491,14 @@ def evaluate_one(args):
     return result
 
 
-def training_embeddings(model):
-    """Embeddings (X, D) of the images that the network was trained on, from the folder of the training"""
+def training_images(model):
+    """The images that the network was trained on, from the folder of the training"""
     flags = model.args
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
                                    transform=model.transform.transforms[-1]).train
     if not training or {*training.classes} - {*model.classes}:
         raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
-    return common.embed(model, training)
+    return training
 
 
 def evaluate_several(args):

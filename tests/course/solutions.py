@@ -529,9 +529,9 @@ def triplet_loss(z, y, margin=0.1, hardest=False):
                              '(z[:, None] - z).norm(dim=2)'),
 }
 WRONG['utilization'] = {
-    'mean over the examples': ('common.k_nearest(queries, examples, 1)', 'common.k_nearest(examples, queries, 1)'),
+    'mean over the examples': ('nearest(queries, examples)', 'nearest(examples, queries)'),
     'distances not squared': ('(2 - 2 * s).clamp(min=0).mean()', '(2 - 2 * s).clamp(min=0).sqrt().mean()'),
-    'farthest example': ('common.k_nearest(queries, examples, 1)', 'common.k_nearest(-queries, examples, 1)'),
+    'farthest example': ('nearest(queries, examples)', 'nearest(-queries, examples)'),
     'a sum': ('.mean().item()', '.sum().item()'),
     'a tensor': ('.mean().item()', '.mean()'),
     'cosine distance': ('2 - 2 * s', '1 - s'),
@@ -623,8 +623,8 @@ def log1p_sum_exp(t, weight):
 
 PASSING = {
     'utilization': {
-        'the first 5,000 examples': ('common.k_nearest(queries, examples, 1)',
-                                     'common.k_nearest(queries, examples[:5000], 1)'),
+        'the first 5,000 examples': ('nearest(queries, examples)',
+                                     'nearest(queries, examples[:5000])'),
     },
     'contrastive_loss': {
         'classes modulo 256': ('pairs(y)', 'pairs(y % 256)'),

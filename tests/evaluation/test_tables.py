@@ -99,6 +99,15 @@ def test_the_analysis_is_of_the_test_set_and_by_the_training_images_of_the_netwo
         evaluation.main([*FP32, '--analyse', '--data', 'cars'])
 
 
+def test_a_training_photo_in_another_file_is_counted_and_named(birds, capsys):
+    assert evaluation.main([*FP32, '--analyse'])['copies'] == 0
+    assert 'copies:' not in capsys.readouterr().out
+    Image.open('birds/a/0.jpg').save('birds/f/copy.png')
+    assert evaluation.main([*FP32, '--analyse'])['copies'] == 1
+    assert 'copies: 1 test images' in (text := capsys.readouterr().out)
+    assert 'the first is birds/f/copy.png with birds/a/0.jpg; these are copies, or the network collapsed' in text
+
+
 def test_one_query_of_each_class(run, small, tmp_path):
     """There are no two queries of one class, so nothing is said of their similarity; the threshold is about matches."""
     for part, classes, per_class in (('train', 'tu', 4), ('query', 'xy', 1), ('gallery', 'xy', 3)):

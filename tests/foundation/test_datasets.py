@@ -151,7 +151,7 @@ def class_names(images):
     ('Test/x Test/y others/x others/y', 'Test/x Test/y', 'others/x others/y'),
     ('train/x train/y test/b/front test/b/rear', 'x y', 'b/front b/rear'),
     ('train/train0 train/train1 test/test_a test/test_b', 'train0 train1', 'test_a test_b'),
-    ('test_1 test_2 test_3 train1', 'test_1 test_2', 'test_3 train1')])
+    ('test1 test2 test_3 test_4', 'test1 test2', 'test_3 test_4')])
 def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
     draw_folder(tmp_path, folders.split(), per_class=2)
@@ -173,7 +173,9 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
     ('imagesTrain/x imagesTest/y', 'imagesTest and imagesTrain in'), ('my_train/x my_val/y', 'my_train and my_val in'),
-    ('train/x train/y val_2/z', 'train and val_2 in'),
+    ('train/x train/y val_2/z', 'train and val_2 in'), ('train2017/x val2017/y', 'train2017 and val2017 in'),
+    ('test/x trainval/y', 'test and trainval in'), ('eval_data/x train_data/y', 'eval_data and train_data in'),
+    ('gallery/x probe/y', 'gallery and probe in'),
     ('shop/train/x shop/train/y shop/test/a', 'test and train in {root}/shop look like splits')])
 def test_folders_that_do_not_tell_or_look_like_splits_are_refused(tmp_path, folders, message):
     draw_folder(tmp_path, folders.split(), per_class=1)
@@ -242,6 +244,12 @@ def test_a_list_in_another_encoding_is_refused_by_its_name(listed, encoding):
         listed(LIST.replace('Greek', 'Größe'), encoding)
 
 
+def test_a_gallery_without_queries_is_refused(listed):
+    for text in (LIST.replace('query', 'gallery'), LIST.replace('query', 'gallery').replace('train', 'gallery')):
+        with pytest.raises(UsageError, match='^there is a gallery, but there are no queries'):
+            listed(text)
+
+
 def test_a_folder_with_train_alone_has_no_test_set(tmp_path):
     """A fold holds out some of its classes."""
     draw_folder(tmp_path / 'train', 'abcd', per_class=2)
@@ -307,7 +315,7 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', ['.ipynb_checkpoints', '#recycle', '$RECYCLE.BIN', '@Recycle', '__MACOSX',
-                                  'lost+found'])
+                                  'lost+found', 'System Volume Information', 'RECYCLER', '~snapshot'])
 def test_hidden_folders_are_no_classes(tmp_path, name):
     draw_folder(tmp_path, ['train/a', 'train/b', name, f'train/{name}', f'train/a/{name}'], per_class=1)
     assert common.load_dataset('folder', tmp_path).train.classes == ['a', 'b']

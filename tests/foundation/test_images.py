@@ -42,13 +42,16 @@ def test_small_integers_are_8_bits_and_floats_are_scaled_by_the_finite_ones():
     assert to_8_bits(np.array([[0, 3, 100]], np.int32)).tolist() == [[0, 3, 100]]
     nan, inf = np.nan, np.inf
     assert to_8_bits(np.array([[nan, -2, 0, 2, inf, -inf]], np.float32)).tolist() == [[0, 0, 128, 255, 255, 0]]
+    assert to_8_bits(np.array([[-3e38, 0, 3e38]], np.float32)).tolist() == [[0, 128, 255]]
+    assert to_8_bits(np.array([[-1024, 0, 1026]], np.int32)).tolist() == [[0, 127, 255]]     # as in a CT scan
     for grey in ([[nan, 7]], [[nan, nan]]):
         assert to_8_bits(np.array(grey)).tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize('mode, clear, ink, expected', [
     ('LA', (0, 0), (0, 255), (0, 0, 0)), ('RGBA', (9, 9, 9, 0), (255, 0, 0, 128), (255, 127, 127)),
-    ('L', 8, 80, (80, 80, 80)), ('RGB', (1, 2, 3), (1, 2, 4), (1, 2, 4)), ('P', 1, 0, (0, 0, 0))])
+    ('L', 8, 80, (80, 80, 80)), ('I;16', 0, 65535, (255, 255, 255)), ('I;16', 65535, 0, (0, 0, 0)),
+    ('RGB', (1, 2, 3), (1, 2, 4), (1, 2, 4)), ('P', 1, 0, (0, 0, 0))])
 def test_what_is_transparent_is_white(tmp_path, mode, clear, ink, expected):
     """Some modes have an alpha channel, others a colour or an entry of the palette that is transparent."""
     image = Image.new(mode, (6, 4), clear)
@@ -75,6 +78,15 @@ def test_an_image_is_upright_as_its_exif_data_say(tmp_path):
 def test_exif_data_that_cannot_be_read_do_not_spoil_the_pixels(tmp_path, exif, suffix):
     noise(16, 24).save(tmp_path / f'x.{suffix}', exif=b'Exif\0\0' + exif)
     assert to_rgb(tmp_path / f'x.{suffix}').size == (24, 16)
+
+
+@pytest.mark.parametrize('kind', [b'tEXt', b'zTXt', b'iTXt', b'iCCP', b'eXIf', b'gAMA', b'pHYs'])
+def test_a_damaged_chunk_of_a_png_beside_its_pixels_is_passed_over(tmp_path, kind):
+    noise(16, 24).save(tmp_path / 'x.png')
+    content = (tmp_path / 'x.png').read_bytes()
+    chunk = len(b'k\0\0zz').to_bytes(4, 'big') + kind + b'k\0\0zz' + bytes(4)            # with a wrong checksum
+    (tmp_path / 'x.png').write_bytes(content[:33] + chunk + content[33:])                 # behind the header
+    np.testing.assert_array_equal(np.asarray(to_rgb(tmp_path / 'x.png')), np.asarray(noise(16, 24)))
 
 
 def test_a_thin_image_is_cut_to_sixteen_times_its_shorter_side():
@@ -155,9 +167,14 @@ def test_labels_are_names_or_numbers_and_as_many_as_images():
     assert Images(pictures, torch.tensor([30, 4, 30])).classes == ['4', '30']
     images = Images(pictures, [2, 0, 2], classes=['x', 'y', 'z'])
     assert images.classes == ['x', 'y', 'z'] and images.labels.tolist() == [2, 0, 2]
-    for labels in (['a'], ['a'] * 4, [], [0.0, float('nan'), 1.0], torch.tensor([0.0, 1.0, float('nan')])):
-        with pytest.raises(UsageError, match='^3 images need as many labels, none of them NaN'):
+    nan = float('nan')
+    for labels in (['a'], ['a'] * 4, [], [[1], [2], [3]], [0.0, nan, 1.0], torch.tensor([0.0, 1.0, nan]),
+                   ['a', nan, 'b'], ['a', None, 'b'], None):
+        with pytest.raises(UsageError, match='^3 images need as many labels, none of them missing'):
             Images(pictures, labels)
+    for labels in ([0, 1, 2], [-1, 0, 1], [0, 0.5, 1], ['x', 'y', 'x']):
+        with pytest.raises(UsageError, match='^beside 2 classes, labels are positions from 0 to 1$'):
+            Images(pictures, labels, classes=['x', 'y'])
 
 
 def test_pictures_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp_path):
@@ -170,6 +187,14 @@ def test_pictures_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp
         np.testing.assert_array_equal(pixels, np.asarray(noise(6, 8)))
         assert label == 1 and images[1, 4, 2] == ('train', 1)
         assert images[(0,)][0].shape == (5, 5, 3), 'an index alone is for tests'
+
+
+@pytest.mark.parametrize('picture', [
+    np.zeros((3, 8, 8), np.uint8), np.zeros((8, 8, 3)), np.zeros((8, 8, 3), np.int64), torch.zeros(3, 8, 8), None,
+    ['x.png']], ids=['channels first', 'floats', 'int64', 'tensor', 'None', 'list'])
+def test_what_is_no_picture_is_refused_in_one_line(picture):
+    with pytest.raises(UsageError, match='^cannot read the image .*; replace or remove it$'):
+        to_rgb(picture)
 
 
 def test_a_subset_has_classes_of_its_own_and_the_same_transforms():

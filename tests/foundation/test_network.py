@@ -165,8 +165,8 @@ def test_another_network_loses_its_classifier_only(transformer, tmp_path, arch, 
     assert torch.equal(again.features(x), f)
 
 
-@pytest.mark.parametrize('wrapper', ['', 'state_dict', 'model'])
-@pytest.mark.parametrize('prefix', ['', 'module.', 'backbone.', 'module.backbone.'])
+@pytest.mark.parametrize('wrapper', ['', 'state_dict', 'ema'])
+@pytest.mark.parametrize('prefix', ['', 'module.', 'encoder_q.', '_orig_mod.module.backbone.'])
 def test_weights_load_from_whatever_they_are_wrapped_in(small, tmp_path, wrapper, prefix):
     """What else a larger network has is left out. Weights that do not fit are refused."""
     network = torchvision.models.get_model('resnet18')
@@ -176,6 +176,9 @@ def test_weights_load_from_whatever_they_are_wrapped_in(small, tmp_path, wrapper
     torch.save({wrapper: saved, 'epoch': 3} if wrapper else saved, tmp_path / 'weights.pth')
     trunk = Embedder(dim=4, weights=tmp_path / 'weights.pth').trunk.state_dict()
     assert all(torch.equal(value, network.state_dict()[name]) for name, value in trunk.items())
+    torch.save(dict(model=saved, ema=saved), tmp_path / 'weights.pth')
+    with pytest.raises(UsageError, match='weights.pth should have .* one network .*, and has 2: .*model.*ema'):
+        Embedder(dim=4, weights=tmp_path / 'weights.pth')
     del saved[f'{prefix}conv2.weight']
     torch.save(saved, tmp_path / 'weights.pth')
     with pytest.raises(UsageError, match='weights.pth cannot be used.*conv2.weight'):

@@ -253,11 +253,14 @@ def test_labels_may_be_any_integers(names):
 
 def test_labels_or_embeddings_that_do_not_fit_are_refused():
     z, y = torch.eye(3), torch.tensor([0, 0, 1])
-    for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1])):
-        with pytest.raises(UsageError, match='3 embeddings need 3 integers as labels'):
+    for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1]), y[:, None], [0, 0, 1], y.numpy(), None):
+        with pytest.raises(UsageError, match=r'embeddings \(N, D\), and N integers as labels; these are .*3, 3'):
             retrieval_metrics(z, labels)
-        with pytest.raises(UsageError, match='3 embeddings need 3 integers as labels'):
+        with pytest.raises(UsageError, match=r'embeddings \(N, D\), and N integers as labels; these are .*3, 3'):
             retrieval_metrics(z, y, z, labels)
+    for wrong in (z[0], z[:, None], z.tolist(), z.numpy()):
+        with pytest.raises(UsageError, match='^retrieval needs tensors .*as_tensor'):
+            retrieval_metrics(wrong, y)
     with pytest.raises(UsageError, match=r'queries \(3, 3\) and gallery \(3, 2\) differ in size'):
         retrieval_metrics(z, y, z[:, :2], y)
 
