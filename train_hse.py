@@ -181,9 +181,8 @@ def blend(parts, kind='cutmix', axis='top-bottom', mask_size=50):
 
 # ---- base losses L_m: z (B, D) of unit length, y (B,) -> scalar
 
-# In this file alpha is the weight of L_Hy and nothing else. So the parameters of the base losses have other names:
-# sharp_pos and sharp_neg are alpha and beta of train_ms.py, scale and margin are alpha and delta of
-# train_proxy_anchor.py.
+# Their parameters have the names and the defaults of their own scripts: alpha of multi_similarity_loss and of
+# proxy_anchor_loss is not the weight of L_Hy.
 
 
 def pairs(y):
@@ -198,7 +197,7 @@ def log1p_sum_exp(t, keep):
     return torch.cat([t.new_zeros(len(t), 1), t], dim=1).logsumexp(dim=1)
 
 
-def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=0.1):
+def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     """Multi-Similarity with its miner; train_ms.py explains it."""
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
@@ -208,11 +207,12 @@ def multi_similarity_loss(z, y, sharp_pos=2.0, sharp_neg=50.0, lam=0.5, epsilon=
     # "not >=" stands for "<", and "not <=" for ">": so a pair whose similarity is NaN stays, and shows in the loss.
     positive = positive & ~(s - epsilon >= hardest_negative)
     negative = negative & ~(s + epsilon <= hardest_positive)
-    return (log1p_sum_exp(-sharp_pos * (s - lam), positive) / sharp_pos
-            + log1p_sum_exp(sharp_neg * (s - lam), negative) / sharp_neg).mean()
+    pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha          # (B,)
+    push = log1p_sum_exp(beta * (s - lam), negative) / beta             # (B,)
+    return (pull + push).mean()
 
 
-def contrastive_loss(z, y, margin=0.5):
+def contrastive_loss(z, y, neg_margin=0.5):
     """HSE Eq. (2), of one pair: y d^2 + (1 - y) [m - d]_+^2. There y is 1 for a positive pair, else 0; [t]_+ is
     max(t, 0). The released code does not square. Positive and negative pairs are averaged separately, each over the
     pairs that miss their goal; train_contrastive.py explains it."""
@@ -223,17 +223,17 @@ def contrastive_loss(z, y, margin=0.5):
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
     pull = d.square() * positive                                         # HSE Eq. (2) for y = 1: d^2
-    push = (margin - d).clamp_min(0).square() * negative                 # HSE Eq. (2) for y = 0: [m - d]_+^2
+    push = (neg_margin - d).clamp_min(0).square() * negative                 # HSE Eq. (2) for y = 0: [m - d]_+^2
     return sum(term.sum() / (term > 0).sum().clamp_min(1) for term in (pull, push))
 
 
-def proxy_anchor_loss(z, y, proxies, scale=32.0, margin=0.1):
+def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     """Proxy-Anchor with proxies (C, D); train_proxy_anchor.py explains it."""
     z, proxies = common.promote_dtypes(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                # (C, B)
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]
-    pull = log1p_sum_exp(-scale * (s - margin), positive)                # (C,), 0 for a class not in the batch
-    push = log1p_sum_exp(scale * (s + margin), ~positive)                # (C,)
+    pull = log1p_sum_exp(-alpha * (s - delta), positive)                # (C,), 0 for a class not in the batch
+    push = log1p_sum_exp(alpha * (s + delta), ~positive)                # (C,)
     return pull.sum() / positive.any(dim=1).sum() + push.mean()
 
 
@@ -363,20 +363,16 @@ def get_args(argv=None):
     return args
 
 
-def check_batch(args, num_classes, superclasses=None):
-    """Refuses a batch that is too small: beside the `num` classes of a hybrid, one must stay for its negative. With
+def check_batch(args, num_classes, superclasses):
+    """Refuses a batch that is too small: besides the `num` classes of a hybrid, one must remain for its negative. With
     superclasses (N,), each of them must have `num` classes in a batch."""
-    classes = args.batch_size // args.per_class if args.per_class else 0       # of a batch
     # The hybrids of one combination are as many as the images of one class, and so they replace one class.
     replaced = args.combinations if args.hybrids == 'replace' else 0
-    classes -= replaced
-    if num_classes - replaced <= args.num:
-        raise common.UsageError(f'hybrids need {args.num + 1 + replaced} training classes with these flags, and there '
-                                f'are {num_classes}; --alpha 0 makes none')
-    if classes <= args.num:
-        raise common.UsageError(f'--num {args.num} needs {args.num + 1} classes among the images that stay in a batch, '
-                                f'not {max(classes, 0)}: raise --batch-size, or lower --num, --combinations or '
-                                '--per-class, which must be above 0')
+    in_batch = args.batch_size // args.per_class if args.per_class else 0
+    if min(num_classes, in_batch) - replaced <= args.num:
+        raise common.UsageError(f'hybrids of {args.num} classes need {args.num + 1 + replaced} classes in a batch, and '
+                                f'there are {min(num_classes, in_batch)}: raise --batch-size, or lower --num, '
+                                '--combinations or --per-class (above 0); --alpha 0 makes no hybrids')
     least = args.num * args.per_class * len(superclasses.unique()) if superclasses is not None else 0
     if args.batch_size < least:
         raise common.UsageError(f'--num {args.num} needs as many classes of each superclass in a batch: raise '
@@ -387,30 +383,24 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     data = common.dataset_from(args)
-    num_classes = data.train.num_classes
+    labels, num_classes = data.train.labels, data.train.num_classes
     # A fold may lack whole superclasses, or have few classes of one. So with --fold they are not used.
-    superclass_of_image = None if args.fold else data.train.superclasses # (N,) superclasses
+    superclasses = None if args.fold else data.train.superclasses           # (N,)
     if args.alpha > 0:
-        check_batch(args, num_classes, superclass_of_image)
-    superclass_of_class = torch.zeros(num_classes, dtype=torch.long)          # (C,) superclass of each class, or 0
-    if superclass_of_image is None:
-        sampler = common.make_sampler(args, data.train.labels)
-    else:
-        sampler = SuperclassSampler(data.train.labels, superclass_of_image, args.batch_size, args.per_class)
-        superclass_of_class[data.train.labels] = superclass_of_image
-
-    def hybridise(images, labels):
-        labels = labels.cpu()                       # waits for the GPU
-        return make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
-                            args.axis, args.mask_size, superclasses=superclass_of_class[labels])
-
+        check_batch(args, num_classes, superclasses)
+    superclass_of = torch.zeros(num_classes, dtype=torch.long)              # (C,), all 0 where there are none
+    sampler = common.make_sampler(args, labels)
+    if superclasses is not None:
+        superclass_of[labels] = superclasses
+        sampler = SuperclassSampler(labels, superclasses, args.batch_size, args.per_class)
     model = common.build(args, data=data)
     groups = [dict(params=model.parameters())]
     loss_params = {}
     if args.loss == 'proxy_anchor':                 # proxies as in train_proxy_anchor.py
         proxies = torch.randn(num_classes, model.dim) * (2 / num_classes) ** 0.5
-        loss_params['proxies'] = torch.nn.Parameter(proxies.to(args.device))                    # (C, D)
+        loss_params['proxies'] = torch.nn.Parameter(proxies.to(args.device))                # (C, D)
         groups.append(dict(params=[loss_params['proxies']], lr=args.lr * args.proxy_lr_mult))
+    optimizer = common.make_optimizer(args, groups)
     base_loss = partial(LOSSES[args.loss], **loss_params)
 
     def step(images, labels):
@@ -418,13 +408,13 @@ def main(argv=None):
             return base_loss(model(images), labels)
         if args.hybrids == 'replace':               # the last classes leave the batch, before sources are chosen
             stay = len(images) - args.per_class * args.combinations
-            images = images[:stay]
-            labels = labels[:stay]
-        hybrids, sources = hybridise(images, labels)
+            images, labels = images[:stay], labels[:stay]
+        hybrids, sources = make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
+                                        args.axis, args.mask_size, superclass_of[labels.cpu()])
         z, h = model(torch.cat([images, hybrids])).split([len(images), len(hybrids)])       # (B, D), (H, D)
         return hse_loss(base_loss, z, labels, h, sources, args.alpha, args.temperature)
 
-    return common.train(args, model, data, step, common.make_optimizer(args, groups), loss_params, sampler)
+    return common.train(args, model, data, step, optimizer, loss_params, sampler)
 
 
 NOTES = """

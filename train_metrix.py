@@ -22,9 +22,9 @@ Equations
 Symbols
     paper     here          flag              meaning
     f, g_m    model, f      -                 the network is model; here f is g_m(x), maps of the trunk's last layer m
-    a, V(a)   A; M, valid   --pairs           A anchors, M mixtures; valid (A, M) marks those in the V(a) of each anchor
-    x, x'     i, j          -                 (M,) indices of the two ends of each mixture, among E images and proxies
-    y         pair_y        -                 (A, M) labels of mixtures; y has classes, but in labelled_loss labels
+    a, V(a)   A; M, valid   --pairs           A anchors, M mixed examples; valid (A, M) marks those in the V(a) of each
+    x, x'     i, j          -                 (M,) indices of the two ends of a mixed example, among E images and proxies
+    y         pair_y        -                 (A, M) labels of mixed examples; y has classes, but in labelled_loss labels
     lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
     w         strength      --strength        weight of the mixed loss
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
@@ -52,6 +52,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.distributions import Beta
+from torch.utils.checkpoint import checkpoint
 
 import common
 
@@ -207,14 +208,119 @@ def mixed_cross_entropy(logits, y_i, y_j, lam):
 QUERY_LOGITS = {'proxynca_pp': proxynca_pp_of_queries}
 
 
-# ---- mixtures
+# ---- mixed examples, in the order of the equations
 
-# How V(a), Eq. (8), is computed without a loop over the anchors. For pos-neg and anc-neg pairs, two ends of
-# different classes are mixed once, with one lambda, for all anchors. A table of labels and a mask, both (A, M), say
-# which mixtures an anchor has, and with which label. For an anchor of the class of end i, a mixture has label lambda;
-# for one of the class of end j, it has 1 - lambda; for all others it is not in V(a). With anc-neg pairs, it is in V(a)
-# only if one of its ends is a itself, and with pos-neg pairs only if neither end is. Pos-pos pairs are two images of
-# one class, with label 1.
+
+class MixupConfig(NamedTuple):
+    """What a step mixes, and how"""
+    mixup: str                                      # input, feature or embed
+    pairs: str                                      # pos-neg, anc-neg or pos-pos
+    k: int                                          # hardest negatives of each anchor that are mixed; None: all
+    alpha: float                                    # of Beta(alpha, alpha)
+    clean_bn: bool = False                          # as in --clean-bn
+
+
+class BaseLoss(NamedTuple):
+    """A base loss: the name of a row of TABLE_1, its hyper-parameters, and proxies (C, D) if it has any"""
+    kind: str
+    hyper: dict
+    proxies: torch.Tensor = None
+
+
+def mixed_loss(base, config, model, levels, y):
+    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors -> scalar
+
+    base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
+    levels  the clean batch where it may be mixed: dict(input=images, feature=f, embed=z), (B, 3, S, S), (B, c, h, w)
+            and (B, D)
+    """
+    z = common.at_least_float32(levels['embed'])
+    end_z, end_y, anchor = ends_and_anchors(base, z, y)                             # (E, D), (E,), (A,)
+    anchor_z, anchor_y = end_z.index_select(0, anchor), end_y[anchor]               # (A, D), (A,)
+    # Eq. (8): the pairs M(a), with one lambda for each pair and for all anchors. It is sampled on the CPU, because torch
+    # 2.6 has no Beta on a Mac's GPU.
+    i, j = choose_pairs(config.pairs, y, end_y)                                     # (M,), (M,)
+    lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # (M,)
+    pair_y, valid = pair_labels(end_y, anchor_y, i, j, lam)                         # (A, M)
+    if config.pairs == 'pos-pos':                   # both ends are positives, so the label is 1
+        pair_y, valid = torch.ones_like(pair_y), (anchor_y[:, None] == end_y[i]) & (anchor_y[:, None] == end_y[j])
+    # In anc-neg pairs, one end is the anchor itself: S(a) x U-(a). In the others, as U+(a) x U-(a), neither is.
+    with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                   # (A, M)
+    valid = valid & (with_anchor == (config.pairs == 'anc-neg'))
+    if config.k:
+        hard = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, config.k)  # (A, B)
+        hard = F.pad(hard, (0, len(end_y) - len(y)))                                # (A, E): a proxy is never one
+        valid = valid & (hard.index_select(1, i) | hard.index_select(1, j))
+    used = valid.any(dim=0).nonzero()[:, 0]         # only what some anchor uses is mixed; M counts these from here
+    if not len(used):
+        return z.new_zeros(())
+    i, j, lam = i[used], j[used], lam[used]
+    v = mixed_embeddings(config, model, dict(levels, embed=end_z), i, j, lam)       # Eq. (4): (M, D)
+    if base.kind in QUERY_LOGITS:                   # a mixed example is a query; the anchors only chose the pairs
+        return mixed_cross_entropy(QUERY_LOGITS[base.kind](v, base.proxies, **base.hyper), y[i], y[j], lam)
+    s = anchor_z @ v.T                                                              # (A, M)
+    return labelled_loss(s, pair_y[:, used], valid[:, used], base.kind, **base.hyper).mean()        # Eq. (9)
+
+
+def ends_and_anchors(base, z, y):
+    """The E ends that may be mixed, and which of them are the A anchors of the mixed loss
+
+    The images are both. The anchors of Proxy-Anchor are the proxies of the classes in the batch, which follow the images.
+    z (B, D), y (B,) -> end_z (E, D), end_y (E,), and anchor (A,), indices into these
+    """
+    if base.kind != 'proxy_anchor':
+        return z, y, torch.arange(len(y), device=y.device)
+    present = y.unique()
+    proxies = F.normalize(common.at_least_float32(base.proxies), dim=1)[present]
+    anchor = len(y) + torch.arange(len(present), device=y.device)
+    return torch.cat([z, proxies]), torch.cat([y, present]), anchor
+
+
+def choose_pairs(pairs, y, end_y):
+    """Indices of all pairs i < j of ends that some anchor may have in M(a), two images or an image and a proxy.
+    y (B,), end_y (E,) -> (M,), (M,)"""
+    if pairs == 'pos-pos':
+        return torch.triu_indices(len(y), len(y), 1, device=y.device).unbind()
+    if pairs == 'pos-neg':
+        return cross_class_pairs(y)
+    i, j = cross_class_pairs(end_y)
+    with_image = i < len(y)
+    return i[with_image], j[with_image]
+
+
+def cross_class_pairs(y):
+    """The M unordered pairs i < j of different classes.  (B,) -> (M,), (M,)"""
+    return (y[:, None] != y).triu().nonzero().unbind(dim=1)
+
+
+def pair_labels(y, anchor_y, i, j, lam):
+    """Eq. (8): labels of M mixed examples for A anchors of classes anchor_y -> pair_y, valid; both (A, M)
+
+    A mixed example is valid for an anchor if exactly one of its ends, of classes y[i] and y[j], has the anchor's class.
+    Its label, mixed from 1 and 0, is the share of that end: lam for i, 1 - lam for j.
+    """
+    i_is_positive = anchor_y[:, None] == y[i]                                       # (A, M)
+    j_is_positive = anchor_y[:, None] == y[j]                                       # (A, M)
+    pair_y = torch.where(i_is_positive, lam, 1 - lam)                               # (A, M)
+    return pair_y, i_is_positive ^ j_is_positive
+
+
+def hardest_negatives(s, negatives, k):
+    """Marks the k hardest negatives of each anchor, those with the highest similarity.  (A, B), (A, B) -> (A, B) bool"""
+    s = s.detach().masked_fill(~negatives, float('-inf'))
+    hardest = s.topk(min(k, s.shape[1]), dim=1).indices                             # (A, k)
+    return negatives & torch.zeros_like(negatives).scatter(1, hardest, True)
+
+
+def mixed_embeddings(config, model, levels, i, j, lam):
+    """Eq. (4): embeddings v of M mixed examples. What is mixed passes through the rest of the network. -> (M, D)"""
+    if config.mixup == 'input':                     # f(lam x + (1 - lam) x')
+        # With --clean-bn, the images update copies of BatchNorm's running statistics.
+        buffers = {name: t.clone() for name, t in model.named_buffers()} if config.clean_bn else {}
+        return torch.func.functional_call(model, buffers, mix(levels['input'], i, j, lam))
+    if config.mixup == 'feature':                   # f_m(lam g_m(x) + (1 - lam) g_m(x')), where f_m begins with pooling
+        return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
+    return mix_embeddings(levels['embed'], i, j, lam)
 
 
 def mix(x, i, j, lam):
@@ -225,193 +331,32 @@ def mix(x, i, j, lam):
 
 
 def mix_embeddings(z, i, j, lam):
-    """Eq. (4), embedding mixup: lam f(x) + (1 - lam) f(x'), scaled to unit length.  z (B, D) -> (M, D)"""
+    """Eq. (4), embedding mixup: lam f(x) + (1 - lam) f(x'), L2-normalized.  z (B, D) -> (M, D)"""
     return F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)
 
 
-def mix_similarities(s, u, i, j, lam):
-    """s(a, v / |v|) of anchors a and mixtures v = lam u_i + (1 - lam) u_j, where no v is formed
-
-    u (E, D) the ends, of any length; s (E, A) the products u.a, or (E, C) logits, which are linear in u as well;
-    i, j, lam (M,) -> (M, A) or (M, C)
-    The loss needs similarities alone, and those of a mixture of embeddings follow from those of its ends:
-        s(a, v / |v|) = (lam a.u_i + (1 - lam) a.u_j) / |v|
-        |v|^2 = lam^2 |u_i|^2 + (1 - lam)^2 |u_j|^2 + 2 lam (1 - lam) u_i.u_j
-    In embedding mixup, the ends u are embeddings. In feature mixup, they are what the linear head W p + b makes of the
-    pooled features p, before it is scaled to unit length: W (lam p_i + (1 - lam) p_j) + b = lam u_i + (1 - lam) u_j.
-    That needs average pooling, which is linear, too. With max pooling or LayerNorm, and for mixed images, v itself
-    has to be computed.
-    """
-    lam = lam.to(u.dtype)
-    gram = u @ u.T                                                                              # (E, E)
-    square = gram.diagonal()                                                                    # (E,): |u|^2
-    of_i = lam ** 2 * square.index_select(0, i)                                                 # (M,)
-    of_j = (1 - lam) ** 2 * square.index_select(0, j)                                           # (M,)
-    of_mixture = of_i + of_j + 2 * lam * (1 - lam) * gram[i, j]                                 # (M,): |v|^2
-    # Where the ends are opposite, rounding could leave 0 or less. So |v|^2 is raised to its rounding error, if it is
-    # below, and to 1e-24, if both ends are 0.
-    rounding = torch.finfo(u.dtype).eps * (of_i + of_j)
-    length = of_mixture.maximum(rounding).clamp_min(1e-24).sqrt()
-    return mix(s, i, j, lam) / length[:, None]
-
-
 def mix_features(f, i, j, lam, pool='avg+max'):
-    """Eq. (4), feature mixup: f_m(lam g_m(x) + (1 - lam) g_m(x')). Here m is the last layer of the trunk, the maps f
-    are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f[i] + (1 - lam) f[j]).
+    """Eq. (4), feature mixup: the pooled features of mixed maps, pool(lam f[i] + (1 - lam) f[j])
 
-    f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    Value and gradient are exact, and no mixed maps are kept for the backward pass. Average pooling is linear, so it is
-    enough to mix the pooled maps. The maximum is not: see max_of_mixed. Of equal maxima, the first takes the gradient.
+    f (B, c, h, w), upcast to at least float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
+    With a ResNet-50 at 224 px, the mixed maps of all pairs of a batch of 100 would take 2 GB. So maps are mixed for
+    n pairs at a time, and once more in the backward pass: only their pooled features are held. Value and gradient
+    are exact.
     """
     f = common.at_least_float32(f)
-    p = 0
-    if 'avg' in pool:
-        p = p + mix(f.mean(dim=(2, 3)), i, j, lam)
-    if 'max' in pool:
-        p = p + max_of_mixed(f, i, j, lam.to(f.dtype))
-    return p
 
+    def pooled(i, j, lam):
+        maps = mix(f, i, j, lam)                                                    # (n, c, h, w)
+        p = 0
+        if 'avg' in pool:
+            p = p + F.adaptive_avg_pool2d(maps, 1)
+        if 'max' in pool:
+            p = p + F.adaptive_max_pool2d(maps, 1)
+        return p.flatten(1)                                                         # (n, c)
 
-def max_of_mixed(f, i, j, lam):
-    """max over the T positions of lam f_i + (1 - lam) f_j.  f (B, c, h, w), i, j, lam (M,) -> (M, c)
-
-    On CUB, the mixed maps of all pairs would take 2 GB. So maps are mixed for n pairs at a time, without gradients,
-    only to find where the maxima are. Then both ends are mixed at these positions, with gradients.
-    """
-    h, w = f.shape[2:]
-    lam = lam[:, None]                                                                          # (M, 1)
-    positions = []
-    # n pairs at a time have 2^27 values on a GPU, where few large chunks are faster, and 2^21 on a CPU.
-    n = max(1, 2 ** (27 if f.is_cuda else 21) // f[0].numel())
-    with torch.no_grad():
-        for i_, j_, lam_ in zip(i.split(n), j.split(n), lam.split(n)):
-            # f[j_] is a copy, which lerp_ turns in place into f_j + lam (f_i - f_j).
-            mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (n, c, h, w)
-            # f has the layout of the network. On a CPU that is channels_last, in which max_pool2d is many times faster.
-            positions.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))    # (n, c)
-    position = torch.cat(positions)                                                             # (M, c)
-    maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                                  # (B T, c)
-    f_i, f_j = (maps.gather(0, end[:, None] * (h * w) + position) for end in (i, j))            # (M, c)
-    return f_j.lerp(f_i, lam)
-
-
-def cross_class_pairs(y):
-    """The M unordered pairs i < j of different classes.  (B,) -> (M,), (M,)"""
-    return (y[:, None] != y).triu().nonzero().unbind(dim=1)
-
-
-def pair_labels(y, anchor_y, i, j, lam):
-    """Labels of M mixtures for A anchors of classes anchor_y -> pair_y, valid; both (A, M)
-
-    A mixture is valid for an anchor if exactly one of its ends, of classes y[i] and y[j], has the anchor's class.
-    Its label is the share of that end: lam for i, 1 - lam for j.
-    """
-    i_is_positive = anchor_y[:, None] == y[i]                                                   # (A, M)
-    j_is_positive = anchor_y[:, None] == y[j]                                                   # (A, M)
-    # The label in Eq. (8), mixed from 1 and 0, is the share of the positive.
-    pair_y = torch.where(i_is_positive, lam, 1 - lam)                                           # (A, M)
-    return pair_y, i_is_positive ^ j_is_positive
-
-
-def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
-    """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> pair_y, valid; both (A, M)
-
-    V(a) has a mixture for each pair in the set M(a). U+(a) are the positives of a, with label 1, U-(a) its negatives,
-    with label 0, and S(a) is a itself, with label 1.
-    pairs      pos-neg, anc-neg or pos-pos
-    y          (E,) classes of all possible ends;  i, j, lam (M,), anchor_y (A,)  as in pair_labels
-    anchor     (A,) the anchor's own index among the ends
-    negatives  (A, E) bool, the negatives of each anchor that may be mixed
-    """
-    # In anc-neg pairs, M(a) = S(a) x U-(a), one end is the anchor itself. In other pairs, as U+(a) x U-(a), neither is.
-    with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
-    allowed = with_anchor == (pairs == 'anc-neg')
-    if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
-        both = (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j])                        # (A, M)
-        return torch.ones_like(both, dtype=lam.dtype), both & allowed
-    pair_y, valid = pair_labels(y, anchor_y, i, j, lam)
-    may_be_mixed = negatives.index_select(1, i) | negatives.index_select(1, j)                  # (A, M)
-    return pair_y, valid & allowed & may_be_mixed
-
-
-def ends_and_anchors(kind, z, y, proxies):
-    """The E ends that may be mixed, and which of them are the A anchors of the mixed loss -> end_z, end_y, anchor
-
-    z (B, D), y (B,), proxies (C, D): images and proxies -> (E, D), (E,), and (A,) indices into these
-    """
-    if kind != 'proxy_anchor':                      # the images are ends and anchors
-        return z, y, torch.arange(len(y), device=y.device)
-    present = y.unique()                            # the anchors are the proxies of the classes in the batch
-    proxies = F.normalize(common.at_least_float32(proxies), dim=1)[present]
-    anchor = len(y) + torch.arange(len(present), device=y.device)
-    return torch.cat([z, proxies]), torch.cat([y, present]), anchor
-
-
-def hardest_negatives(s, negatives, k):
-    """Marks the k hardest negatives of each anchor, those of the highest similarity.  s, negatives (A, B) -> (A, B)
-
-    k None: all.
-    """
-    s = s.detach().masked_fill(~negatives, float('-inf'))
-    k = min(k or s.shape[1], s.shape[1])
-    hardest = s.topk(k, dim=1).indices                                                          # (A, k)
-    return negatives & torch.zeros_like(negatives).scatter(1, hardest, True)
-
-
-class Mixing(NamedTuple):
-    """What a step mixes, and how"""
-    mixup: str                                      # input, feature or embed
-    pairs: str                                      # as in label_mixtures
-    k: int                                          # hardest negatives of each anchor that are mixed; None: all
-    alpha: float                                    # of Beta(alpha, alpha)
-    clean_bn: bool = False                          # as in --clean-bn
-
-
-def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
-    """The second term of Eq. (10), without w: the mean of Eq. (9) over anchors; for proxynca_pp, mixed_cross_entropy
-
-    kind    as in clean_loss;  hyper  its hyper-parameters, a dict;  mixing  a Mixing
-    images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
-    """
-    z = common.at_least_float32(z)
-    end_z, end_y, anchor = ends_and_anchors(kind, z, y, proxies)
-    anchor_z = end_z.index_select(0, anchor)                                                    # (A, D)
-    anchor_y = end_y[anchor]                                                                    # (A,)
-    negatives = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, mixing.k)             # (A, B)
-    negatives = F.pad(negatives, (0, len(end_y) - len(y)))                  # (A, E): a proxy is never the negative end
-    if mixing.pairs == 'pos-pos':                   # all pairs of images; those of different classes are not valid
-        i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    else:                                           # in anc-neg pairs of proxy_anchor, proxies are ends as well
-        i, j = cross_class_pairs(end_y if mixing.pairs == 'anc-neg' else y)
-    # (M,): each pair has one lambda, for all anchors. It is drawn on the CPU: torch 2.6 has no Beta on a Mac's GPU.
-    lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
-    pair_y, valid = label_mixtures(mixing.pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
-    used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
-    if not len(used):
-        return z.new_zeros(())
-    i, j, lam = (t[used] for t in (i, j, lam))      # from here on, M counts these alone
-
-    def compare(v):                                 # linear in v: (M, D) -> (M, A) similarities, or (M, C) logits
-        return QUERY_LOGITS[kind](v, proxies, **hyper) if kind in QUERY_LOGITS else v @ anchor_z.T
-
-    if mixing.mixup == 'input':
-        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, copies of BatchNorm's statistics are updated.
-        buffers = {name: t.clone() for name, t in model.named_buffers()} if mixing.clean_bn else {}
-        s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))         # (M, A)
-    elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
-        s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
-    else:                                           # no mixture is formed: see mix_similarities
-        # (E, D); in feature mixing (B, D), because proxies have no features.
-        u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))
-        s = mix_similarities(compare(u), u, i, j, lam)
-    if kind in QUERY_LOGITS:                        # compared with all proxies; the anchors only chose the pairs
-        return mixed_cross_entropy(s, y[i], y[j], lam)
-    # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So only V columns stay, as many as
-    # the anchor with most mixtures has. topk puts an anchor's own first; the others in its row are not valid.
-    valid, pair_y = (t.index_select(1, used) for t in (valid, pair_y))                          # (A, M)
-    own = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                          # (A, V)
-    s, pair_y, valid = (t.gather(1, own) for t in (s.T, pair_y, valid))                         # (A, V)
-    return labelled_loss(s, pair_y, valid, kind, **hyper).mean()                                # Eq. (9)
+    n = max(1, 2 ** 25 // f[0].numel())             # pairs whose maps take 128 MB
+    return torch.cat([checkpoint(pooled, *pairs, use_reentrant=False, preserve_rng_state=False)
+                      for pairs in zip(i.split(n), j.split(n), lam.split(n))])
 
 
 # ---- analysis: Sections 3.6 and 4.3
@@ -473,7 +418,7 @@ USES['ms'] += ' epsilon'
 
 
 def plan(args):
-    """Prints and returns what a step may mix: for each type of --mixup a list of Mixing, one for each set of pairs.
+    """Prints and returns what a step may mix: for each type of --mixup a list of MixupConfig, one for each set of pairs.
     [] without mixing"""
     choices = []
     for mixup, k in zip(args.mixup, cycle(args.hard_negatives)):        # one K serves all types
@@ -486,11 +431,11 @@ def plan(args):
             sets = ['anc-neg']
         if k == 'auto' and mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3     # 3 is in Section B.2, 1 in Table 6
-        k = None if k in ('auto', 'all') else k
+        k = None if k in ('auto', 'all') or sets == ['pos-pos'] else k
         what = 'queries' if args.loss in QUERY_LOGITS else ' or '.join(sets)
         negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
         print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
-        choices.append([Mixing(mixup, pairs, k, args.alpha, args.clean_bn) for pairs in sets])
+        choices.append([MixupConfig(mixup, pairs, k, args.alpha, args.clean_bn) for pairs in sets])
     return choices
 
 
@@ -577,9 +522,10 @@ def main(argv=None):
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **loss_params, **hyper)
         if choices:
             # Sections B.4 and B.2: the type of mixing is drawn in each iteration, and so is the set of pairs.
-            mixing = random.choice(random.choice(choices))
-            mixed = mixed_loss(args.loss, hyper, mixing, model, images, f, z, labels, **loss_params)
-            loss = loss + args.strength * mixed                         # Eq. (10)
+            config = random.choice(random.choice(choices))
+            base = BaseLoss(args.loss, hyper, **loss_params)
+            levels = dict(input=images, feature=f, embed=z)
+            loss = loss + args.strength * mixed_loss(base, config, model, levels, labels)           # Eq. (10)
         return loss
 
     return common.train(args, model, data, step, optimizer, loss_params)
