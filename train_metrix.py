@@ -251,7 +251,6 @@ def mixed_loss(base, config, model, levels, y):
 
 def candidates_and_anchors(base, z, y):
     """The E candidates that may be mixed, and which of them are the A anchors of the mixed loss
-
     The images are both. The anchors of Proxy-Anchor are the proxies of the classes in the batch; they follow the
     images.  z (B, D), y (B,) -> cand_z (E, D), cand_y (E,), and anchor (A,), indices into these
     """
