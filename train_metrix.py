@@ -49,7 +49,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.distributions import Beta
-from torch.utils.checkpoint import checkpoint
 
 import common
 
@@ -325,20 +324,22 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     """Eq. (4), feature mixup: the pooled features of mixed maps, pool(lam f[i] + (1 - lam) f[j])
 
     f (B, c, h, w), upcast to at least float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    With a ResNet-50 at 224 px, the mixed maps of all pairs of a batch of 100 would take 2 GB. So maps are mixed for
-    n pairs at a time, and once more in the backward pass: only their pooled features are held. Value and gradient
-    are exact.
+    With a ResNet-50 at 224 px, the mixed maps of all pairs of a batch of 100 would take 2 GB. So they are made for a
+    few pairs at a time, and only to find their maxima. Value and gradient are exact.
     """
     f = common.at_least_float32(f)
-    pooling = dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
-
-    def pooled(i, j, lam):
-        maps = mix(f, i, j, lam)                                                    # (n, c, h, w)
-        return sum(pooling[name](maps, 1) for name in pool.split('+')).flatten(1)   # (n, c)
-
-    n = max(1, 2 ** 25 // f[0].numel())             # pairs whose maps take 128 MB
-    return torch.cat([checkpoint(pooled, *pairs, use_reentrant=False, preserve_rng_state=False)
-                      for pairs in zip(i.split(n), j.split(n), lam.split(n))])
+    p = 0
+    if 'avg' in pool:                               # the average of a mixed map is that of two averages, mixed
+        p = p + mix(f.mean(dim=(2, 3)), i, j, lam)                                  # (M, c)
+    if 'max' in pool:                               # its maximum is the two maps at one position, mixed
+        c, h, w = f.shape[1:]
+        with torch.no_grad():
+            peak = torch.cat([mix(f, *pairs).flatten(2).argmax(dim=2)
+                              for pairs in zip(i.split(20), j.split(20), lam.split(20))])           # (M, c)
+        peak += torch.arange(c, device=f.device) * h * w                            # (M, c), in all maps of an image
+        i, j = ((k[:, None] * c * h * w + peak).flatten() for k in (i, j))          # (M c,), in f.flatten()
+        p = p + mix(f.flatten(), i, j, lam.repeat_interleave(c)).view(-1, c)
+    return p
 
 
 # ---- analysis: Sections 3.6 and 4.3
@@ -531,8 +532,8 @@ Tables and figures of the paper
     contrastive: eval.py --analyse.
 Cost
     With batches of 20 x 5 images and k = 3, input mixup sends up to 300 (anc-neg) or 1,200 (pos-neg) more images
-    through the network. Unless --clean-bn is given, they count in the running statistics of trained BatchNorm. For
-    batches of several hundred images, --hard-negatives 40 saves memory and time.
+    through the network. Unless --clean-bn is given, they count in the running statistics of trained BatchNorm. With
+    several hundred images, --hard-negatives 40 saves time.
 """
 
 

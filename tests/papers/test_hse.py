@@ -196,8 +196,8 @@ def test_the_generator_decides_and_the_global_one_is_left_alone():
 
 @pytest.mark.parametrize('kind, reason', [('gridmask', 'no room for 2 images'), ('cutout', 'cutout')])
 def test_what_does_not_fit_is_refused(kind, reason):
-    with pytest.raises(ValueError, match=reason):
-        blend(torch.zeros(1, 2, 3, 8, 8), kind, mask_size=8)
+    with pytest.raises((ValueError, KeyError), match=reason):
+        blend(torch.zeros(1, 2, 3, 8, 8), kind, 'top-bottom', mask_size=8)
 
 
 # ---- base losses
