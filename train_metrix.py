@@ -347,7 +347,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The similarity s(a, v) up to which a single mixed example v acts as a positive of its anchor a in ms: the
-    right-hand side of Eq. (24). It is about the mixed term alone, as is Eq. (25): l~(a) without l(a) of Eq. (10).
+    right-hand side of Eq. (24). Like Fig. 2, it is about the mixed term alone: l~(a) without l(a) of Eq. (10).
 
     lam      number or tensor, in [0, 1]: interpolation factor of the positive
     beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
