@@ -314,7 +314,7 @@ def test_with_superclasses_every_hybrid_stays_inside_one(run, small, monkeypatch
 def test_a_fold_may_lack_superclasses_and_does_without_them(run, small, monkeypatch):
     """With three superclasses, batches of 8 cannot have equally many classes of each."""
     give_superclasses(monkeypatch, 3)
-    with pytest.raises(common.UsageError, match='hybrids need 6 classes in a batch, 2 of each superclass, and there are 4'):
+    with pytest.raises(common.UsageError, match='need 6 classes in a batch, 2 of each superclass, and there are 4'):
         run(train_hse, '--hybrids', 'append')
     assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
 

@@ -27,7 +27,8 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
 
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
-    Returns for bins of the label, 0.1 wide: (middle, measured, predicted, mean similarity, number of pairs (a, v)).
+    Returns for bins of the label, 0.1 wide, which is our choice: (middle, measured, predicted, mean similarity, number
+    of pairs (a, v)).
     measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0. predicted is the share whose
     s(a, v) is at or below the threshold for its label. Eq. (24) and (25) are about the mixed term alone, of an anchor
     with one mixed example; here each anchor has many.
