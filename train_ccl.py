@@ -79,8 +79,9 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     logits = s * (cosine - margin * own)                                 # (B, C)
     # L_contrast (B,) without smoothing is
     #     -log( exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x)) ).
-    # For m = 0 it is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). With a margin
-    # it is Eq. (11). But Eq. (11) subtracts m from s c_y.x, not from c_y.x. So its m is s times the m of Eq. (5).
+    # For m = 0 it is the first line of Eq. (2), which the paper writes again as Eq. (8) and as Eq. (10). Eq. (8) is the
+    # normalised softmax of the Reality Check only if s = 1 / temperature. With a margin it is Eq. (11). But Eq. (11)
+    # subtracts m from s c_y.x, not from c_y.x. So its m is s times the m of Eq. (5).
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # L_center (B,) is ||x - c_y||^2, the second line of Eq. (2), called Eq. (3) in the text. For x of unit length it is
     # 2 - 2 c_y.x, Eq. (4). After dropout x has another length, and the two differ. Here Eq. (4) is computed: it is

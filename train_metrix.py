@@ -4,33 +4,32 @@ Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to T
 Metric Learning. ICLR 2022. arXiv:2106.04990. Equations, tables, figures and sections are numbered as there.
 
 Idea
-    Mixup trains a classifier on a mixture of two images and the same mixture of their labels. In metric learning
-    a label belongs to a pair. An anchor and an image of its class, a positive, have label 1; an anchor and an image
-    of another class, a negative, have label 0. So a mixture of lambda times a positive and 1 - lambda times a
-    negative has label lambda: it enters the loss's sum over positives with weight lambda, and its sum over negatives
-    with weight 1 - lambda. Training then also covers the space between the classes, where there are no images.
+    Mixup trains a classifier on two images mixed, with their labels mixed likewise. In metric learning a label belongs
+    to a pair: an anchor and an image of its class, a positive, have label 1; an anchor and an image of another class,
+    a negative, have label 0. So a mixed example of lambda times a positive and 1 - lambda times a negative has label
+    lambda: it enters the loss's sum over positives with weight lambda, and its sum over negatives with 1 - lambda.
 
 Equations
     Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
     Eq. (7)   l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1-y) rho-(s(a,x)) ) ),
               with sums over the examples (x, y) of anchor a, and functions from Table 1
-    Eq. (8)   V(a), the mixed examples of anchor a with their labels. By default (Section 4.1) a positive and a
-              negative of a are mixed (pos-neg pairs), or a itself and a negative (anc-neg pairs).
+    Eq. (8)   V(a), the mixed examples of anchor a with their labels: a positive and a negative of a are mixed
+              (pos-neg pairs), or a itself and a negative (anc-neg pairs)
     Eq. (9)   l~(a): Eq. (7) over V(a); for contrastive (--reduction sum) Eq. (14), for Multi-Similarity (ms) Eq. (15)
     Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
     paper     here          flag              meaning
-    f, g_m    model, f      -                 the network is model; here f is g_m(x), maps of the trunk's last layer m
-    a, V(a)   A; M, valid   --pairs           A anchors, M mixtures; valid (A, M) marks those in the V(a) of each anchor
-    x, x'     i, j          -                 (M,) indices of the two ends of each mixture, among E images and proxies
-    y         pair_y        -                 (A, M) labels of mixtures; y has classes, but in labelled_loss labels
-    lambda    lam           --alpha           (M,) share of end i, from Beta(alpha, alpha)
+    f, g_m    model, f      -                 the network is model; here f is g_m(x), the last feature map
+    a, V(a)   A; M, valid   --pairs           A anchors, M mixed examples; valid (A, M) marks those in each V(a)
+    x, x'     i, j          -                 (M,) indices of the two that are mixed, among E candidates
+    y         pair_y        -                 (A, M) labels of mixed examples; y has classes, in labelled_loss labels
+    lambda    lam           --alpha           (M,) interpolation factor, from Beta(alpha, alpha)
     w         strength      --strength        weight of the mixed loss
     k         k             --hard-negatives  how many of an anchor's hardest negatives are mixed
     m         m             --m               margin on s, of ms and contrastive
-    beta      beta          --beta            sharpness of ms for positives;  gamma, --gamma  for negatives
-    T         temperature   --temperature     temperature of ProxyNCA++. T in (B T, c) is h * w
+    beta      beta          --beta            scaling factor of ms for positives;  gamma, --gamma  for negatives
+    T         temperature   --temperature     temperature of ProxyNCA++
 
 Run
     python train_metrix.py                                   # offline, a few minutes on two CPU cores
@@ -39,14 +38,12 @@ Run
 
 Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
     before training    7.4          52.8
-    without mixing     63.4 ± 9.4   57.2 ± 0.6   67.8   87.8   76.9   90.1
-    feature mixing     61.3 ± 1.5   55.8 ± 1.4   71.4   89.6   81.0   92.2
-    Shapes and 25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals): on birds
-    mixing changes R@1 by -1.4 ± 0.8. The others are the paper's Table 2 (ResNet-50, 512 dimensions).
+    without mixup      63.4 ± 9.4   57.2 ± 0.6   67.8   87.8   76.9   90.1
+    feature mixup      61.3 ± 1.5   55.8 ± 1.4   71.4   89.6   81.0   92.2
+    Shapes and 25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals);
+    mixup changes R@1 by -1.4 ± 0.8 on birds. The others are the paper's Table 2 (ResNet-50, 512 dimensions).
 """
-import argparse
 import random
-from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -59,7 +56,7 @@ import common
 def labelled_loss(s, y, valid, kind, **hyper):
     """The generic loss, Eq. (7): an example counts as a positive with weight y, as a negative with weight 1 - y.
 
-    s        (A, V) similarities of A anchors and V examples, clean or mixed; half precision is raised to float32
+    s        (A, V) similarities of A anchors and V examples, clean or mixed; upcast to at least float32
     y        (A, V) labels from 0 to 1, for each anchor
     valid    (A, V) bool, whether the anchor has this example
     kind     name of a row of TABLE_1;  hyper  hyper-parameters of that row
@@ -69,7 +66,7 @@ def labelled_loss(s, y, valid, kind, **hyper):
     y = y.to(s.dtype)
     # Eq. (7): tau( sigma+( sum y rho+(s) ) + sigma-( sum (1 - y) rho-(s) ) ); tau is the identity, except for lifted.
     # Eq. (3) is Eq. (7) with the labels 1 and 0 of Eq. (5) and (6).
-    # Eq. (9) is Eq. (7) over mixtures. For pos-neg pairs it is written out as Eq. (13).
+    # Eq. (9) is Eq. (7) over mixed examples. For pos-neg pairs it is written out as Eq. (13).
     pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)                          # (A,), (A,)
     return pull + push
 
@@ -85,8 +82,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
     Eq. (14)  sum_v -lambda s(a,v)    sum_v (1 - lambda) [s(a,v) - m]+
 
     'sum' is the equation as printed. 'mean' divides the first sum by the number of examples with y > 0, and the second
-    by the number of those with y < 1 and s > m. As sums, the 4 x 95 = 380 pos-neg mixtures that an anchor has in a
-    batch of 20 classes x 5 images would outweigh its 99 clean pairs.
+    by the number of those with y < 1 and s > m. As sums, the 4 x 95 = 380 mixed examples that an anchor has
+    with pos-neg pairs in a batch of 20 classes x 5 images would outweigh its 99 clean pairs.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -147,7 +144,7 @@ TABLE_1 = {
     'lifted': lambda s, positive, negative, m=0.5: (
         (log_sum_exp(-s, positive) + log_sum_exp(s - m, negative)).clamp_min(0), 0),
     'nca': nca,                                                         # and ProxyNCA
-    # s / T as in Table 1; 1/9 is of ProxyNCA++. Training takes proxynca_pp_of_queries: softmax of 2 s / T over proxies.
+    # s / T as in Table 1; 1/9 is of ProxyNCA++. Training takes the softmax of proxy_logits instead.
     'proxynca_pp': lambda s, positive, negative, temperature=1 / 9: nca(s / temperature, positive, negative)}
 
 
@@ -160,8 +157,9 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     proxies  (C, D), for the last two;  epsilon  tolerance of the miner of ms, None: no miner
     """
     z = common.at_least_float32(z)
-    if kind in QUERY_LOGITS:                        # proxynca_pp, see below
-        return F.cross_entropy(QUERY_LOGITS[kind](z, proxies, **hyper), y)
+    if kind == 'proxynca_pp':
+        # Unlike Eq. (3) with its row of Table 1, the denominator includes the positive proxy, and logits are 2 s / T.
+        return F.cross_entropy(proxy_logits(z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
         z, proxies = common.promote_dtypes(z, proxies)
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
@@ -173,9 +171,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
     negative = ~same                                                                            # N(a) in Eq. (6)
     if epsilon is not None:
-        # The miner of train_ms.py keeps a positive if s - epsilon < the most similar negative, and a negative if
-        # s + epsilon > the least similar positive. Both tests are written with "not", so that a pair whose similarity
-        # is NaN is kept, and the loss shows it.
+        # The miner of train_ms.py, where it is explained. Both tests are written with "not", so that a pair whose
+        # similarity is NaN is kept, and the loss shows it.
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -184,7 +181,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()
 
 
-def proxynca_pp_of_queries(v, proxies, temperature=1 / 9):
+def proxy_logits(v, proxies, temperature=1 / 9):
     """Logits of ProxyNCA++ for queries v (M, D) and proxies p (C, D) -> (M, C)
 
     They are -|v - p|^2 / temperature. The softmax over the proxies cancels |v|^2, and |p|^2 = 1: 2 v.p / temperature is
@@ -194,27 +191,121 @@ def proxynca_pp_of_queries(v, proxies, temperature=1 / 9):
     return 2 / temperature * v @ F.normalize(proxies, dim=1).T
 
 
-def mixed_cross_entropy(logits, y_i, y_j, lam):
-    """Mean cross-entropy of M queries whose class is y_i with share lam, and y_j with share 1 - lam
+# ---- mixed examples, in the order of the equations
 
-    logits (M, C); y_i, y_j (M,); lam (M,), or a number -> scalar
+
+class MixupConfig(NamedTuple):
+    """What a step mixes, and how"""
+    mixup: str                                      # input, feature or embed
+    pairs: str                                      # pos-neg, anc-neg or pos-pos
+    k: int                                          # hardest negatives of each anchor that are mixed; None: all
+    alpha: float                                    # of Beta(alpha, alpha)
+    clean_bn: bool = False                          # as in --clean-bn
+
+
+class BaseLoss(NamedTuple):
+    """A base loss: the name of a row of TABLE_1, its hyper-parameters, and proxies (C, D) if it has any"""
+    kind: str
+    hyper: dict
+    proxies: torch.Tensor = None
+
+
+def mixed_loss(base, config, model, levels, y):
+    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors -> scalar
+
+    base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
+    levels  the clean batch where it may be mixed: dict(input=images, feature=f, embed=z), (B, 3, S, S), (B, c, h, w)
+            and (B, D)
     """
-    to_i, to_j = (F.cross_entropy(logits, y, reduction='none') for y in (y_i, y_j))             # (M,)
-    return (lam * to_i + (1 - lam) * to_j).mean()
+    z = common.at_least_float32(levels['embed'])
+    cand_z, cand_y, anchor = candidates_and_anchors(base, z, y)                     # (E, D), (E,), (A,)
+    anchor_z, anchor_y = cand_z[anchor], cand_y[anchor]                             # (A, D), (A,)
+    # Eq. (8): the pairs M(a), with one lambda for each pair and for all anchors. It is sampled on the CPU, because
+    # torch 2.6 has no Beta on a Mac's GPU.
+    i, j = choose_pairs(config.pairs, y, cand_y)                                    # (M,), (M,)
+    lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # (M,)
+    pair_y, valid = pair_labels(cand_y, anchor_y, i, j, lam)                        # (A, M)
+    if config.pairs == 'pos-pos':                   # two positives of a, so the label is 1
+        positive = anchor_y[:, None] == cand_y                                      # (A, E)
+        pair_y, valid = torch.ones_like(pair_y), positive[:, i] & positive[:, j]
+    # In anc-neg pairs, one of the two is the anchor: S(a) x U-(a). In the others, as U+(a) x U-(a), neither is.
+    with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                   # (A, M)
+    valid = valid & (with_anchor == (config.pairs == 'anc-neg'))
+    if config.k:
+        hard = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, config.k)  # (A, B)
+        hard = F.pad(hard, (0, len(cand_y) - len(y)))                               # (A, E): a proxy is never one
+        valid = valid & (hard[:, i] | hard[:, j])
+    used = valid.any(dim=0).nonzero()[:, 0]         # only what some anchor uses is mixed; M counts these from here
+    if not len(used):
+        return z.new_zeros(())
+    i, j, lam = i[used], j[used], lam[used]
+    v = mixed_embeddings(config, model, dict(levels, embed=cand_z), i, j, lam)      # Eq. (4): (M, D)
+    if base.kind == 'proxynca_pp':                  # a mixed example is a query; the anchors only chose the pairs
+        logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
+        to_i, to_j = (F.cross_entropy(logits, y[end], reduction='none') for end in (i, j))          # (M,), (M,)
+        return (lam * to_i + (1 - lam) * to_j).mean()
+    s = anchor_z @ v.T                                                              # (A, M)
+    return labelled_loss(s, pair_y[:, used], valid[:, used], base.kind, **base.hyper).mean()        # Eq. (9)
 
 
-# The losses that compare queries, which are images or mixtures, with all proxies
-QUERY_LOGITS = {'proxynca_pp': proxynca_pp_of_queries}
+def candidates_and_anchors(base, z, y):
+    """The E candidates that may be mixed, and which of them are the A anchors of the mixed loss
+    The images are both. The anchors of Proxy-Anchor are the proxies of the classes in the batch; they follow the
+    images.  z (B, D), y (B,) -> cand_z (E, D), cand_y (E,), and anchor (A,), indices into these
+    """
+    if base.kind != 'proxy_anchor':
+        return z, y, torch.arange(len(y), device=y.device)
+    present = y.unique()
+    proxies = F.normalize(common.at_least_float32(base.proxies), dim=1)[present]
+    anchor = len(y) + torch.arange(len(present), device=y.device)
+    return torch.cat([z, proxies]), torch.cat([y, present]), anchor
 
 
-# ---- mixtures
+def choose_pairs(pairs, y, cand_y):
+    """Indices of all pairs i < j of candidates that some anchor may have in M(a), two images or an image and a proxy.
+    y (B,), cand_y (E,) -> (M,), (M,)"""
+    if pairs == 'pos-pos':
+        return torch.triu_indices(len(y), len(y), 1, device=y.device).unbind()
+    if pairs == 'pos-neg':
+        return cross_class_pairs(y)
+    i, j = cross_class_pairs(cand_y)
+    with_image = i < len(y)
+    return i[with_image], j[with_image]
 
-# How V(a), Eq. (8), is computed without a loop over the anchors. For pos-neg and anc-neg pairs, two ends of
-# different classes are mixed once, with one lambda, for all anchors. A table of labels and a mask, both (A, M), say
-# which mixtures an anchor has, and with which label. For an anchor of the class of end i, a mixture has label lambda;
-# for one of the class of end j, it has 1 - lambda; for all others it is not in V(a). With anc-neg pairs, it is in V(a)
-# only if one of its ends is a itself, and with pos-neg pairs only if neither end is. Pos-pos pairs are two images of
-# one class, with label 1.
+
+def cross_class_pairs(y):
+    """The M unordered pairs i < j of different classes.  (B,) -> (M,), (M,)"""
+    return (y[:, None] != y).triu().nonzero().unbind(dim=1)
+
+
+def pair_labels(y, anchor_y, i, j, lam):
+    """Eq. (8): labels of M mixed examples for A anchors of classes anchor_y -> pair_y, valid; both (A, M)
+
+    A mixed example is valid for an anchor if exactly one of the two, of classes y[i] and y[j], has the anchor's class.
+    Its label, mixed from 1 and 0, is the interpolation factor of that one: lam for i, 1 - lam for j.
+    """
+    i_is_positive = anchor_y[:, None] == y[i]                                       # (A, M)
+    j_is_positive = anchor_y[:, None] == y[j]                                       # (A, M)
+    pair_y = torch.where(i_is_positive, lam, 1 - lam)                               # (A, M)
+    return pair_y, i_is_positive ^ j_is_positive
+
+
+def hardest_negatives(s, negatives, k):
+    """Marks each anchor's k hardest negatives, those with the highest similarity.  (A, B), (A, B) -> (A, B) bool"""
+    s = s.masked_fill(~negatives, float('-inf'))
+    hardest = s.topk(min(k, s.shape[1]), dim=1).indices                             # (A, k)
+    return negatives & torch.zeros_like(negatives).scatter(1, hardest, True)
+
+
+def mixed_embeddings(config, model, levels, i, j, lam):
+    """Eq. (4): embeddings v of M mixed examples. What is mixed passes through the rest of the network. -> (M, D)"""
+    if config.mixup == 'input':                     # f(lam x + (1 - lam) x')
+        # With --clean-bn, the images update copies of BatchNorm's running statistics.
+        buffers = {name: t.clone() for name, t in model.named_buffers()} if config.clean_bn else {}
+        return torch.func.functional_call(model, buffers, mix(levels['input'], i, j, lam))
+    if config.mixup == 'feature':                   # f_m(lam g_m(x) + (1 - lam) g_m(x')), where f_m begins with pooling
+        return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
+    return mix_embeddings(levels['embed'], i, j, lam)
 
 
 def mix(x, i, j, lam):
@@ -225,203 +316,40 @@ def mix(x, i, j, lam):
 
 
 def mix_embeddings(z, i, j, lam):
-    """Eq. (4), embedding mixup: lam f(x) + (1 - lam) f(x'), scaled to unit length.  z (B, D) -> (M, D)"""
+    """Eq. (4), embedding mixup: lam f(x) + (1 - lam) f(x'), L2-normalized.  z (B, D) -> (M, D)"""
     return F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)
 
 
-def mix_similarities(s, u, i, j, lam):
-    """s(a, v / |v|) of anchors a and mixtures v = lam u_i + (1 - lam) u_j, where no v is formed
-
-    u (E, D) the ends, of any length; s (E, A) the products u.a, or (E, C) logits, which are linear in u as well;
-    i, j, lam (M,) -> (M, A) or (M, C)
-    The loss needs similarities alone, and those of a mixture of embeddings follow from those of its ends:
-        s(a, v / |v|) = (lam a.u_i + (1 - lam) a.u_j) / |v|
-        |v|^2 = lam^2 |u_i|^2 + (1 - lam)^2 |u_j|^2 + 2 lam (1 - lam) u_i.u_j
-    In embedding mixup, the ends u are embeddings. In feature mixup, they are what the linear head W p + b makes of the
-    pooled features p, before it is scaled to unit length: W (lam p_i + (1 - lam) p_j) + b = lam u_i + (1 - lam) u_j.
-    That needs average pooling, which is linear, too. With max pooling or LayerNorm, and for mixed images, v itself
-    has to be computed.
-    """
-    lam = lam.to(u.dtype)
-    gram = u @ u.T                                                                              # (E, E)
-    square = gram.diagonal()                                                                    # (E,): |u|^2
-    of_i = lam ** 2 * square.index_select(0, i)                                                 # (M,)
-    of_j = (1 - lam) ** 2 * square.index_select(0, j)                                           # (M,)
-    of_mixture = of_i + of_j + 2 * lam * (1 - lam) * gram[i, j]                                 # (M,): |v|^2
-    # Where the ends are opposite, rounding could leave 0 or less. So |v|^2 is raised to its rounding error, if it is
-    # below, and to 1e-24, if both ends are 0.
-    rounding = torch.finfo(u.dtype).eps * (of_i + of_j)
-    length = of_mixture.maximum(rounding).clamp_min(1e-24).sqrt()
-    return mix(s, i, j, lam) / length[:, None]
-
-
 def mix_features(f, i, j, lam, pool='avg+max'):
-    """Eq. (4), feature mixup: f_m(lam g_m(x) + (1 - lam) g_m(x')). Here m is the last layer of the trunk, the maps f
-    are g_m(x), and f_m begins with the pooling. Returned are the pooled mixtures, pool(lam f[i] + (1 - lam) f[j]).
+    """Eq. (4), feature mixup: the pooled features of mixed maps, pool(lam f[i] + (1 - lam) f[j])
 
-    f (B, c, h, w), half precision is raised to float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
-    Value and gradient are exact, and no mixed maps are kept for the backward pass. Average pooling is linear, so it is
-    enough to mix the pooled maps. The maximum is not: see max_of_mixed. Of equal maxima, the first takes the gradient.
+    f (B, c, h, w), upcast to at least float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
+    With a ResNet-50 at 224 px, the mixed maps of all pairs of a batch of 100 would take 2 GB. So they are made for a
+    few pairs at a time, and only to find their maxima. Value and gradient are exact.
     """
     f = common.at_least_float32(f)
     p = 0
-    if 'avg' in pool:
-        p = p + mix(f.mean(dim=(2, 3)), i, j, lam)
-    if 'max' in pool:
-        p = p + max_of_mixed(f, i, j, lam.to(f.dtype))
+    if 'avg' in pool:                               # the average of a mixed map is that of two averages, mixed
+        p = p + mix(f.mean(dim=(2, 3)), i, j, lam)                                  # (M, c)
+    if 'max' in pool:                               # its maximum is the two maps at one position, mixed
+        c, h, w = f.shape[1:]
+        with torch.no_grad():
+            peak = torch.cat([mix(f, *pairs).flatten(2).argmax(dim=2)
+                              for pairs in zip(i.split(20), j.split(20), lam.split(20))])           # (M, c)
+        peak += torch.arange(c, device=f.device) * h * w                            # (M, c), in all maps of an image
+        i, j = ((k[:, None] * c * h * w + peak).flatten() for k in (i, j))          # (M c,), in f.flatten()
+        p = p + mix(f.flatten(), i, j, lam.repeat_interleave(c)).view(-1, c)
     return p
-
-
-def max_of_mixed(f, i, j, lam):
-    """max over the T positions of lam f_i + (1 - lam) f_j.  f (B, c, h, w), i, j, lam (M,) -> (M, c)
-
-    On CUB, the mixed maps of all pairs would take 2 GB. So maps are mixed for n pairs at a time, without gradients,
-    only to find where the maxima are. Then both ends are mixed at these positions, with gradients.
-    """
-    h, w = f.shape[2:]
-    lam = lam[:, None]                                                                          # (M, 1)
-    positions = []
-    # n pairs at a time have 2^27 values on a GPU, where few large chunks are faster, and 2^21 on a CPU.
-    n = max(1, 2 ** (27 if f.is_cuda else 21) // f[0].numel())
-    with torch.no_grad():
-        for i_, j_, lam_ in zip(i.split(n), j.split(n), lam.split(n)):
-            # f[j_] is a copy, which lerp_ turns in place into f_j + lam (f_i - f_j).
-            mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                                   # (n, c, h, w)
-            # f has the layout of the network. On a CPU that is channels_last, in which max_pool2d is many times faster.
-            positions.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))    # (n, c)
-    position = torch.cat(positions)                                                             # (M, c)
-    maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                                  # (B T, c)
-    f_i, f_j = (maps.gather(0, end[:, None] * (h * w) + position) for end in (i, j))            # (M, c)
-    return f_j.lerp(f_i, lam)
-
-
-def cross_class_pairs(y):
-    """The M unordered pairs i < j of different classes.  (B,) -> (M,), (M,)"""
-    return (y[:, None] != y).triu().nonzero().unbind(dim=1)
-
-
-def pair_labels(y, anchor_y, i, j, lam):
-    """Labels of M mixtures for A anchors of classes anchor_y -> pair_y, valid; both (A, M)
-
-    A mixture is valid for an anchor if exactly one of its ends, of classes y[i] and y[j], has the anchor's class.
-    Its label is the share of that end: lam for i, 1 - lam for j.
-    """
-    i_is_positive = anchor_y[:, None] == y[i]                                                   # (A, M)
-    j_is_positive = anchor_y[:, None] == y[j]                                                   # (A, M)
-    # The label in Eq. (8), mixed from 1 and 0, is the share of the positive.
-    pair_y = torch.where(i_is_positive, lam, 1 - lam)                                           # (A, M)
-    return pair_y, i_is_positive ^ j_is_positive
-
-
-def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
-    """Which of M mixtures are in V(a), Eq. (8), and with which label, for A anchors -> pair_y, valid; both (A, M)
-
-    V(a) has a mixture for each pair in the set M(a). U+(a) are the positives of a, with label 1, U-(a) its negatives,
-    with label 0, and S(a) is a itself, with label 1.
-    pairs      pos-neg, anc-neg or pos-pos
-    y          (E,) classes of all possible ends;  i, j, lam (M,), anchor_y (A,)  as in pair_labels
-    anchor     (A,) the anchor's own index among the ends
-    negatives  (A, E) bool, the negatives of each anchor that may be mixed
-    """
-    # In anc-neg pairs, M(a) = S(a) x U-(a), one end is the anchor itself. In other pairs, as U+(a) x U-(a), neither is.
-    with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                               # (A, M)
-    allowed = with_anchor == (pairs == 'anc-neg')
-    if pairs == 'pos-pos':          # both ends are positives: the label is 1, and there is no negative term
-        both = (anchor_y[:, None] == y[i]) & (anchor_y[:, None] == y[j])                        # (A, M)
-        return torch.ones_like(both, dtype=lam.dtype), both & allowed
-    pair_y, valid = pair_labels(y, anchor_y, i, j, lam)
-    may_be_mixed = negatives.index_select(1, i) | negatives.index_select(1, j)                  # (A, M)
-    return pair_y, valid & allowed & may_be_mixed
-
-
-def ends_and_anchors(kind, z, y, proxies):
-    """The E ends that may be mixed, and which of them are the A anchors of the mixed loss -> end_z, end_y, anchor
-
-    z (B, D), y (B,), proxies (C, D): images and proxies -> (E, D), (E,), and (A,) indices into these
-    """
-    if kind != 'proxy_anchor':                      # the images are ends and anchors
-        return z, y, torch.arange(len(y), device=y.device)
-    present = y.unique()                            # the anchors are the proxies of the classes in the batch
-    proxies = F.normalize(common.at_least_float32(proxies), dim=1)[present]
-    anchor = len(y) + torch.arange(len(present), device=y.device)
-    return torch.cat([z, proxies]), torch.cat([y, present]), anchor
-
-
-def hardest_negatives(s, negatives, k):
-    """Marks the k hardest negatives of each anchor, those of the highest similarity.  s, negatives (A, B) -> (A, B)
-
-    k None: all.
-    """
-    s = s.detach().masked_fill(~negatives, float('-inf'))
-    k = min(k or s.shape[1], s.shape[1])
-    hardest = s.topk(k, dim=1).indices                                                          # (A, k)
-    return negatives & torch.zeros_like(negatives).scatter(1, hardest, True)
-
-
-class Mixing(NamedTuple):
-    """What a step mixes, and how"""
-    mixup: str                                      # input, feature or embed
-    pairs: str                                      # as in label_mixtures
-    k: int                                          # hardest negatives of each anchor that are mixed; None: all
-    alpha: float                                    # of Beta(alpha, alpha)
-    clean_bn: bool = False                          # as in --clean-bn
-
-
-def mixed_loss(kind, hyper, mixing, model, images, f, z, y, proxies=None):
-    """The second term of Eq. (10), without w: the mean of Eq. (9) over anchors; for proxynca_pp, mixed_cross_entropy
-
-    kind    as in clean_loss;  hyper  its hyper-parameters, a dict;  mixing  a Mixing
-    images  (B, 3, S, S), f (B, c, h, w), z (B, D), y (B,): the clean batch, its feature maps, embeddings, labels
-    """
-    z = common.at_least_float32(z)
-    end_z, end_y, anchor = ends_and_anchors(kind, z, y, proxies)
-    anchor_z = end_z.index_select(0, anchor)                                                    # (A, D)
-    anchor_y = end_y[anchor]                                                                    # (A,)
-    negatives = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, mixing.k)             # (A, B)
-    negatives = F.pad(negatives, (0, len(end_y) - len(y)))                  # (A, E): a proxy is never the negative end
-    if mixing.pairs == 'pos-pos':                   # all pairs of images; those of different classes are not valid
-        i, j = torch.triu_indices(len(y), len(y), 1, device=y.device)
-    else:                                           # in anc-neg pairs of proxy_anchor, proxies are ends as well
-        i, j = cross_class_pairs(end_y if mixing.pairs == 'anc-neg' else y)
-    # (M,): each pair has one lambda, for all anchors. It is drawn on the CPU: torch 2.6 has no Beta on a Mac's GPU.
-    lam = Beta(mixing.alpha, mixing.alpha).sample(i.shape).to(y.device, non_blocking=y.is_cuda)             # Eq. (8)
-    pair_y, valid = label_mixtures(mixing.pairs, end_y, i, j, lam, anchor, anchor_y, negatives)             # (A, M)
-    used = valid.any(dim=0).nonzero()[:, 0]         # mixtures that some anchor has
-    if not len(used):
-        return z.new_zeros(())
-    i, j, lam = (t[used] for t in (i, j, lam))      # from here on, M counts these alone
-
-    def compare(v):                                 # linear in v: (M, D) -> (M, A) similarities, or (M, C) logits
-        return QUERY_LOGITS[kind](v, proxies, **hyper) if kind in QUERY_LOGITS else v @ anchor_z.T
-
-    if mixing.mixup == 'input':
-        # Eq. (4), input mixup: f(lam x + (1 - lam) x'). With --clean-bn, copies of BatchNorm's statistics are updated.
-        buffers = {name: t.clone() for name, t in model.named_buffers()} if mixing.clean_bn else {}
-        s = compare(torch.func.functional_call(model, buffers, mix(images, i, j, lam)))         # (M, A)
-    elif mixing.mixup == 'feature' and (model.pool != 'avg' or model.config['layer_norm']):
-        s = compare(model.project(mix_features(f, i, j, lam, model.pool)))
-    else:                                           # no mixture is formed: see mix_similarities
-        # (E, D); in feature mixing (B, D), because proxies have no features.
-        u = end_z if mixing.mixup == 'embed' else model.linear(model.pool_features(f))
-        s = mix_similarities(compare(u), u, i, j, lam)
-    if kind in QUERY_LOGITS:                        # compared with all proxies; the anchors only chose the pairs
-        return mixed_cross_entropy(s, y[i], y[j], lam)
-    # An anchor has few of the M mixtures: 8 % with pos-neg pairs of 20 x 5 images. So only V columns stay, as many as
-    # the anchor with most mixtures has. topk puts an anchor's own first; the others in its row are not valid.
-    valid, pair_y = (t.index_select(1, used) for t in (valid, pair_y))                          # (A, M)
-    own = valid.int().topk(int(valid.sum(dim=1).max()), dim=1).indices                          # (A, V)
-    s, pair_y, valid = (t.gather(1, own) for t in (s.T, pair_y, valid))                         # (A, V)
-    return labelled_loss(s, pair_y, valid, kind, **hyper).mean()                                # Eq. (9)
 
 
 # ---- analysis: Sections 3.6 and 4.3
 
 
 def positivity_threshold(lam, beta, gamma, m):
-    """The similarity s(a, v) up to which a lone mixture v acts as a positive of its anchor a in ms: the right-hand
-    side of Eq. (24)
+    """The similarity s(a, v) up to which a single mixed example v acts as a positive of its anchor a in ms: the
+    right-hand side of Eq. (24). Like Fig. 2, it is about the mixed term alone: l~(a) without l(a) of Eq. (10).
 
-    lam      number or tensor, in [0, 1]: share of the positive in the mixture
+    lam      number or tensor, in [0, 1]: interpolation factor of the positive
     beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
     returns  tensor like lam, in float64; -inf for lam = 0, inf for lam = 1
     """
@@ -434,63 +362,48 @@ def positivity_threshold(lam, beta, gamma, m):
 # Table 4 and Section B.1 state epochs, batches, optimizer, learning rates, weight decay and decay rates, but no decay
 # rate for ProxyNCA++ on CUB and Cars, which gets that of ms. From the released code come smallest crop, warm-up,
 # clipping, proxies at 100 times the learning rate, BatchNorm frozen on CUB and Cars, and decays every 10 epochs, the
-# default there; some of its commands have 5 or 20. Its commands for contrastive with mixing freeze BatchNorm
-# on SOP and In-Shop, and have a warm-up of 5 on In-Shop; here BatchNorm trains, and the warm-up is 1.
+# default there. Its commands for contrastive with mixup freeze BatchNorm on SOP and In-Shop, and have a warm-up of 5
+# on In-Shop; here BatchNorm trains, and the warm-up is 1.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08,
            epochs=100, batch_size=100, per_class=0,
            optimizer='adamw', lr=1e-4, proxy_lr_mult=100, weight_decay=1e-4, clip=10.0,
            schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, warmup=1)
 DEFAULTS = {
-    # Without pretrained weights, --lr is 20 times that of CUB, and on vectors 10 times. So the proxies get 10 times
-    # --lr, and not 100.
-    'shapes': dict(proxy_lr_mult=10),
-    'folder': dict(proxy_lr_mult=10),
-    'vectors': dict(proxy_lr_mult=10),
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    # The rate of the proxies is that of train_proxy_anchor.py. But --per-class stays 4, for pos-neg pairs.
-    'reality-check': dict(proxy_lr_mult=6000),
-    # These depend on the loss as well. The paper does not state the margin of contrastive.
-    ('shapes', 'contrastive'): dict(m=0.5),
-    ('folder', 'contrastive'): dict(m=0.5),
-    ('vectors', 'contrastive'): dict(m=0.5, epochs=3),
-    ('vectors', 'proxynca_pp'): dict(epochs=8),
-    ('cub', 'contrastive'): dict(m=0.5, decay_rate=0.1),
-    ('cars', 'contrastive'): dict(m=0.5, decay_rate=0.1),
-    ('sop', 'contrastive'): dict(m=0.5, warmup=5),
-    ('inshop', 'contrastive'): dict(m=0.5),
-    ('reality-check', 'contrastive'): dict(m=0.5),
+    'reality-check': dict(proxy_lr_mult=6000),      # as train_proxy_anchor.py; --per-class stays 4, for pos-neg pairs
 }
-# The flags that are hyper-parameters of each loss. --proxy-alpha is alpha of proxy_anchor: --alpha is that of Beta.
-HYPER = dict(contrastive='m reduction', ms='beta gamma m', proxy_anchor='proxy_alpha delta', proxynca_pp='temperature')
-PROXY_LOSSES = ('proxy_anchor', 'proxynca_pp')
-# The flags that each loss uses
-USES = {loss: flags + (' proxy_lr_mult' if loss in PROXY_LOSSES else '') for loss, flags in HYPER.items()}
-USES['ms'] += ' epsilon'
+# What depends on the loss as well. The paper does not state the margin of contrastive.
+CONTRASTIVE = dict(vectors=dict(epochs=3), cub=dict(decay_rate=0.1), cars=dict(decay_rate=0.1), sop=dict(warmup=5))
+DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) | CONTRASTIVE.get(dataset, {})
+             for dataset in (*common.BASE, 'reality-check')}
+DEFAULTS['vectors', 'proxynca_pp'] = dict(epochs=8)
+
+# The flags that each loss uses. --proxy-alpha is alpha of proxy_anchor: --alpha is that of Beta.
+USES = dict(contrastive='m reduction', ms='beta gamma m epsilon', proxy_anchor='proxy_alpha delta proxy_lr_mult',
+            proxynca_pp='temperature proxy_lr_mult')
 
 
 def plan(args):
-    """Prints and returns what a step may mix: for each type of --mixup a list of Mixing, one for each set of pairs.
-    [] without mixing"""
+    """Prints and returns what a step may mix: for each type of --mixup, MixupConfigs that differ in the set of pairs.
+    [] without mixup"""
     choices = []
-    for mixup, k in zip(args.mixup, cycle(args.hard_negatives)):        # one K serves all types
+    for mixup, k in zip(args.mixup, args.hard_negatives * len(args.mixup)):     # one K serves all types
         if mixup == 'none':
             break
-        sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]         # Section 4.1
-        if args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
-            sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
-        if args.loss in QUERY_LOGITS:               # with all negatives, these are all cross-class pairs
+        sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]             # Section 4.1
+        if args.loss == 'proxynca_pp':              # with all negatives, these are all cross-class pairs
             sets = ['anc-neg']
+        elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
+            sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
         if k == 'auto' and mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3     # 3 is in Section B.2, 1 in Table 6
-        k = None if k in ('auto', 'all') else k
-        what = 'queries' if args.loss in QUERY_LOGITS else ' or '.join(sets)
-        negatives = '' if sets == ['pos-pos'] else f', {k or "all"} negatives'
-        print(f'{args.loss}, mixing {mixup}: {what}{negatives}')
-        choices.append([Mixing(mixup, pairs, k, args.alpha, args.clean_bn) for pairs in sets])
+        k = None if k in ('auto', 'all') or args.pairs == 'pos-pos' else k
+        print(f'{args.loss}, {mixup} mixup: {" or ".join(sets)}' + (f', {k} hardest negatives' if k else ''))
+        choices.append([MixupConfig(mixup, pairs, k, args.alpha, args.clean_bn) for pairs in sets])
     return choices
 
 
@@ -499,7 +412,7 @@ def get_args(argv=None):
     add = parser.add_argument_group('Metrix').add_argument
     above_0 = common.at_least(1e-3, float)
     cosine = common.between(-1, 1)
-    add('--loss', choices=list(HYPER), default='ms', help='base loss')
+    add('--loss', choices=list(USES), default='ms', help='base loss')
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
         help='what is mixed; if several are given, each iteration draws one')
     add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
@@ -509,17 +422,18 @@ def get_args(argv=None):
                           'auto is all, but for input 3, or 1 if feature is given as well')
     add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss')
-    add('--beta', type=above_0, default=18.0, help='ms: scale of the positives')
-    add('--gamma', type=above_0, default=75.0, help='ms: scale of the negatives')
+    add('--beta', type=above_0, default=18.0, help='ms: scaling factor of the positives')
+    add('--gamma', type=above_0, default=75.0, help='ms: scaling factor of the negatives')
     add('--m', type=cosine, default=0.77, help='ms and contrastive: margin')
     add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.39,
         help='ms: tolerance of the miner in the clean loss; off: no miner')
     add('--reduction', choices=['mean', 'sum'], default='mean', help='contrastive: mean or sum over examples')
-    add('--proxy-alpha', type=above_0, default=32.0, help='proxy_anchor: sharpness')
+    add('--proxy-alpha', type=above_0, default=32.0, help='proxy_anchor: scaling factor')
     add('--delta', type=cosine, default=0.1, help='proxy_anchor: margin')
     add('--temperature', type=common.at_least(1e-4, float), default=1 / 9, help='proxynca_pp: divides distances^2')
-    add('--proxy-lr-mult', type=common.at_least(0, float), default=100.0, help='rate of the proxies, times --lr')
-    add('--clean-bn', action=argparse.BooleanOptionalAction, default=False,
+    # 100 on the benchmarks. Without pretrained weights, --lr is 20 times that of CUB, and on vectors 10 times.
+    add('--proxy-lr-mult', type=common.at_least(0, float), default=10.0, help='rate of the proxies, times --lr')
+    add('--clean-bn', action=common.SWITCH, default=False,
         help='input: the running statistics of trained BatchNorm are those of clean images only')
     args = common.parse(parser, DEFAULTS, argv, uses={'loss': USES})
     check(args, parser.typed(argv))
@@ -528,20 +442,17 @@ def get_args(argv=None):
 
 def check(args, typed):
     """Refuses flags that would have no effect on the loss, and what the paper leaves undefined."""
-    unused = {}                                         # {flag: why it has no effect}
     if 'input' not in args.mixup or args.freeze_bn:
-        unused['clean_bn'] = 'frozen BatchNorm, or where the network sees no mixtures'
+        common.reject(typed, ['clean_bn'], 'frozen BatchNorm, or where the network sees no mixed images')
     if args.pairs == 'pos-pos':
-        unused['hard_negatives'] = '--pairs pos-pos'
-    if args.loss in QUERY_LOGITS:
-        unused['pairs'] = f'--loss {args.loss}, where a mixture is a query'
+        common.reject(typed, ['hard_negatives'], '--pairs pos-pos')
+    if args.loss == 'proxynca_pp':
+        common.reject(typed, ['pairs'], '--loss proxynca_pp, where a mixed example is a query')
     if 'none' in args.mixup:
-        unused |= dict.fromkeys(['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
+        common.reject(typed, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
         if len(args.mixup) > 1:
             raise common.UsageError('--mixup none cannot be combined with other types')
-    for flag, because in unused.items():
-        common.reject(typed, [flag], because)
-    if args.loss not in PROXY_LOSSES:
+    if 'proxy' not in args.loss:
         common.require_two_classes(args)
     if 'input' in args.mixup and args.dataset == 'vectors':
         raise common.UsageError('--mixup input mixes images; --dataset vectors has none: take --mixup feature')
@@ -558,17 +469,18 @@ def main(argv=None):
     choices = plan(args)
     data = common.dataset_from(args)
     model = common.build(args, data=data)
-    if 'input' in args.mixup:       # mixtures differ in number, and cudnn would time its algorithms for each anew
+    if 'input' in args.mixup:       # mixed images differ in number, and cudnn would time its algorithms anew
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
     loss_params = {}
-    if args.loss in PROXY_LOSSES:                   # with proxies as in train_proxy_anchor.py
+    if 'proxy' in args.loss:                        # with proxies as in train_proxy_anchor.py
         C = data.train.num_classes
         proxies = torch.randn(C, model.dim) * (2 / C) ** 0.5
         loss_params = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
         groups.append(dict(params=[loss_params['proxies']], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
-    hyper = {flag.removeprefix('proxy_'): getattr(args, flag) for flag in HYPER[args.loss].split()}
+    hyper = {flag.removeprefix('proxy_'): getattr(args, flag) for flag in USES[args.loss].split()
+             if flag not in ('epsilon', 'proxy_lr_mult')}
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
 
     def step(images, labels):
@@ -576,10 +488,11 @@ def main(argv=None):
         z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **loss_params, **hyper)
         if choices:
-            # Sections B.4 and B.2: the type of mixing is drawn in each iteration, and so is the set of pairs.
-            mixing = random.choice(random.choice(choices))
-            mixed = mixed_loss(args.loss, hyper, mixing, model, images, f, z, labels, **loss_params)
-            loss = loss + args.strength * mixed                         # Eq. (10)
+            # Sections B.4 and B.2: the type of mixup is drawn in each iteration, and so is the set of pairs.
+            config = random.choice(random.choice(choices))
+            base = BaseLoss(args.loss, hyper, **loss_params)
+            levels = dict(input=images, feature=f, embed=z)
+            loss = loss + args.strength * mixed_loss(base, config, model, levels, labels)           # Eq. (10)
         return loss
 
     return common.train(args, model, data, step, optimizer, loss_params)
@@ -587,45 +500,40 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Two ends are mixed once, with one lambda, and all anchors share this mixture. Eq. (8) seems to draw lambda anew
-       for each pair of each anchor, and U+(a)^2 of Section B.4 has each pos-pos pair in both orders, and a positive
-       with itself. Mixed embeddings are scaled to unit length here, as in the released code.
+    1. Two examples are mixed once, with one lambda, and all anchors share the mixed example. Eq. (8) seems to draw
+       lambda anew for each pair of each anchor, and U+(a)^2 of Section B.4 has each pos-pos pair in both orders, and a
+       positive with itself. Mixed embeddings are L2-normalized here, as in the released code.
     2. Contrastive has means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms has the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor is that of its own paper: it has s + delta on negatives, where Table 1 has s - m, and no factors
        1 / beta and 1 / gamma. Its mixed loss is the mean over the classes in the batch; by Eq. (10) it would be divided
-       by all C proxies. Its anc-neg pairs exist in embedding mixing only: a proxy has no image or feature map.
-    5. ProxyNCA++: its positives and negatives in Table 1 are proxies, which input and feature mixing cannot mix,
-       though the paper has results for both. Here a mixture of two images of different classes is a query, with
-       an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
-    6. Fig. 2 and utilization are measured with embedding mixing on 20 batches. The paper draws Fig. 2 from the whole
-       dataset at epoch 0, and measures utilization with the mixtures of a number of epochs.
+       by all C proxies. Its anc-neg pairs exist in embedding mixup only: a proxy has no image or feature map.
+    5. ProxyNCA++ is that of its own paper: Eq. (3) with Table 1 has s / T, and leaves the positive proxy out of the sum
+       over negatives; here logits are 2 s / T, and the softmax includes it. The positives and negatives of Table 1 are
+       proxies, which input and feature mixup cannot mix, though the paper has results for both. Here a mixed example
+       of two classes is a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
 What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730c) for contrastive, and
-github.com/billpsomas/metrix (b679703) for ms, which has embedding mixing only
-    7. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
-       feature and embedding mixing have only an anchor's first positive, anc-neg pairs only anchors without a
-       positive, and hard negatives are looked up among those of the first anchor. In the code for ms, an anchor mixes
-       its least similar positive alone, with the negatives that the miner keeps; here the miner serves the clean loss
-       alone.
-    8. Both codes have one lambda for a batch, and Adam. Both report the best epoch on the test set.
-    9. The code for contrastive has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
+github.com/billpsomas/metrix (b679703) for ms, which has embedding mixup only
+    6. All positives, all anchors and each anchor's own hard negatives take part. In the code for contrastive,
+       feature and embedding mixup have only an anchor's first positive, anc-neg pairs only anchors without one, and
+       hard negatives of the first anchor. In the code for ms, an anchor mixes its least similar positive alone.
+    7. Both codes have one lambda for a batch, and Adam. Both report the best epoch on the test set.
+    8. The code for contrastive has Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
        It has the mean over all active pairs of the batch. Here it is over those of each anchor, and then over all
-       anchors: one without positives, as about 37 of 100 in random batches of CUB, counts with a pull of 0.
-   10. The code for ms does not compute Eq. (15). Mixtures are positives only. lambda and 1 - lambda also multiply the
-       clean sums. A mask over pairs of images is applied by position to a table of mixtures, so an image gets one
-       mixture at most, mostly another anchor's. The mean is over all mixtures. More on this in tests/results/why.md.
-   11. On CUB, the command for ms with mixing trains 100 epochs and halves the rate every 10. That without mixing trains
-       60, and halves it every 5. Here both train 100 epochs, as in the paper, and halve it every 10.
+       anchors; one without positives, as about 37 of 100 in random batches of CUB, counts with a positive term of 0.
+    9. The code for ms does not compute Eq. (15), see tests/results/why.md: mixed examples are positives only, and a
+       mask over pairs of images is applied by position to a table of mixed examples, mostly of other anchors.
+   10. On CUB, the command for ms with mixup trains 100 epochs and halves the rate every 10, that without mixup 60 and
+       every 5. Here both train 100 epochs, as in the paper, and halve it every 10.
 Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup,
     --pairs and --hard-negatives; the last row of both has --mixup input feature embed. Fig. 6 (Cars): --mixup and
-    --strength, with contrastive. Fig. 2: tests/results/fig2.py. Section 4.3, with contrastive: alignment,
-    uniformity and utilization by eval.py --analyse, utilization with mixed examples by tests/results/fig2.py.
+    --strength, with contrastive. Fig. 2, and utilization with mixed examples: tests/results/fig2.py. Section 4.3, with
+    contrastive: eval.py --analyse.
 Cost
-    With batches of 20 x 5 images and k = 3, a step of input mixing sends up to 300 more images through the network with
-    anc-neg pairs, and up to 1,200 with pos-neg pairs. Unless --clean-bn is given, they count in the running statistics
-    of trained BatchNorm, which the evaluation uses. For batches of several hundred images, --hard-negatives 40 saves
-    memory and time.
+    With batches of 20 x 5 images and k = 3, input mixup sends up to 300 (anc-neg) or 1,200 (pos-neg) more images
+    through the network. Unless --clean-bn is given, they count in the running statistics of trained BatchNorm. With
+    several hundred images, --hard-negatives 40 saves time.
 """
 
 

@@ -147,7 +147,7 @@ def proxy_anchor_loss(draw):
 
 
 @exercise('train_proxynca_pp.py', 'test_proxynca_pp_', 'ProxyNCA++, as at the top of the script', week=5, level=1,
-          minutes=30, copies={'train_metrix.py': 'proxynca_pp_of_queries mixed_cross_entropy'})
+          minutes=30, copies={'train_metrix.py': 'proxy_logits mixed_loss'})
 def proxynca_pp_loss(draw):
     z, y, proxies = draw.images_and_vectors()
     return 'proxynca_pp_loss', dict(z=z, y=y, proxies=proxies) | draw.some(temperature=draw.scale(0.01, 4))
@@ -231,7 +231,7 @@ def positivity_threshold(draw):
 
 
 @exercise('train_metrix.py', 'metrix_eq4_feature_', 'Metrix Eq. (4), without a tensor of all mixed feature maps',
-          week=7, level=3, minutes=120, cut='max_of_mixed')
+          week=7, level=3, minutes=90)
 def mix_features(draw):
     images, pairs = draw.sizes('images and pairs', largest=400)
     large = images * pairs > 500

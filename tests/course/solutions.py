@@ -385,50 +385,51 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     mixed, pooling = lam * f[i] + (1 - lam) * f[j], dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
     return sum(pooling[name](mixed, 1) for name in pool.split('+')).flatten(1)
 ''',
-    'all mixed maps in forward': ('2 ** (27 if f.is_cuda else 21) // f[0].numel()', 'len(i)'),
-    'all maps of the ends': ('maps.gather(0, end[:, None] * (h * w) + position)',
-                             'f.flatten(2)[end].gather(2, position[..., None])[..., 0]'),
+    'all mixed maps in forward': ('zip(i.split(20), j.split(20), lam.split(20))', '[(i, j, lam)]'),
     'maps kept for the backward pass': '''
-def max_of_mixed(f, i, j, lam):
+def mix_features(f, i, j, lam, pool='avg+max'):
+    f, pooling = common.at_least_float32(f), dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
     mixed = ((l * f[a] + (1 - l) * f[b])[None] for a, b, l in zip(i, j, lam))
-    return torch.cat([F.adaptive_max_pool2d(m, 1).flatten(1) for m in mixed])
+    return torch.cat([sum(pooling[name](m, 1) for name in pool.split('+')).flatten(1) for m in mixed])
 ''',
-    'pooled before it is mixed': ('max_of_mixed(f, i, j, lam.to(f.dtype))', 'mix(f.amax(dim=(2, 3)), i, j, lam)'),
-    'shares swapped': ('f[j_].lerp_(f[i_]', 'f[i_].lerp_(f[j_]', 'f_j.lerp(f_i, lam)', 'f_i.lerp(f_j, lam)'),
-    'one end detached': ('f_j.lerp(f_i, lam)', 'f_j.detach().lerp(f_i, lam)'),
+    'pooled before it is mixed': ('mix(f.flatten(), i, j, lam.repeat_interleave(c)).view(-1, c)',
+                                  'mix(f.amax(dim=(2, 3)), i[::c] // (c * h * w), j[::c] // (c * h * w), lam)'),
+    'shares swapped': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)), j, i, lam)'),
+    'averages detached': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)).detach(), i, j, lam)'),
     'half precision stays': ('f = common.at_least_float32(f)', ''),
-    'positions in a byte': ('return_indices=True)[1]', 'return_indices=True)[1].byte().long()'),
+    'positions in a byte': ('.argmax(dim=2)', '.argmax(dim=2).byte().long()'),
     'equal maxima share the gradient': '''
-def max_of_mixed(f, i, j, lam):
+def mix_features(f, i, j, lam, pool='avg+max'):
     from torch.utils.checkpoint import checkpoint
-    def peak(a, b, l):
-        return (l * f[a] + (1 - l) * f[b]).amax(dim=(1, 2))
-    return torch.stack([checkpoint(peak, *t, use_reentrant=False) for t in zip(i, j, lam)])
+    f, pooling = common.at_least_float32(f), dict(avg=torch.mean, max=torch.amax)
+    def pooled(a, b, l):
+        return sum(pooling[name](l * f[a] + (1 - l) * f[b], dim=(1, 2)) for name in pool.split('+'))
+    return torch.stack([checkpoint(pooled, *t, use_reentrant=False) for t in zip(i, j, lam)])
 ''',
 }
 RIGHT['mix_features'] = {
-    'larger chunks': ('2 ** (27 if f.is_cuda else 21) // f[0].numel()', '2 ** 22 // f[0].numel()'),
+    'fewer pairs at a time': ('zip(i.split(20), j.split(20), lam.split(20))',
+                              'zip(i.split(7), j.split(7), lam.split(7))'),
     'checkpoint': '''
-def max_of_mixed(f, i, j, lam):
+def mix_features(f, i, j, lam, pool='avg+max'):
     from torch.utils.checkpoint import checkpoint
+    f, pooling = common.at_least_float32(f), dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
     def part(i, j, lam):
-        lam = lam[:, None, None, None]
-        return F.adaptive_max_pool2d(lam * f[i] + (1 - lam) * f[j], 1).flatten(1)
+        maps = mix(f, i, j, lam)
+        return sum(pooling[name](maps, 1) for name in pool.split('+')).flatten(1)
     return torch.cat([checkpoint(part, *t, use_reentrant=False) for t in zip(i.split(9), j.split(9), lam.split(9))])
 ''',
     'argmax and gather': '''
-def max_of_mixed(f, i, j, lam):
-    flat, channel, where = f.flatten(2), torch.arange(f.shape[1]), []
+def mix_features(f, i, j, lam, pool='avg+max'):
+    flat, p = common.at_least_float32(f).flatten(2), 0
+    channel, where = torch.arange(f.shape[1]), []
     with torch.no_grad():
         for a, b, l in zip(i, j, lam):
             where.append((l * flat[a] + (1 - l) * flat[b]).argmax(dim=1))
     where = torch.stack(where)
-    f_i, f_j = (flat[end[:, None], channel, where] for end in (i, j))
-    return lam[:, None] * f_i + (1 - lam[:, None]) * f_j
-''',
-    'pair by pair': '''
-def max_of_mixed(f, i, j, lam):
-    return torch.stack([(l * f[a] + (1 - l) * f[b]).flatten(1).max(dim=1)[0] for a, b, l in zip(i, j, lam)])
+    parts = dict(avg=[flat.mean(dim=2)[end] for end in (i, j)],
+                 max=[flat[end[:, None], channel, where] for end in (i, j)])
+    return sum(lam[:, None] * parts[name][0] + (1 - lam[:, None]) * parts[name][1] for name in pool.split('+'))
 ''',
 }
 

@@ -1,7 +1,8 @@
 """train_triplet.py -- triplet loss: an image should be nearer to its positives than to its negatives.
 
 Musgrave, Belongie, Lim. A Metric Learning Reality Check. ECCV 2020. arXiv:2003.08505, Eq. (2); the loss is that of
-Weinberger, Saul. Distance Metric Learning for Large Margin Nearest Neighbor Classification. JMLR 2009.
+Weinberger, Blitzer, Saul. Distance Metric Learning for Large Margin Nearest Neighbor Classification. NIPS 2005 (Metrix
+cites the longer version of Weinberger and Saul, JMLR 2009).
 
 Equation
     Reality Check Eq. (2)

@@ -40,7 +40,7 @@ def batch(classes=5, per_class=3, height=8, width=8, shuffle=False):
 def test_hse_eq3_is_mixup_in_equal_parts():
     x_a, x_b = torch.rand(2, 3, 5, 7, generator=seeded(), dtype=torch.float64)
     lam = 1 / 2
-    assert torch.equal(blend(torch.stack([x_a, x_b])[None], 'mixup')[0], lam * x_a + (1 - lam) * x_b)
+    assert torch.equal(blend(torch.stack([x_a, x_b])[None], 'mixup', 'top-bottom', 50)[0], lam * x_a + (1 - lam) * x_b)
 
 
 IMAGES, WEAK = (0, 30, 100, 130, 60, 200), [True, True, True, True, False, False]
@@ -196,8 +196,8 @@ def test_the_generator_decides_and_the_global_one_is_left_alone():
 
 @pytest.mark.parametrize('kind, reason', [('gridmask', 'no room for 2 images'), ('cutout', 'cutout')])
 def test_what_does_not_fit_is_refused(kind, reason):
-    with pytest.raises(ValueError, match=reason):
-        blend(torch.zeros(1, 2, 3, 8, 8), kind, mask_size=8)
+    with pytest.raises((ValueError, KeyError), match=reason):
+        blend(torch.zeros(1, 2, 3, 8, 8), kind, 'top-bottom', mask_size=8)
 
 
 # ---- base losses
@@ -314,7 +314,7 @@ def test_with_superclasses_every_hybrid_stays_inside_one(run, small, monkeypatch
 def test_a_fold_may_lack_superclasses_and_does_without_them(run, small, monkeypatch):
     """With three superclasses, batches of 8 cannot have equally many classes of each."""
     give_superclasses(monkeypatch, 3)
-    with pytest.raises(common.UsageError, match='of each superclass in a batch: raise --batch-size to 12'):
+    with pytest.raises(common.UsageError, match='need 6 classes in a batch, 2 of each superclass, and there are 4'):
         run(train_hse, '--hybrids', 'append')
     assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
 
@@ -328,16 +328,10 @@ def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
         train_hse.get_args(flags.split())
 
 
-@pytest.mark.parametrize('flags, classes', [
-    ('--num 3', 3), ('--combinations 2', 2), ('--per-class 0', 0)])
-def test_a_batch_with_no_negative_left_is_refused(run, small, flags, classes):
+@pytest.mark.parametrize('flags, needed, classes', [
+    ('--num 3', 5, 4), ('--combinations 2', 5, 4), ('--per-class 0', 4, 0),
+    ('--num 4 --combinations 2 --batch-size 64', 7, 6), ('--combinations 4', 7, 4)])
+def test_a_batch_with_no_negative_left_is_refused(run, small, flags, needed, classes):
     """The batch has 4 classes, the dataset 6. Hybrids replace one class for each combination."""
-    with pytest.raises(common.UsageError, match=f'among the images that stay in a batch, not {classes}'):
-        run(train_hse, *flags.split())
-
-
-@pytest.mark.parametrize('flags, needed', [('--num 4 --combinations 2 --batch-size 64', 7), ('--combinations 4', 7)])
-def test_too_few_training_classes_are_said_to_be_too_few(run, small, flags, needed):
-    """Where no batch size would help: there are six."""
-    with pytest.raises(common.UsageError, match=f'hybrids need {needed} training classes .*there are 6'):
+    with pytest.raises(common.UsageError, match=f'hybrids need {needed} classes in a batch, .* there are {classes}:'):
         run(train_hse, *flags.split())

@@ -31,8 +31,8 @@ def metrix(kind, pairs, z, y, p, k=None, **hyper):
     torch.manual_seed(0)
     random.seed(0)
     proxies = dict(proxies=p) if 'proxy' in kind else {}
-    mixing = train_metrix.Mixing('embed', pairs, k, alpha=2.0)
-    mixed = train_metrix.mixed_loss(kind, hyper, mixing, None, None, None, z, y, **proxies)
+    base, config = train_metrix.BaseLoss(kind, hyper, **proxies), train_metrix.MixupConfig('embed', pairs, k, 2.0)
+    mixed = train_metrix.mixed_loss(base, config, None, dict(embed=z), y)
     return train_metrix.clean_loss(kind, z, y, **proxies, **hyper) + 0.4 * mixed
 
 

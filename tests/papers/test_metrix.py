@@ -13,7 +13,16 @@ from worked import Largest, expect, expect_raised
 
 import common
 import train_metrix
-from train_metrix import clean_loss, cross_class_pairs, label_mixtures, labelled_loss, mix_embeddings, mix_features
+from train_metrix import (
+    BaseLoss,
+    MixupConfig,
+    clean_loss,
+    cross_class_pairs,
+    labelled_loss,
+    mix_embeddings,
+    mix_features,
+    pair_labels,
+)
 
 Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
 
@@ -250,64 +259,6 @@ def test_metrix_eq4_embedding_in_half_precision():
     expect_raised(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
 
 
-def short_and_long(a, u, i, j, lam):
-    """s(a, v) from those of the ends, and by the mixtures' vectors; each with its gradients by a and u"""
-    def with_gradients(similarities):
-        leaves = [t.clone().requires_grad_() for t in (a, u)]
-        s = similarities(*leaves)
-        return s.detach(), *torch.autograd.grad(s, leaves, torch.linspace(-1, 1, s.numel()).view(s.shape).to(s.dtype))
-    return (with_gradients(lambda a, u: train_metrix.mix_similarities(u @ a.T, u, i, j, lam)),
-            with_gradients(lambda a, u: mix_embeddings(u, i, j, lam) @ a.T))
-
-
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 1e-4)])
-def test_metrix_eq4_similarities_of_mixtures_follow_from_their_ends(dtype, tolerance):
-    """Ends from 0.01 to 100 long, lambda 0 and 1 among the shares; all mixtures are 0.1 of their ends, or longer."""
-    a, u = unit(5, dtype=dtype), unit(9, seed=1, dtype=dtype) * torch.logspace(-2, 2, 9, dtype=dtype)[:, None]
-    i, j = torch.triu_indices(9, 9, 1)
-    lam = shares(len(i), dtype=dtype)
-    lam[:2] = torch.tensor([0, 1])
-    assert (train_metrix.mix(u, i, j, lam).norm(dim=1) > 0.1 * (lam * u.norm(dim=1)[i])).all()
-    for ours, theirs, what in zip(*short_and_long(a, u, i, j, lam), ('s(a, v)', 'gradient by a', 'gradient by u')):
-        scale = theirs.abs().amax(dim=1, keepdim=True)      # short ends have large gradients
-        expect(ours / scale, theirs / scale, f'Metrix Eq. (4), {what}, {dtype}', tolerance)
-
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
-def test_metrix_eq4_similarities_of_mixtures_of_opposite_ends_are_finite(dtype):
-    """Where |v| is 0, or as small as its rounding error; and of embeddings that are 0"""
-    a, u = unit(5, dtype=dtype), unit(50, dtype=dtype)
-    u = torch.cat([u, -u, -u * (1 + 1e-6), torch.zeros(50, 6, dtype=dtype)])
-    i, j = torch.arange(50).repeat(3), torch.arange(50, 200)
-    for lam in (0.5, 0.5 + 1e-7, 0.499):
-        ours, theirs = short_and_long(a, u, i, j, torch.full((150,), lam, dtype=dtype))
-        assert all(t.isfinite().all() for t in ours)
-        assert ours[0].abs().max() < 2, 'no cosine is far above 1'
-    expect(ours[0][100:], theirs[0][100:], 'Metrix Eq. (4), similarities of mixtures with an embedding that is 0', 1e-5)
-    zero = torch.zeros_like(u)
-    assert not train_metrix.mix_similarities(zero @ a.T, zero, i, j, torch.full((150,), 0.3)).any(), 'of two zeros'
-
-
-def test_metrix_eq4_mixtures_of_embeddings_and_of_average_pooled_features_have_no_vectors(before_training, monkeypatch):
-    """Those of images, of maxima, and behind LayerNorm have."""
-    vectors = []
-
-    def noting(name, real):
-        return lambda *args: vectors.append(name) or real(*args)
-    for name in ('mix_features', 'mix_embeddings'):
-        monkeypatch.setattr(train_metrix, name, noting(name, getattr(train_metrix, name)))
-    for mixup, pool, layer_norm, expected in (
-            ('embed', 'avg', False, []), ('feature', 'avg', False, []), ('feature', 'avg', True, ['mix_features']),
-            ('feature', 'avg+max', False, ['mix_features'])):
-        for loss in ('ms', 'proxy_anchor', 'proxynca_pp'):
-            with monkeypatch.context() as patch:
-                patch.setattr(common, 'build', partial(common.build, layer_norm=layer_norm))
-                held = before_training(train_metrix, '--loss', loss, '--mixup', mixup, '--pool', pool)
-            held.step(torch.randn(8, 3, 32, 32), torch.arange(8) // 2)
-            assert vectors == expected, (mixup, pool, layer_norm, loss)
-            vectors.clear()
-
-
 # ---- labels
 
 def test_metrix_eq5_and_metrix_eq6_by_hand():
@@ -361,25 +312,34 @@ def test_metrix_eq8_of_no_mixtures_and_unchanged_arguments():
     assert pair_y.shape == valid.shape == (2, 0), 'Metrix Eq. (8) of no mixtures: expected two empty rows'
 
 
-def sets_of_the_first_anchor(pairs):
-    """V(a) of the first anchor of classes 0, 0, 0, 1: the ends of its mixtures, their labels, and the shares lambda"""
-    y, ends, lam = torch.tensor([0, 0, 0, 1]), torch.triu_indices(4, 4, 1), shares(6)
-    pair_y, valid = label_mixtures(pairs, y, *ends, lam, torch.tensor([0]), y[:1], (y != 0)[None])
-    return ends[:, valid[0]].T, pair_y[valid], lam[valid[0]]
+def mixed_for_the_first_anchor(monkeypatch, pairs):
+    """V(a) of the first anchor of classes 0, 0, 0, 1: pairs (i, j), their labels, and their interpolation factors, as
+    mixed_loss hands them to Eq. (4) and (9)"""
+    seen = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Beta, 'sample', lambda self, shape: shares(*shape))
+        patch.setattr(train_metrix, 'mixed_embeddings', lambda config, model, levels, i, j, lam: seen.update(
+            i=i, j=j, lam=lam) or mix_embeddings(levels['embed'], i, j, lam))
+        patch.setattr(train_metrix, 'labelled_loss', lambda s, y, valid, kind: seen.update(
+            y=y[0], valid=valid[0]) or s.sum(dim=1))
+        train_metrix.mixed_loss(BaseLoss('ms', {}), MixupConfig('embed', pairs, None, 2.0), None, dict(embed=unit(4)),
+                                torch.tensor([0, 0, 0, 1]))
+    i, j, lam, y = (seen[name][seen['valid']] for name in ('i', 'j', 'lam', 'y'))
+    return torch.stack([i, j], dim=1), y, lam
 
 
 @pytest.mark.parametrize('pairs, expected', [('pos-neg', [[1, 3], [2, 3]]), ('anc-neg', [[0, 3]])])
-def test_metrix_eq8_sets(pairs, expected):
+def test_metrix_eq8_sets(monkeypatch, pairs, expected):
     """U+ x U-, S x U-"""
-    ends, labels, lam = sets_of_the_first_anchor(pairs)
+    ends, labels, lam = mixed_for_the_first_anchor(monkeypatch, pairs)
     what = f'Metrix Eq. (8), {pairs}, of the first anchor of classes 0, 0, 0, 1'
     expect(ends, expected, what)
     expect(labels, lam, f'the labels, {what}', 1e-6)
 
 
-def test_pos_pos_pairs_have_label_1():
-    """U+ x U+: both ends are positives, whatever their shares."""
-    ends, labels, _ = sets_of_the_first_anchor('pos-pos')
+def test_pos_pos_pairs_have_label_1(monkeypatch):
+    """U+ x U+: both are positives, whatever their interpolation factors."""
+    ends, labels, _ = mixed_for_the_first_anchor(monkeypatch, 'pos-pos')
     assert ends.tolist() == [[1, 2]] and labels.tolist() == [1]
 
 
@@ -389,7 +349,7 @@ def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
     """Of the first anchor, mixtures of the positive and each of two negatives, with lambda 0.3 and 0.8, are at 0.6 and
     at 0.9: lambda counts among positives, the rest among negatives."""
     y, i, j, lam = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([0.3, 0.8])
-    labels, valid = label_mixtures('pos-neg', y, i, j, lam, torch.tensor([0]), y[:1], (y != 0)[None])
+    labels, valid = pair_labels(y, y[:1], i, j, lam)
     pull = 0.3 * exp(-2 * (0.6 - 0.7)) + 0.8 * exp(-2 * (0.9 - 0.7))
     push = 0.7 * exp(9 * (0.6 - 0.7)) + 0.2 * exp(9 * (0.9 - 0.7))
     s = 0.3 * 0.6 + 0.8 * 0.9
@@ -549,7 +509,6 @@ STEPS = [*product(['contrastive', 'ms'], MIXUP, ['--pairs pos-neg', '--pairs anc
          *product(['proxy_anchor'], MIXUP, ['--pairs pos-neg'], K),
          *product(['proxy_anchor'], ['--mixup embed'], ['--pairs anc-neg'], K),
          *product(['proxynca_pp'], MIXUP, K),
-         # Mixtures need no vectors here, as in proxy_anchor, but behind LayerNorm they do.
          *product(['ms'], ['--mixup feature --pool avg --pairs pos-neg'], [*K, 'LayerNorm']),
          *product(['proxynca_pp'], ['--mixup feature --pool avg'], K)]
 
@@ -582,7 +541,8 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
     ends, ends_y = z, y
     if kind == 'proxy_anchor' and args.pairs == 'anc-neg':
         ends, ends_y = torch.cat([z, proxies[:3]]), torch.cat([y, torch.arange(3)])
-    keys = [(i, j) for i, j in combinations(range(len(ends)), 2) if args.pairs == 'pos-pos' or ends_y[i] != ends_y[j]]
+    keys = [(i, j) for i, j in combinations(range(len(ends)), 2)            # no two proxies are mixed
+            if i < len(y) and (args.pairs == 'pos-pos' or ends_y[i] != ends_y[j])]
     lam = dict(zip(keys, torch.linspace(0.1, 0.85, len(keys), dtype=torch.float64).tolist()))
 
     def embed(i, j, share):                                 # Eq. (4)
@@ -602,8 +562,8 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
 
 def test_types_and_kinds_of_pairs_are_drawn_per_iteration(before_training, monkeypatch):
     drawn = []
-    monkeypatch.setattr(train_metrix, 'mixed_loss', lambda kind, hyper, mixing, *rest, **more:
-                        drawn.append(mixing[:3]) or torch.zeros(()))
+    monkeypatch.setattr(train_metrix, 'mixed_loss', lambda base, config, *rest:
+                        drawn.append(config[:3]) or torch.zeros(()))
     held = before_training(train_metrix, '--mixup', 'input', 'embed')
     for _ in range(60):
         held.step(torch.randn(4, 3, 32, 32), torch.tensor([0, 0, 1, 1]))
@@ -644,10 +604,10 @@ def test_clean_statistics_are_those_of_clean_images(before_training):
 # ---- flags
 
 @pytest.mark.parametrize('flags, printed', [
-    ('--mixup input embed --hard-negatives 4 all', 'ms, mixing input: pos-neg or anc-neg, 4 negatives\n'
-                                                   'ms, mixing embed: pos-neg or anc-neg, all negatives\n'),
-    ('--pairs pos-pos', 'ms, mixing feature: pos-pos\n'),
-    ('--loss proxynca_pp', 'proxynca_pp, mixing feature: queries, all negatives\n')])
+    ('--mixup input embed --hard-negatives 4 all', 'ms, input mixup: pos-neg or anc-neg, 4 hardest negatives\n'
+                                                   'ms, embed mixup: pos-neg or anc-neg\n'),
+    ('--pairs pos-pos --mixup input', 'ms, input mixup: pos-pos\n'),
+    ('--loss proxynca_pp', 'proxynca_pp, feature mixup: anc-neg\n')])
 def test_the_plan_is_printed(before_training, capsys, flags, printed):
     before_training(train_metrix, *flags.split())
     assert printed in capsys.readouterr().out

@@ -3,8 +3,9 @@
     python tests/results/fig2.py runs/metrix-shapes-1 --gamma 50 --m 0.5
 
 prints how often mixtures act as positives, and the utilization with and without mixed examples; draws the former where
-matplotlib is installed. Mixed are embeddings of training images, in 20 batches like those of the run. If all s(a, v)
-are above the threshold, or all below, there is no transition to see: take --m near the mean s(a, v).
+matplotlib is installed. Mixed are embeddings of training images, in 20 batches like those of the run. The paper draws
+Fig. 2 from the whole dataset at epoch 0, and measures utilization with the mixed examples of a number of epochs. If all
+s(a, v) are above the threshold, or all below, there is no transition to see: take --m near the mean s(a, v).
 """
 import argparse
 import sys
@@ -18,7 +19,7 @@ from torch.distributions import Beta
 
 import common
 import eval as evaluation
-from train_metrix import cross_class_pairs, label_mixtures, labelled_loss, mix_embeddings, positivity_threshold
+from train_metrix import cross_class_pairs, labelled_loss, mix_embeddings, pair_labels, positivity_threshold
 
 
 def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
@@ -26,10 +27,11 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
     P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
 
     z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
-    Returns for bins of the label, 0.1 wide: (middle, measured, predicted, mean similarity, number of pairs (a, v)).
+    Returns for bins of the label, 0.1 wide, which is our choice: (middle, measured, predicted, mean similarity, number
+    of pairs (a, v)).
     measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0. predicted is the share whose
-    s(a, v) is at or below the threshold for its label. Eq. (25) is derived for an anchor with one mixture; here each
-    anchor has many.
+    s(a, v) is at or below the threshold for its label. Eq. (24) and (25) are about the mixed term alone, of an anchor
+    with one mixed example; here each anchor has many.
     """
     hyper = dict(beta=beta, gamma=gamma, m=m)
     samples = []
@@ -39,8 +41,9 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         yb = y[index]                                                                           # (B,)
         i, j = cross_class_pairs(yb)
         lam = Beta(alpha, alpha).sample(i.shape).double()
-        anchor = torch.arange(len(yb))
-        pair_y, valid = label_mixtures('pos-neg', yb, i, j, lam, anchor, yb, yb[:, None] != yb)     # (B, M)
+        pair_y, valid = pair_labels(yb, yb, i, j, lam)                                          # (B, M)
+        anchor = torch.arange(len(yb))[:, None]
+        valid = valid & (anchor != i) & (anchor != j)                                           # pos-neg pairs
         s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
         labelled_loss(s, pair_y, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6

@@ -17,16 +17,16 @@ import train_ms
 def with_kind(kind, **hyper):
     """mixed_loss with a kind and hyper-parameters of its own; the clean loss keeps those of the flags"""
     real = train_metrix.mixed_loss
-    return dict(mixed_loss=lambda _kind, _hyper, *args, **kwargs: real(kind, hyper, *args, **kwargs))
+    return dict(mixed_loss=lambda base, *args: real(base._replace(kind=kind, hyper=hyper), *args))
 
 
 def softer(beta, gamma, m):
-    """`mixed_loss('ms', dict(beta=..., gamma=..., m=...), ...)`: the clean loss keeps 18, 75 and 0.77"""
+    """`BaseLoss('ms', dict(beta=..., gamma=..., m=...))` for `mixed_loss`: the clean loss keeps 18, 75 and 0.77"""
     return with_kind('ms', beta=beta, gamma=gamma, m=m)
 
 
 def contrast(m):
-    """`mixed_loss('contrastive', dict(m=0.5), ...)`: the mixed loss is contrastive, the clean one is ms"""
+    """`BaseLoss('contrastive', dict(m=0.5))` for `mixed_loss`: the mixed loss is contrastive, the clean one is ms"""
     return with_kind('contrastive', m=m)
 
 
@@ -38,34 +38,35 @@ def push():
         exponents = gamma * (s - m) + ((1 - y) * valid).log()                                   # (A, V)
         return F.pad(exponents, (1, 0)).logsumexp(dim=1) / gamma                                # exp(0) is the 1
 
-    def mixed_loss(*args, **kwargs):                        # the clean loss keeps its pull
+    def mixed_loss(*args):                                  # the clean loss keeps its pull
         with mock.patch.object(train_metrix, 'labelled_loss', labelled_loss):
-            return real(*args, **kwargs)
+            return real(*args)
     return dict(mixed_loss=mixed_loss)
 
 
 def mined():
     """`valid & mined`: what is mixed for an anchor are a positive and a negative that the miner keeps (epsilon 0.39)"""
-    real, real_mixtures = train_metrix.mixed_loss, train_metrix.label_mixtures
+    real, real_labels = train_metrix.mixed_loss, train_metrix.pair_labels
 
-    def mixed_loss(kind, hyper, mixing, model, images, f, z, y, **kwargs):
-        kept, negatives_kept = train_ms.mine(z @ z.T, y, 0.39)                                  # (B, B)
+    def mixed_loss(base, config, model, levels, y):
+        z = levels['embed']
+        positives, negatives = train_ms.mine(z @ z.T, y, 0.39)                                  # (B, B)
+        kept = positives | negatives | torch.eye(len(y), dtype=torch.bool, device=y.device)     # or the anchor itself
 
-        def label_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives):
-            pair_y, valid = real_mixtures(pairs, y, i, j, lam, anchor, anchor_y, negatives & negatives_kept)
-            positive_end = torch.where(y[i] == anchor_y[:, None], i, j)                         # (A, M)
-            return pair_y, valid & (kept.gather(1, positive_end) | (positive_end == anchor[:, None]))
-        with mock.patch.object(train_metrix, 'label_mixtures', label_mixtures):
-            return real(kind, hyper, mixing, model, images, f, z, y, **kwargs)
+        def pair_labels(y, anchor_y, i, j, lam):            # the images are the anchors
+            pair_y, valid = real_labels(y, anchor_y, i, j, lam)
+            return pair_y, valid & kept[:, i] & kept[:, j]
+        with mock.patch.object(train_metrix, 'pair_labels', pair_labels):
+            return real(base, config, model, levels, y)
     return dict(mixed_loss=mixed_loss)
 
 
 def released():
     """The loss of the code released for ms with embedding mixing (github.com/billpsomas/metrix, b679703), in place of
     both terms: mixtures only pull, and a mask meets wrong pairs, see `released_loss`"""
-    def mixed_loss(kind, hyper, mixing, model, images, f, z, y):
-        lam = torch.distributions.Beta(mixing.alpha, mixing.alpha).sample().item()              # one for the batch
-        return released_loss(z.float(), y, lam, **hyper)
+    def mixed_loss(base, config, model, levels, y):
+        lam = torch.distributions.Beta(config.alpha, config.alpha).sample().item()              # one for the batch
+        return released_loss(levels['embed'].float(), y, lam, **base.hyper)
     return dict(mixed_loss=mixed_loss, clean_loss=lambda *args, **kwargs: 0)
 
 

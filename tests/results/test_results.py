@@ -652,11 +652,11 @@ def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
     """ms with embedding mixing, on twelve vectors of four classes"""
     z = torch.nn.functional.normalize(torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), dim=1)
     y, hyper = torch.arange(12) // 3, dict(beta=18.0, gamma=75.0, m=0.77)
-    mixing = train_metrix.Mixing('embed', 'pos-neg', None, 2.0)
+    config = train_metrix.MixupConfig('embed', 'pos-neg', None, 2.0)
 
     def loss(kind='ms', hyper=hyper):
         torch.manual_seed(0)
-        return train_metrix.mixed_loss(kind, hyper, mixing, None, None, None, z, y).item()
+        return train_metrix.mixed_loss(train_metrix.BaseLoss(kind, hyper), config, None, dict(embed=z), y).item()
 
     def patched(name, *numbers):
         with monkeypatch.context() as context:
@@ -703,8 +703,9 @@ def test_patches_that_brake_change_a_training_step_as_they_say():
 def test_a_patch_replaces_a_function_of_the_script(monkeypatch):
     """`softer` hands its three numbers to the mixed loss, whatever the flags say."""
     seen = []
-    monkeypatch.setattr(train_metrix, 'mixed_loss', lambda kind, hyper, *args: seen.append((kind, hyper)))
-    monkeypatch.setattr(train_metrix, 'main', lambda words: train_metrix.mixed_loss('ms', {}) or words)
+    monkeypatch.setattr(train_metrix, 'mixed_loss', lambda base, *args: seen.append((base.kind, base.hyper)))
+    monkeypatch.setattr(train_metrix, 'main', lambda words: train_metrix.mixed_loss(
+        train_metrix.BaseLoss('proxy_anchor', {})) or words)
     results.main(['--patched', 'softer:2:10:0.5', 'train_metrix.py', '--mixup', 'feature'])
     assert seen == [('ms', dict(beta=2, gamma=10, m=0.5))]
     for words in ([], ['push'], ['pull', 'train_metrix.py'], ['push', 'train_ms.py'], ['softer:2', 'train_metrix.py'],
