@@ -322,7 +322,6 @@ def mix_embeddings(z, i, j, lam):
 
 def mix_features(f, i, j, lam, pool='avg+max'):
     """Eq. (4), feature mixup: the pooled features of mixed maps, pool(lam f[i] + (1 - lam) f[j])
-
     f (B, c, h, w), upcast to at least float32; i, j, lam (M,); pool avg, max or avg+max -> (M, c)
     With a ResNet-50 at 224 px, the mixed maps of all pairs of a batch of 100 would take 2 GB. So they are made for a
     few pairs at a time, and only to find their maxima. Value and gradient are exact.
