@@ -152,7 +152,7 @@ def test_metrix_eq1_in_half_precision():
 
 @pytest.mark.parametrize('flags, values', [('--form similarity --reduction', ['mean', 'sum']),
                                            ('--form', ['distance', 'similarity']), ('--power', ['1', '2'])])
-def test_rc_eq1_and_metrix_eq1_forms_that_can_be_chosen(flags, values):
+def test_forms_that_can_be_chosen(flags, values):
     for value in values:
         assert str(vars(get_args([*flags.split(), value]))[flags.split('--')[-1]]) == value
     with pytest.raises(UsageError, match='invalid choice'):
