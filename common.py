@@ -698,7 +698,7 @@ class Images(torch.utils.data.Dataset):
     superclasses  (N,) integers, or None
     paths         names of the images; None: their paths, or 'image 0', ...
     transform        PIL image -> (3, S, S), for tests;  None: make_test_transform()
-    train_transform  the same for training;              None: train_transform()
+    train_transform  the same for training;              None: make_train_transform()
 
     Both transforms may be replaced by any callable. images[i] is (transform(image), label). A tuple of integers
     images[i, ...] is (train_transform(image), label), whose randomness follows from the integers after i. If a
@@ -707,8 +707,9 @@ class Images(torch.utils.data.Dataset):
 
     def __init__(self, pictures, labels, classes=None, superclasses=None, paths=None, transform=None,
                  train_transform=None):
-        given, labels = labels, np.asarray(labels)
-        if labels.shape != (len(pictures),) or any(label is None or label != label for label in given):
+        values = labels.tolist() if hasattr(labels, 'tolist') else labels            # a tensor is slow to iterate over
+        labels = np.asarray(labels)
+        if labels.shape != (len(pictures),) or any(value is None or value != value for value in values):
             raise UsageError(f'{len(pictures)} images need as many labels, none of them missing; these are '
                              f'{labels.shape}')
         if classes is None:

@@ -235,8 +235,8 @@ def search(args, model):
         images = common.load_dataset(dataset, folder, whole=True, transform=transform).query
         gallery = common.embed(model, images)
     print(f'searched are {len(images):,} images of {folder}')
-    itself = torch.tensor([[os.path.realpath(photo) == path for path in map(os.path.realpath, images.paths)]
-                           for photo in photos.paths])                   # (Q, N)
+    places, sources = (np.array(list(map(os.path.realpath, part.paths))) for part in (images, photos))
+    itself = torch.from_numpy(sources[:, None] == places)                # (Q, N)
     k = min(args.top, len(images) - int(itself.any()))
     if k == 0:
         raise UsageError(f'{args.query[0]} is the only image of {folder}: there is nothing to search in')
@@ -273,8 +273,8 @@ def students_t():
     """Student's t distribution, of SciPy"""
     try:
         from scipy.stats import t
-    except ImportError:
-        raise UsageError('confidence intervals need scipy: pip install scipy') from None
+    except ImportError as error:
+        raise UsageError('confidence intervals need scipy: pip install scipy') from error
     return t
 
 
