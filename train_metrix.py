@@ -331,13 +331,17 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     if 'avg' in pool:                               # the average of a mixed map is that of two averages, mixed
         p = p + mix(f.mean(dim=(2, 3)), i, j, lam)                                  # (M, c)
     if 'max' in pool:                               # its maximum is the two maps at one position, mixed
-        c, h, w = f.shape[1:]
+        h, w = f.shape[2:]
+        lam = lam.to(f.dtype)[:, None]                                              # (M, 1)
+        peaks = []
         with torch.no_grad():
-            peak = torch.cat([mix(f, *pairs).flatten(2).argmax(dim=2)
-                              for pairs in zip(i.split(20), j.split(20), lam.split(20))])           # (M, c)
-        peak += torch.arange(c, device=f.device) * h * w                            # (M, c), in all maps of an image
-        i, j = ((k[:, None] * c * h * w + peak).flatten() for k in (i, j))          # (M c,), in f.flatten()
-        p = p + mix(f.flatten(), i, j, lam.repeat_interleave(c)).view(-1, c)
+            for i_, j_, lam_ in zip(i.split(20), j.split(20), lam.split(20)):
+                mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                   # (20, c, h, w), in place of a copy
+                peaks.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))        # (20, c)
+        peak = torch.cat(peaks)                                                     # (M, c)
+        maps = f.permute(0, 2, 3, 1).flatten(0, 2)                                  # (B T, c)
+        f_i, f_j = (maps.gather(0, k[:, None] * (h * w) + peak) for k in (i, j))    # (M, c)
+        p = p + f_j.lerp(f_i, lam)
     return p
 
 
