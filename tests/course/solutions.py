@@ -392,12 +392,11 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     mixed = ((l * f[a] + (1 - l) * f[b])[None] for a, b, l in zip(i, j, lam))
     return torch.cat([sum(pooling[name](m, 1) for name in pool.split('+')).flatten(1) for m in mixed])
 ''',
-    'pooled before it is mixed': ('mix(f.flatten(), i, j, lam.repeat_interleave(c)).view(-1, c)',
-                                  'mix(f.amax(dim=(2, 3)), i[::c] // (c * h * w), j[::c] // (c * h * w), lam)'),
+    'pooled before it is mixed': ('f_j.lerp(f_i, lam)', 'mix(f.amax(dim=(2, 3)), i, j, lam[:, 0])'),
     'shares swapped': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)), j, i, lam)'),
     'averages detached': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)).detach(), i, j, lam)'),
     'half precision stays': ('f = common.at_least_float32(f)', ''),
-    'positions in a byte': ('.argmax(dim=2)', '.argmax(dim=2).byte().long()'),
+    'positions in a byte': ('[1].flatten(1)', '[1].flatten(1).byte().long()'),
     'equal maxima share the gradient': '''
 def mix_features(f, i, j, lam, pool='avg+max'):
     from torch.utils.checkpoint import checkpoint
