@@ -39,7 +39,6 @@ from datetime import timedelta
 from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest import mock
 
 try:
     import fcntl
@@ -817,8 +816,12 @@ def to_rgb(picture, min_side=None):
             # Only the formats of is_image_file, whatever a file is called: for some others PIL starts a program.
             # PIL passes over damaged texts and profiles of a PNG file only if it may load truncated images. The pixels
             # are loaded below, where it may not.
-            with mock.patch.object(ImageFile, 'LOAD_TRUNCATED_IMAGES', True):
+            strictness = ImageFile.LOAD_TRUNCATED_IMAGES
+            ImageFile.LOAD_TRUNCATED_IMAGES = True
+            try:
                 file = Image.open(picture, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
+            finally:
+                ImageFile.LOAD_TRUNCATED_IMAGES = strictness
             with file:
                 if min_side:
                     file.draft('RGB', (min_side, min_side))              # has an effect on JPEG files only
