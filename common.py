@@ -146,8 +146,8 @@ class Embedder(nn.Module):
             else:
                 f = self.trunk(x)
         if not torch.is_tensor(f) or f.ndim not in (2, 4):
-            raise UsageError(f'a trunk returns one tensor (B, c) or (B, c, h, w), and this one {type(f).__name__} '
-                             f'{tuple(getattr(f, "shape", ()))}: take another --arch')
+            raise UsageError('a trunk returns one tensor (B, c) or (B, c, h, w), and this one does not: take another '
+                             '--arch')
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
         return gather(at_least_float32(f)) if shared else f
@@ -468,7 +468,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
                     save_checkpoint(folder / 'best.pt', args, model, states, **about)
                 save_checkpoint(folder / 'last.pt', args, model, states, **about)
                 log(folder, row, rows)
-            show_row(row, rows, titles=epoch == first)      # last, because printing may fail
+            show_row(row)                                   # last, because printing may fail
     return summary(args, data, folder, rows)
 
 
@@ -501,8 +501,8 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
             if not math.isfinite(mean):
                 raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {len(steps)} or in the 19 '
                                  'before; try a lower --lr, or --precision fp32')
-            minutes = (time.time() - start) / max(1, number - 1) * (total - t - 1) / 60
-            show_progress(f'{epoch:7d} {mean:7.4f}   step {number} of {len(steps)}; {minutes:.1f} min of training left')
+            left = (time.time() - start) / max(1, number - 1) * (total - t - 1) / 60
+            show_progress(f'epoch {epoch:<3d}  loss {mean:<6.4g}  step {number} of {len(steps)}, {left:.1f} min left')
     return dict(loss=mean, no_positive=batches.without_positive(loader.dataset.labels),
                 images_per_second=max(1, number - 1) * len(y) / (time.time() - start))
 
@@ -616,7 +616,7 @@ def check_embeddings(query, query_labels, searched, searched_labels, within):
         if not (torch.is_tensor(z) and torch.is_tensor(labels) and z.ndim == 2 and labels.shape == z.shape[:1]
                 and not labels.is_floating_point()):
             raise UsageError('retrieval needs tensors (torch.as_tensor): embeddings (N, D), and N integers as labels; '
-                             f'these are {np.shape(z)} and {np.shape(labels)}, {getattr(labels, "dtype", "no tensor")}')
+                             f'these are {np.shape(z)} and {np.shape(labels)}')
         if not z.isfinite().all():
             raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
     if len(query) == 0 or len(searched) <= int(within):
@@ -1343,46 +1343,35 @@ def should_stop_early(args, rows):
 
 
 def print_recipe(args, model, data, sampler, epochs, folder):
-    """What is going to run, before it runs: the data, the batches, all flags, and how to resume the run."""
+    """Prints what is going to run: the data, the batches, all flags, and how to resume the run."""
     part = 'validation' if args.fold else 'test'
-    until = f' or until {args.patience} evaluations bring no improvement' if args.fold else ''
     test = 'no test images, so nothing will be evaluated'
     if data.query:
-        searched = '' if data.gallery is data.query else f' with a gallery of {len(data.gallery):,}'
-        test = f'{len(data.query):,}{searched} {part} images of {len(data.query.labels.unique()):,} classes'
+        gallery = '' if data.gallery is data.query else f' with a gallery of {len(data.gallery):,}'
+        test = f'{len(data.query):,}{gallery} {part} images of {data.query.num_classes:,} classes'
     size = getattr(sampler, 'batch_size', args.batch_size)               # smaller where there are few classes
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, {test}\n'
-          f'{epochs} epochs{until}, of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
+          f'{epochs} epochs of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in saved_flags(args).items() if value is not None))
     if 0 < epochs <= args.warmup:
         warn(f'the trunk will not be trained: --warmup {args.warmup} lasts for all {epochs} epochs')
-    way = f'python {args.script}.py --resume {folder}'
-    if data.name not in DATASETS:
-        way = f'the flag --resume {folder}, and common.train with the same dataset'
-    print(f'To resume after an interruption: {way}')
+    if data.name in DATASETS:
+        print(f'To resume after an interruption: python {args.script}.py --resume {folder}')
 
 
-def show_row(row, rows, titles):
-    """Prints a row of the table, '-' for what was not measured; `titles` above it, if they are wanted"""
-    measured = [key for key in rows[-1] if key.startswith(('R@', 'MAP', 's'))]
-    columns = [('epoch', 'epoch', 'd'), ('loss', 'loss', '.4f')]
-    columns += [(key, key, '.3f' if key[0] == 's' else '.2f') for key in measured]
-    columns += [('no-pos', 'no_positive', '.0%'), ('img/s', 'images_per_second', '.0f'), ('min', 'minutes', '.1f')]
-    if titles:
-        print(' '.join(f'{title:>7}' for title, _, _ in columns))
-    cells = ['-' if row.get(key) is None else format(row[key], form) for _, key, form in columns]
-    show_progress(' '.join(f'{cell:>7}' for cell in cells), done=True)
-    if row['epoch'] and row.get('s-', 0) > 0.98:
-        print('        collapsed embeddings: lower --lr, or raise --warmup')
+def show_row(row):
+    """Prints the main numbers of a row of the log."""
+    keys = ('loss', 'R@1', 'MAP@R', 's+', 's-', 'no_positive', 'images_per_second', 'minutes')
+    numbers = [f'{key} {row[key]:<6.4g}' for key in keys if row.get(key) is not None]
+    show_progress('  '.join([f'epoch {row["epoch"]:<3d}', *numbers]), done=True)
 
 
 def summary(args, data, folder, rows):
     """Prints what the result means, and how it was chosen. Returns its row: the last, or with --fold the best."""
-    checkpoint = best_of(folder)
     if not data.query:
         print('All classes were trained on, so there is no result. To search for an image, with the embeddings of a '
-              f'folder:\npython eval.py --checkpoint {checkpoint} --data FOLDER --whole --embed gallery.npz\n'
-              f'python eval.py --checkpoint {checkpoint} --data gallery.npz --query IMAGE')
+              f'folder:\npython eval.py --checkpoint {folder} --data FOLDER --whole --embed gallery.npz\n'
+              f'python eval.py --checkpoint {folder} --data gallery.npz --query IMAGE')
         return rows[-1]
     best = best_row(rows)
     row = best if args.fold else rows[-1]
@@ -1399,9 +1388,9 @@ def summary(args, data, folder, rows):
     elif best is not row and best['epoch']:
         print(f'(Epoch {best["epoch"]} had the highest MAP@R. To report it would be model selection on the test set.)')
     if data.name in DATASETS:
-        print(f'Next: python eval.py --checkpoint {checkpoint}')
+        print(f'Next: python eval.py --checkpoint {best_of(folder)}')
     else:
-        print(f"Next: common.evaluate(common.load_checkpoint('{checkpoint}'), data)")
+        print(f"Next: common.evaluate(common.load_checkpoint('{folder}'), data)")
     return row
 
 

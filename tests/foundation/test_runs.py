@@ -28,8 +28,8 @@ def test_a_run_logs_and_prints_a_row_per_epoch(run, small, capsys):
     for row in rows:
         assert wanted <= row.keys() and not any(isinstance(value, (dict, list)) for value in row.values())
     out = capsys.readouterr().out
-    assert re.search(r'epoch +loss +R@1 +R@2 +R@4 +R@8 +MAP@R +s\+ +s- +no-pos +img/s +min', out)
-    assert re.search(r'\n +0 +- +\d', out) and re.search(r'\n +1 +\d\.\d{4}( +-){7} +\d+% ', out)
+    assert re.search(r'\nepoch 0 +R@1 \d[\d.]* +MAP@R \d.* s\+ .* s- .* minutes 0', out)
+    assert re.search(r'\nepoch 1 +loss \d[\d.]* +no_positive \d.* images_per_second \d', out), 'not evaluated'
     assert out.endswith('Next: python eval.py --checkpoint runs/mine/last.pt\n')
 
 
@@ -79,13 +79,13 @@ def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
     args = common.read_checkpoint('runs/y')['args']
     assert out[out.index('folder: '):].split('\n')[:3] == [
         'folder: 30 training images of 6 classes, 16 test images of 4 classes',
-        '2 epochs, of 3 batches of 8 images, on cpu in fp32',
+        '2 epochs of 3 batches of 8 images, on cpu in fp32',
         ', '.join(f'{flag} {value}' for flag, value in args.items() if value is not None)]
     assert (args['freeze_bn'], args['resize'], args['lr'], args['seed'], args['per_class']) == (True, 40, 0.03, 3, 2)
     run(train_ms, '--name', 'z', '--per-class', '0')            # two steps, which are a part of the first epoch
-    assert re.search(r'\n1 epochs, of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
-    run(train_ms, '--name', 'f', '--fold', '0/3', '--patience', '7', '--batch-size', '64')
-    assert '1 epochs or until 7 evaluations bring no improvement, of 2 batches of 8 images' in capsys.readouterr().out
+    assert re.search(r'\n1 epochs of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
+    run(train_ms, '--name', 'f', '--fold', '0/3', '--batch-size', '64')
+    assert '1 epochs of 2 batches of 8 images' in capsys.readouterr().out, 'of the classes that there are'
 
 
 def test_a_line_that_will_be_overwritten_is_no_wider_than_the_screen(monkeypatch, capsys):
@@ -110,17 +110,12 @@ def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, caps
     assert 'unmatched queries have no match in the gallery: misses in R@K' in out
 
 
-@pytest.mark.parametrize('similarity, collapsed', [(0.99, True), (0.97, False)])
-def test_the_summary_compares_with_the_network_before_and_says_what_collapsed(run, small, monkeypatch, capsys,
-                                                                              similarity, collapsed):
-    """Only a trained network whose s- is above 0.98 has collapsed."""
-    rows = iter([{'R@1': 12.3, 'MAP@R': 1.0, 's-': 0.999, 's+': 1.0},
-                 {'R@1': 45.6, 'MAP@R': 1.0, 's-': similarity, 's+': 1.0}])
+def test_the_summary_compares_with_the_network_before_training(run, small, monkeypatch, capsys):
+    rows = iter([{'R@1': 12.3, 'MAP@R': 1.0}, {'R@1': 45.6, 'MAP@R': 1.0}])
     monkeypatch.setattr(common, 'evaluate', lambda *_: next(rows))
     run(train_ms)
     out = capsys.readouterr().out
     assert 'R@1 = 45.6: for 45.6 % of the test images' in out and 'Before training it was 12.3.' in out
-    assert out.count('collapsed embeddings:') == collapsed
 
 
 # ---- resuming
@@ -330,8 +325,8 @@ def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, mo
     shown = capsys.readouterr().out
     rows = rows_of('ms-mine-1')
     assert [row['epoch'] for row in rows] == [0, 1, 2, 3, 4, 5] and 'mine: 96 training images of 8 classes' in shown
-    assert 'To resume after an interruption: the flag --resume runs/ms-mine-1, and common.train with the same' in shown
-    assert "Next: common.evaluate(common.load_checkpoint('runs/ms-mine-1/last.pt'), data)" in shown
+    assert "Next: common.evaluate(common.load_checkpoint('runs/ms-mine-1'), data)" in shown
+    assert 'python' not in shown, 'no script knows this dataset'
     assert 'none of these classes is in the training set' in shown
     again = common.evaluate(common.load_checkpoint('runs/ms-mine-1', precision='fp32'), names['data'])
     assert again['R@1'] == pytest.approx(rows[-1]['R@1'], abs=5)

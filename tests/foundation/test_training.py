@@ -242,7 +242,7 @@ def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_traini
     monkeypatch.setattr(common, 'show_progress', shown.append)
     row = train_epoch(held, held.step, range(100, 131), epoch=5, total=150)
     # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
-    expected = [f'step 20 of 31; {73 / 19 * 30:.1f} min of training', f'step 31 of 31; {120 / 30 * 19:.1f} min of']
+    expected = [f'step 20 of 31, {73 / 19 * 30:.1f} min left', f'step 31 of 31, {120 / 30 * 19:.1f} min left']
     assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
     assert row['no_positive'] == 1 and row['images_per_second'] == pytest.approx(60 / 7200)
 
