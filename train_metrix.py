@@ -10,13 +10,14 @@ Idea
     lambda: it enters the loss's sum over positives with weight lambda, and its sum over negatives with 1 - lambda.
 
 Equations
-    Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
-    Eq. (7)   l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1-y) rho-(s(a,x)) ) ),
-              with sums over the examples (x, y) of anchor a, and functions from Table 1
-    Eq. (8)   V(a), the mixed examples of anchor a with their labels: a positive and a negative of a are mixed
-              (pos-neg pairs), or a itself and a negative (anc-neg pairs)
-    Eq. (9)   l~(a): Eq. (7) over V(a); for contrastive (--reduction sum) Eq. (14), for Multi-Similarity (ms) Eq. (15)
-    Eq. (10)  the mean over the anchors of l(a) + w l~(a)
+    Metrix Eq. (4)   three ways to mix: inputs (images), features (the last feature map) or embeddings
+    Metrix Eq. (7)   l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1-y) rho-(s(a,x)) ) ),
+                     with sums over the examples (x, y) of anchor a, and functions from Table 1
+    Metrix Eq. (8)   V(a), the mixed examples of anchor a with their labels: a positive and a negative of a are mixed
+                     (pos-neg pairs), or a itself and a negative (anc-neg pairs)
+    Metrix Eq. (9)   l~(a): Eq. (7) over V(a); for contrastive (--reduction sum) Eq. (14),
+                     for Multi-Similarity (ms) Eq. (15)
+    Metrix Eq. (10)  the mean over the anchors of l(a) + w l~(a)
 
 Symbols
     paper     here          flag              meaning

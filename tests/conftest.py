@@ -14,14 +14,14 @@ from PIL import Image
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / 'tests/foundation'), str(ROOT / 'tests/course')]     # scripts; worker.py
+# the scripts; worker.py; the course; cases.py
+sys.path[:0] = [str(ROOT), *(str(ROOT / 'tests' / room) for room in ('foundation', 'course', 'papers'))]
 
 import common  # noqa: E402
 
 # Annotation files, photographs and weights, none of which are in the project; some tests skip without them.
 REAL_DATA = Path(os.environ.get('MINDML_DATA', ROOT / 'data'))
-SCRIPTS = ['train_contrastive', 'train_ms', 'train_proxy_anchor', 'train_proxynca_pp', 'train_ccl', 'train_metrix',
-           'train_hse']
+SCRIPTS = sorted(path.stem for path in ROOT.glob('train_*.py'))
 
 
 def pytest_configure(config):

@@ -1,12 +1,13 @@
 """From an equation of a paper to the lines that compute it, and to its tests.
 
-    python tests/equations.py               # every numbered equation of the five papers
+    python tests/equations.py               # every numbered equation of the five papers, and of further scripts
     python tests/equations.py metrix        # of one of them: rc, pa, metrix, ccl, hse
     python tests/equations.py metrix 24     # one equation: its lines, and its tests with their source
     python -m pytest -k metrix_eq24_        # runs its tests; the "_" at the end keeps out other numbers
 
 rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines and tests are looked up anew each time: lines by
-`Eq. (n)` in comments and in docstrings of functions, tests by their names.
+`Eq. (n)` in comments and in docstrings of functions, tests by their names. How papers are named is seen from the rows
+`Metrix Eq. (2)    l(a) = ...` in the heads of the scripts, so a new script needs no entry here.
 """
 import argparse
 import ast
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 STEP = 'a step towards (24); tested as a property'
 REASONING = 'a step of reasoning; tested as a property'
 FIG2 = 'measured by tests/results/fig2.py'
-# What each equation says. Where no line computes it, why, after a bar.
+# What each equation of the five papers says. Where no line computes it, why, after a bar. Others need not stand here.
 SAYS = {
     'rc': ['contrastive loss of distances', 'triplet loss | an exercise: tests/course/train_triplet.py',
            'MAP@R of one query', 'precision at a match, else 0'],
@@ -50,21 +51,38 @@ SAYS = {
             'hard negative of a hybrid', 'easy weak positive of a hybrid', 'hybrid loss', 'sum of both losses',
             'the same with contrastive loss'],
 }
-# The paper that `Eq. (n)` means in a file where none is named right before it, and how papers are named there.
-PAPER = {'train_contrastive': 'rc', 'train_ms': 'metrix', 'train_proxy_anchor': 'pa', 'train_proxynca_pp': 'pa',
-         'train_ccl': 'ccl', 'train_metrix': 'metrix', 'train_hse': 'hse', 'common': 'rc', 'eval': 'metrix'}
-NAMED = {'Reality Check': 'rc', 'Metrix': 'metrix', 'Proxy-Anchor': 'pa', 'Proxy-NCA': 'pa', 'CCL': 'ccl',
-         'HSE': 'hse'}
+# A row of a script's head: `Metrix Eq. (2)    l(a) = ...`. `Eq. (n)` without a name is of the paper of its first row.
+ROW = re.compile(r'(?m)^ +([A-Z][\w+]*(?:[ -][A-Z][\w+]*)*) Eq\. \((\d+)\)(?:  +(.*)|$)')
 COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # with all its lines: a name and `Eq.` may stand on two
+
+
+def key(name):
+    """CCL -> ccl, Reality Check -> rc, Proxy-Anchor -> pa"""
+    parts = re.split('[ -]', re.sub(r'[^A-Za-z -]', '', name).lower())
+    return ''.join(part[0] for part in parts) if len(parts) > 1 else parts[0]
+
+
+@cache
+def rows():
+    """{file: [(name of a paper, number, text)]}: the rows in the heads of the scripts"""
+    heads = {path.name: ast.get_docstring(ast.parse(path.read_text()), clean=False) or '' for path in files()}
+    return {file: [(name, int(number), text) for name, number, text in ROW.findall(head)]
+            for file, head in heads.items()}
+
+
+def files():
+    return [ROOT / 'common.py', ROOT / 'eval.py', *sorted(ROOT.glob('train_*.py'))]
 
 
 def cited(text, file):
     """{(paper, number)} in a text of a file: `Eq. (2), (4)` and `Eq. (2) and (4)` are two, `Eq. (2) to (4)` three."""
-    found = set()
-    pattern = rf"(?:({'|'.join(NAMED)})(?:'s)? )?Eqs?\. (\(\d+\)(?:(?:, | and |/| to |-)\(\d+\))*)"
-    for paper, numbers in re.findall(pattern, text):
+    found, own = set(), [name for name, *_ in rows()[file]][:1]
+    names = '|'.join(sorted({name for found in rows().values() for name, *_ in found}))
+    pattern = rf"(?:({names})(?:'s)? )?Eqs?\. (\(\d+\)(?:(?:, | and |/| to |-)\(\d+\))*)"
+    for name, numbers in re.findall(pattern, text):
         for low, high in re.findall(r'\((\d+)\)(?:(?: to |-)\((\d+)\))?', numbers):
-            found |= {(NAMED.get(paper, PAPER[file]), n) for n in range(int(low), int(high or low) + 1)}
+            found |= {(key(paper), n) for paper in ([name] if name else own)
+                      for n in range(int(low), int(high or low) + 1)}
     return found
 
 
@@ -72,15 +90,17 @@ def cited(text, file):
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}
-    for path in sorted(ROOT / f'{name}.py' for name in PAPER):          # a script of one's own has no paper here
+    for path in files():
         source = path.read_text()
+        tree = ast.parse(source)
         places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
-                  ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-        for comment in COMMENT.finditer(source, source.index('"""', 3)):        # behind the docstring of the file
+                  ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for comment in COMMENT.finditer(source):
             first = source[:comment.start()].count('\n')
-            places.append((first + 1, source.splitlines()[first].strip(), re.sub(r'\n *# *', ' ', comment[0])))
+            if first >= tree.body[0].end_lineno:                        # behind the docstring of the file
+                places.append((first + 1, source.splitlines()[first].strip(), re.sub(r'\n *# *', ' ', comment[0])))
         for number, line, text in sorted(places):
-            for equation in cited(text, path.stem):
+            for equation in cited(text, path.name):
                 found.setdefault(equation, []).append((path.name, number, line))
     return found
 
@@ -107,17 +127,28 @@ def where(places):
     return ' '.join(f'{file}:{",".join(str(line) for _, line, _ in rows)}' for file, rows in files)
 
 
+def equations():
+    """{paper: {number: (what it says, why no line computes it)}}: of the five papers all, of others what is cited"""
+    found = {paper: {n: tuple(text.partition(' | ')[::2]) for n, text in enumerate(texts, 1)}
+             for paper, texts in SAYS.items()}
+    texts = {(key(name), number): text for head in rows().values() for name, number, text in head}
+    for paper, number in sorted(lines().keys() | tests().keys()):
+        if paper not in SAYS:
+            found.setdefault(paper, {})[number] = texts.get((paper, number), '')[:38], ''
+    return found
+
+
 def main(argv=None):
+    known = equations()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('paper', nargs='?', choices=list(SAYS))
+    parser.add_argument('paper', nargs='?', choices=list(known))
     parser.add_argument('number', nargs='?', type=int)
     args = parser.parse_args(argv)
-    if args.number is not None and not 1 <= args.number <= len(SAYS[args.paper]):
-        parser.error(f'the equations of {args.paper} have numbers from 1 to {len(SAYS[args.paper])}')
+    if args.number is not None and args.number not in known[args.paper]:
+        parser.error(f'the equations of {args.paper} are {", ".join(map(str, known[args.paper]))}')
     code, checks = lines(), tests()
-    for paper in [args.paper] if args.paper else SAYS:
-        for number, text in enumerate(SAYS[paper], 1):
-            says, _, why = text.partition(' | ')
+    for paper in [args.paper] if args.paper else known:
+        for number, (says, why) in known[paper].items():
             computed, tested = code.get((paper, number), []), checks.get((paper, number), [])
             if args.number is None:
                 print(f'{paper:6} ({number:2})  {says:38}  {where(computed) or why}')

@@ -53,12 +53,14 @@ def test_a_copied_script_trains_resumes_and_is_evaluated_under_its_own_name(mine
         train_proxy_anchor.main(['--resume', 'runs/mine-folder-1'])
 
 
-def test_a_copy_is_no_script_of_a_paper(tmp_path):
-    """Its docstring and comments cite equations, but of no paper that is known."""
+def test_a_new_script_of_a_paper_is_found(tmp_path):
+    """The rows of its head name its paper; a script without them has none."""
     ignored = shutil.ignore_patterns('.*', 'runs', 'cache', 'data', 'assets')
     project = Path(shutil.copytree(ROOT, tmp_path / 'project', ignore=ignored))
+    copy = (ROOT / 'train_ms.py').read_text().replace('Metrix Eq. (2)', 'Mine Eq. (31)')
     outputs = []
-    for text in ('', (ROOT / 'train_ms.py').read_text(), 'def loss():\n    return 0\n'):
+    for text in ('', 'def loss():\n    return 0    # Eq. (1)\n', copy):
         (project / 'train_mine.py').write_text(text)
         outputs.append(subprocess.check_output([sys.executable, project / 'tests/equations.py'], text=True))
-    assert outputs[0] == outputs[1] == outputs[2] and 'train_ms.py' in outputs[0]
+    assert outputs[0] == outputs[1] == outputs[2][:len(outputs[0])]
+    assert re.fullmatch(r'mine   \(31\)  l\(a\) = 1/alpha .* train_mine.py:[\d,]+\n', outputs[2][len(outputs[0]):])

@@ -2,9 +2,50 @@
 import ast
 import re
 
+import equations
 import pytest
 import worker
+from cases import CASES, Case
 from conftest import ROOT, SCRIPTS
+
+
+def lacks(script):
+    """Yields what a script lacks, of what a script of a paper needs"""
+    file, test_file, case = f'{script}.py', f'tests/papers/test_{script.removeprefix("train_")}.py', CASES.get(script)
+    if not (ROOT / test_file).exists():
+        yield f'a file of tests, {test_file}'
+    if not case:
+        yield 'an entry in tests/papers/cases.py'
+    else:
+        yield from (f'{field} in its entry of cases.py' for field in ('losses', 'steps') if not getattr(case, field))
+    for dataset in ('cub', 'cars', 'sop', 'inshop'):
+        if dataset not in __import__(script).DEFAULTS:
+            yield f'a recipe for {dataset} in DEFAULTS'
+        elif case and not re.search(rf'(?m)^ *{dataset} ', case.recipes):
+            yield f'{dataset} among the recipes in its entry of cases.py'
+    if not equations.rows()[file]:
+        yield 'a row in its head that names its paper, as `Metrix Eq. (2)    l(a) = ...`'
+    at_lines = {equation for equation, places in equations.lines().items() if file in {place[0] for place in places}}
+    in_head = {(equations.key(name), number) for name, number, _ in equations.rows()[file]}
+    yield from (f'a line with Eq. ({n}) of {paper}, a row of its head' for paper, n in sorted(in_head - at_lines))
+    yield from (f'a test named test_{paper}_eq{n}_..., for the line with Eq. ({n})'
+                for paper, n in sorted(at_lines - equations.tests().keys()))
+
+
+def test_every_script_has_what_a_script_of_a_paper_needs():
+    """All that is missing, in one list; .github/CONTRIBUTING.md says how it is added."""
+    missing = [f'{script}.py lacks {what}' for script in SCRIPTS for what in lacks(script)]
+    assert not missing, '\n'.join(['', *missing])
+
+
+def test_all_that_a_script_lacks_is_named(monkeypatch):
+    monkeypatch.setattr(equations, 'tests', dict)
+    monkeypatch.setitem(CASES, 'train_ms', Case(steps=CASES['train_ms'].steps, recipes='  cub x\n sop x\ninshop x'))
+    assert [*lacks('train_ms')] == [
+        'losses in its entry of cases.py', 'cars among the recipes in its entry of cases.py',
+        'a test named test_metrix_eq2_..., for the line with Eq. (2)']
+    monkeypatch.delitem(CASES, 'train_ms')
+    assert 'an entry in tests/papers/cases.py' in lacks('train_ms')
 
 
 def test_importing_has_no_effect(tmp_path):

@@ -3,6 +3,7 @@ import re
 
 import pytest
 import torch
+from cases import CASES
 from conftest import SCRIPTS, draw_folder
 
 import common
@@ -10,7 +11,7 @@ import eval as evaluation
 import train_ms
 from common import UsageError
 
-# What lies between the signs is allowed, up to its ends; what lies outside of them, on either side, is refused.
+# As in cases.py: what lies between the signs is allowed, up to its ends; what lies outside of them is refused.
 SHARED = {
     '--image-size': '16 < 17', '--resize': '16 < 17', '--min-crop': '0 < 0.001 1 < 1.1', '--jitter': '-0.1 < 0 1 < 1.1',
     '--dim': '0 < 1', '--epochs': '-1 < 0', '--steps': '-1 < 0', '--batch-size': '1 < 2', '--per-class': '-1 < 0',
@@ -20,32 +21,18 @@ SHARED = {
     '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4',
     '--dataset': 'flowers < shapes'}
 
-
-OWN = {
-    'train_contrastive': {'--margin': '-1.1 < -1 1 < 1.1', '--pos-margin': '-2.1 < -2 2 < 2.1',
-                          '--neg-margin': '-2.1 < -2 2 < 2.1', '--power': '0 < 1 2 < 3'},
-    'train_ms': {'--alpha': '0 < 0.001', '--beta': '0 < 0.001', '--lam': '-1.1 < -1 1 < 1.1',
-                 '--epsilon': '-2.1 none < -2 2 off < 2.1'},
-    'train_proxy_anchor': {'--alpha': '0 < 0.001', '--delta': '-1.1 < -1 1 < 1.1', '--proxy-lr-mult': '-1 < 0'},
-    'train_proxynca_pp': {'--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0', '--eps': '-1 < 0'},
-    'train_ccl': {'--s': '0 < 0.001', '--margin': '-0.1 < 0 2 < 2.1', '--lam': '-1 < 0',
-                  '--smoothing': '-0.1 < 0 0.999 < 1', '--mu': '-0.1 < 0 1 < 1.1', '--center-lr-mult': '-1 < 0',
-                  '--dropout': '-0.1 < 0 0.999 < 1',
-                  '--label-noise': 'other:0.1 longtail:1 symmetric < none symmetric:0 longtail:0.999'},
-    'train_metrix': {'--alpha': '0 < 0.001', '--strength': '-0.1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
-                     '--m': '-1.1 < -1 1 < 1.1', '--epsilon': '-2.1 none < -2 2 off < 2.1',
-                     '--proxy-alpha': '0 < 0.001', '--delta': '-1.1 < -1 1 < 1.1', '--temperature': '0 < 0.0001',
-                     '--proxy-lr-mult': '-1 < 0', '--hard-negatives': '0 1.5 some < 1 all auto'},
-    'train_hse': {'--alpha': '-1 < 0', '--temperature': '0 < 0.001', '--num': '1 < 2 4 < 5',
-                  '--combinations': '0 < 1', '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0'},
-    'eval': {'--top': '0 < 1', '--ks': '0 < 1', '--dataset': 'flowers < cub'}}
+LIMITS = {script: case.limits | (SHARED if script == 'train_ms' else {}) for script, case in CASES.items()}
+LIMITS['eval'] = {'--top': '0 < 1', '--ks': '0 < 1', '--dataset': 'flowers < cub'}
+NO_EFFECT = {script: case.no_effect for script, case in CASES.items()}
+NO_EFFECT['eval'] = ['b --analyse', 'b --sheet x.png', 'b --embed x.npz', 'b --query x.jpg', '--against b --analyse',
+                     '--hardest', '--query x.jpg --analyse', '--query x.jpg --embed y.npz', '--query x.jpg --whole']
 
 
-@pytest.mark.parametrize('script', OWN)
+@pytest.mark.parametrize('script', LIMITS)
 def test_what_a_flag_accepts_and_refuses(script):
     """And no flag takes what is no number, or infinity."""
     get_args, needed = __import__(script).get_args, ['--checkpoint', 'x'] if script == 'eval' else []
-    for flag, line in (OWN[script] | (SHARED if script == 'train_ms' else {})).items():
+    for flag, line in LIMITS[script].items():
         below, allowed, above = [*line.split('<'), ''][:3]
         for value in [*f'{below} {above}'.split(), 'nan', 'inf', '-inf']:
             with pytest.raises(UsageError, match=f'argument {flag}') as raised:
@@ -56,25 +43,6 @@ def test_what_a_flag_accepts_and_refuses(script):
                 get_args([*needed, f'{flag}={value}'])
             except UsageError as error:                     # as it is, it may have no effect
                 assert f'argument {flag}' not in str(error)
-
-
-# Flags, the last of which has no effect beside the others and the defaults
-NO_EFFECT = {
-    'train_contrastive': ['--reduction sum', '--margin 0.1', '--form similarity --pos-margin 0.1',
-                          '--form similarity --neg-margin 0.1', '--form similarity --power 2'],
-    'train_proxynca_pp': ['--optimizer sgd --eps 1'],
-    'train_ccl': ['--variant cluster --center-lr-mult 2', '--variant center_loss --s 2',
-                  '--variant center_loss --margin 0.1', '--variant proxynca --smoothing 0.2', '--mu 0.5',
-                  '--variant stop_grad --mu 0.5', '--variant proxynca --lam 1'],
-    'train_metrix': ['--loss proxynca_pp --epsilon 0.1', '--reduction sum', '--temperature 1',
-                     '--loss contrastive --beta 3', '--loss proxy_anchor --m 0.2', '--mixup none --hard-negatives 2',
-                     '--mixup none --alpha 1', '--mixup none --strength 1', '--mixup feature --clean-bn',
-                     '--mixup input --freeze-bn --clean-bn'],
-    'train_hse': ['--alpha 0 --axis left-right', '--alpha 0 --kind gridmask', '--alpha 0 --num 3',
-                  '--alpha 0 --combinations 2', '--alpha 0 --hybrids append', '--alpha 0 --temperature 1',
-                  '--loss contrastive --proxy-lr-mult 3', '--loss epshn --proxy-lr-mult 3'],
-    'eval': ['b --analyse', 'b --sheet x.png', 'b --embed x.npz', 'b --query x.jpg', '--against b --analyse',
-             '--hardest', '--query x.jpg --analyse', '--query x.jpg --embed y.npz', '--query x.jpg --whole']}
 
 
 @pytest.mark.parametrize('script, flags', [(script, flags) for script in NO_EFFECT for flags in NO_EFFECT[script]])

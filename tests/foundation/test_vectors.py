@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import draw_folder, rows_of
+from conftest import SCRIPTS, draw_folder, rows_of
 from PIL import Image
 from torch import nn
 
 import common
 import eval as evaluation
 import train_ccl
-import train_contrastive
 import train_hse
 import train_metrix
 import train_ms
@@ -176,13 +175,12 @@ def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors)
     assert rows[0][0] == rows[1][0] == raw['MAP@R'] != rows[0][-1] == rows[1][-1]
 
 
-@pytest.mark.parametrize('script', [train_contrastive, train_ms, train_proxy_anchor, train_proxynca_pp, train_ccl,
-                                    train_metrix])
+@pytest.mark.parametrize('script', [script for script in SCRIPTS if script != 'train_hse'])        # it needs images
 def test_each_script_begins_with_the_result_of_the_vectors(vectors, script):
     """Also where it has LayerNorm before the head, or a head of its own"""
     data = load(vectors)
     raw = common.retrieval_metrics(data.query.pictures, data.query.labels)
-    row = script.main([*FLAGS, '--data', 'v', '--name', 'zero', '--epochs', '0'])
+    row = __import__(script).main([*FLAGS, '--data', 'v', '--name', 'zero', '--epochs', '0'])
     assert row['MAP@R'] == raw['MAP@R'] and row['R@1'] == raw['R@1']
 
 

@@ -57,7 +57,7 @@ def finish(processes, where):
 
 
 def train_all(data):
-    """Seven scripts on a small network: four steps of plain gradient descent in float64, as runs/<script>; and
+    """All scripts on a small network: four steps of plain gradient descent in float64, as runs/<script>; and
     runs/ms-folder-1, for which each process measures something else."""
     from conftest import SCRIPTS, SmallNet
 

@@ -1,0 +1,310 @@
+"""What the tests of all papers need to know of each script, an entry for each of them. Other tests of a script are in
+the file of its name."""
+import random
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import train_ccl
+import train_contrastive
+import train_hse
+import train_metrix
+import train_ms
+import train_proxy_anchor
+import train_proxynca_pp
+
+
+class Case(NamedTuple):
+    losses: dict = {}       # {name: loss(z, y, p)}: z (B, D), y (B,); proxies, centres or hybrids p (C, D)
+    steps: list = []        # [(flags, loss(images, labels, learned))]: each flag of a loss at a value not its default
+    recipes: str = ''       # of the four benchmarks, as papers and released code have them: rows of values, see KEYS
+    settings: list = []     # [(datasets, flags, values)]: what flags change in a recipe, and the flags of the method
+    per_class: tuple = (4, 4)           # images per class: on shapes and folders, and with --protocol reality-check
+    limits: dict = {}       # {flag: values}: between the signs the allowed ones with their ends, outside refused ones
+    no_effect: list = []    # flags, the last of which has no effect beside the others and the defaults
+    rates: list = [('', [0.01])]        # [(flags, learning rates)]: of the network, and of proxies or centres
+    starts: list = []       # [(flags, name, size)]: standard deviation of the first proxies or centres of six classes
+
+
+KEYS = ('optimizer lr weight_decay momentum epochs batch_size per_class schedule decay_epochs decay_rate warmup clip '
+        'dim pool freeze_bn image_size resize min_crop jitter').split()
+
+
+def embed(x):
+    """Stands for the network: unit vectors that are far apart, and through which gradients pass"""
+    return F.normalize(x.flatten(1)[:, ::199][:, :16], dim=1)
+
+
+def no_proxies(loss, **options):
+    return lambda z, y, p: loss(z, y, **options)
+
+
+def hybrids(z, y, p, **options):
+    """The hybrid loss with the proxies as hybrids; classes 0 and 1 are their weak positives."""
+    weak = (y < 2).expand(len(p), len(y))
+    return train_hse.hybrid_loss(p, z, weak, ~weak, **options)
+
+
+def hybrids_by_hand(base_loss, alpha, temperature, stay, **options):
+    """HSE's step: the last images leave the batch; the base loss of those that stay, plus the loss of their hybrids"""
+    def expected(images, labels, learned):
+        images, labels = images[:stay], labels[:stay]
+        h, sources = train_hse.make_hybrids(images, labels, **options)
+        z = embed(images)
+        weak = (labels[None, :, None] == labels[sources][:, None, :]).any(dim=2)
+        extra = [learned['proxies']] if learned else []
+        return base_loss(z, labels, *extra) + train_hse.hybrid_loss(embed(h), z, weak, ~weak, alpha, temperature)
+    return expected
+
+
+def metrix(kind, pairs, z, y, p, k=None, **hyper):
+    """Clean and mixed loss, where each call draws the same lambdas"""
+    torch.manual_seed(0)
+    random.seed(0)
+    proxies = dict(proxies=p) if 'proxy' in kind else {}
+    base, config = train_metrix.BaseLoss(kind, hyper, **proxies), train_metrix.MixupConfig('embed', pairs, k, 2.0)
+    mixed = train_metrix.mixed_loss(base, config, None, dict(embed=z), y)
+    return train_metrix.clean_loss(kind, z, y, **proxies, **hyper) + 0.4 * mixed
+
+
+def ccl(z, y, learned, **options):
+    return train_ccl.center_contrastive_loss(z, y, learned['centers'], **options)
+
+
+MARGIN = '-1.1 < -1 1 < 1.1'
+EPSILON = '-2.1 none < -2 2 off < 2.1'
+#                 optim  lr     wd   mom  ep  batch K  schedule st rate wu clip dim pool    frozen crop from area jit
+CASES = {
+    'train_contrastive': Case(
+        losses={
+            'contrastive': no_proxies(train_contrastive.contrastive_loss),
+            'contrastive, both margins': no_proxies(train_contrastive.contrastive_loss, pos_margin=0.3, neg_margin=0.9),
+            'contrastive, squared': no_proxies(train_contrastive.contrastive_loss, power=2),
+            'contrastive, similarity': no_proxies(train_contrastive.contrastive_similarity_loss),
+            'contrastive, similarity, sum': no_proxies(train_contrastive.contrastive_similarity_loss, reduction='sum')},
+        steps=[
+            ('--pos-margin 0.3 --neg-margin 1.4 --power 2',
+             lambda x, y, _: train_contrastive.contrastive_loss(embed(x), y, 0.3, 1.4, 2)),
+            ('--form similarity --margin -0.1 --reduction sum',
+             lambda x, y, _: train_contrastive.contrastive_similarity_loss(embed(x), y, -0.1, 'sum'))],
+        recipes='''
+        cub       adam   1e-4   1e-4 0    60  100   0  step     10 0.1  5  10   512 avg+max True   224  256  0.08 0
+        cars      adam   1e-4   1e-4 0    60  100   0  step     10 0.1  5  10   512 avg+max True   224  256  0.08 0
+        sop       adam   3e-5   1e-4 0    60  100   5  step     10 0.25 5  10   512 avg+max False  224  256  0.08 0
+        inshop    adam   1e-4   1e-4 0    60  100   5  step     5  0.25 1  10   512 avg+max False  224  256  0.08 0''',
+        settings=[
+            ('shapes', '', dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean'))],
+        limits={'--margin': MARGIN, '--pos-margin': '-2.1 < -2 2 < 2.1', '--neg-margin': '-2.1 < -2 2 < 2.1',
+                '--power': '0 < 1 2 < 3'},
+        no_effect=['--reduction sum', '--margin 0.1', '--form similarity --pos-margin 0.1',
+                   '--form similarity --neg-margin 0.1', '--form similarity --power 2']),
+
+    'train_ms': Case(
+        losses={'ms': no_proxies(train_ms.multi_similarity_loss),
+                'ms with miner': no_proxies(train_ms.multi_similarity_loss, epsilon=0.1)},
+        steps=[
+            ('--alpha 3 --beta 7 --lam 0.2 --epsilon 0.02',
+             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 7, 0.2, 0.02)),
+            ('--beta 2 --epsilon 0', lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 2, 2, 0.5, 0.0)),
+            ('--alpha 3 --epsilon off',
+             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 50, 0.5, None))],
+        recipes='''
+        cub       adam   3e-5   5e-4 0    41  80    5  step     16 0.1  0  0    512 avg     True   227  256  0.16 0
+        cars      adam   3e-5   5e-4 0    30  80    5  step     12 0.1  0  0    512 avg     True   227  256  0.16 0
+        sop       adam   6e-4   1e-4 0    60  100   5  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adam   6e-4   1e-4 0    60  100   5  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+        settings=[
+            ('shapes cub cars', '', dict(alpha=2, beta=50, lam=0.5, epsilon=0.1)),
+            ('sop inshop', '', dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39))],
+        limits={'--alpha': '0 < 0.001', '--beta': '0 < 0.001', '--lam': MARGIN, '--epsilon': EPSILON}),
+
+    'train_proxy_anchor': Case(
+        losses={'proxy_anchor': train_proxy_anchor.proxy_anchor_loss},
+        steps=[
+            ('--alpha 5 --delta 0.3',
+             lambda x, y, t: train_proxy_anchor.proxy_anchor_loss(embed(x), y, t['proxies'], 5, 0.3))],
+        recipes='''
+        cub       adamw  1e-4   1e-4 0    60  120   0  step     5  0.5  5  10   512 avg+max True   224  256  0.08 0
+        cars      adamw  1e-4   1e-4 0    60  120   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        sop       adamw  6e-4   1e-4 0    60  180   0  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adamw  6e-4   1e-4 0    60  180   0  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+        settings=[
+            ('shapes folder', '', dict(alpha=32, delta=0.1, proxy_lr_mult=10)),
+            ('cub cars sop inshop', '', dict(alpha=32, delta=0.1, proxy_lr_mult=100))],
+        per_class=(4, 1),
+        limits={'--alpha': '0 < 0.001', '--delta': MARGIN, '--proxy-lr-mult': '-1 < 0'},
+        rates=[('', [0.01, 0.1]), ('--proxy-lr-mult 7', [0.01, 0.07])],
+        starts=[('', 'proxies', (2 / 6) ** 0.5)]),
+
+    'train_proxynca_pp': Case(
+        losses={'proxynca_pp': train_proxynca_pp.proxynca_pp_loss, 'proxynca': train_proxynca_pp.proxynca_loss},
+        steps=[
+            ('--temperature 0.4',
+             lambda x, y, t: train_proxynca_pp.proxynca_pp_loss(embed(x), y, t['proxies'], 0.4)),
+            ('--loss proxynca --temperature 0.4',
+             lambda x, y, t: train_proxynca_pp.proxynca_loss(embed(x), y, t['proxies'], 0.4) / len(y))],
+        recipes='''
+        cub       adam   4e-3   0    0    40  32    4  step     20 0.1  5  10   512 max     False  256  288  0.08 0
+        cars      adam   4e-3   0    0    40  32    4  step     20 0.1  5  10   512 max     False  256  288  0.08 0
+        sop       adam   2.4e-2 0    0    80  192   3  step     40 0.1  5  10   512 max     False  256  288  0.08 0
+        inshop    adam   2.4e-2 0    0    80  192   3  constant 40 0.1  5  10   512 max     False  256  288  0.08 0''',
+        settings=[
+            ('shapes folder', '', dict(loss='proxynca_pp', temperature=1 / 9, proxy_lr_mult=10, eps=1e-8,
+                                       optimizer='adamw', pool='max')),
+            ('shapes cub', '--loss proxynca', dict(temperature=2)),
+            ('cub', '--protocol reality-check --loss proxynca', dict(temperature=1 / 13.98)),
+            ('cub cars inshop', '', dict(proxy_lr_mult=1e5, eps=1)), ('sop', '', dict(proxy_lr_mult=1e4, eps=1))],
+        per_class=(4, 1),
+        limits={'--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0', '--eps': '-1 < 0'},
+        no_effect=['--optimizer sgd --eps 1'],
+        rates=[('--proxy-lr-mult 7', [0.01, 0.07])],
+        starts=[('', 'proxies', 1 / 8)]),
+
+    'train_ccl': Case(
+        losses={
+            'ccl': train_ccl.center_contrastive_loss,
+            'ccl, margin and smoothing': partial(train_ccl.center_contrastive_loss, margin=0.2, smoothing=0.1),
+            'ccl, proxynca': train_ccl.scaled_proxynca_loss,
+            'ccl, center_loss': lambda z, y, p: train_ccl.center_loss(z, y, p, p[:, 0], p, lam=0.5, smoothing=0.1)},
+        steps=[
+            ('--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
+             lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
+            ('--variant stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
+             lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
+            ('--variant cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
+             lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
+            ('--variant proxynca --s 5 --dropout 0.5',
+             lambda x, y, t: train_ccl.scaled_proxynca_loss(F.dropout(embed(x), 0.5), y, t['centers'], 5)),
+            ('--variant center_loss --lam 0.7 --smoothing 0.3 --dropout 0.5',
+             lambda x, y, t: train_ccl.center_loss(F.dropout(embed(x), 0.5), y, t['classifier'].weight,
+                                                   t['classifier'].bias, t['centers'], 0.7, 0.3)),
+            ('--dropout 0.5',
+             lambda x, y, t: ccl(F.dropout(embed(x), 0.5), y, t, s=16, lam=2, smoothing=0.1))],
+        recipes='''
+        cub       sgd    0.02   5e-4 0    30  128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
+        cars      sgd    0.05   5e-4 0    100 128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
+        sop       sgd    0.003  5e-4 0.99 100 128   0  cosine   10 0.5  0  0    512 avg     False  256  288  0.16 0
+        inshop    sgd    0.006  5e-4 0.99 100 128   0  cosine   10 0.5  0  0    512 avg     False  256  288  0.16 0''',
+        settings=[
+            ('shapes', '', dict(s=16, margin=0, lam=2, smoothing=0.1, mu=0.9, dropout=0, pool='avg', variant='ccl')),
+            ('shapes', '--variant center_loss', dict(lam=0.03)),
+            ('cub', '--variant center_loss', dict(lam=0.03, lr=0.02)),
+            ('cub', '--protocol reality-check --variant center_loss', dict(lam=0.03)),
+            ('cub', '--protocol reality-check', dict(lam=2, center_lr_mult=4500)),
+            ('cub cars', '', dict(dropout=0.2, smoothing=0.1, s=16, margin=0, lam=2)),
+            ('sop inshop', '', dict(dropout=0))],
+        per_class=(0, 1),
+        limits={'--s': '0 < 0.001', '--margin': '-0.1 < 0 2 < 2.1', '--lam': '-1 < 0',
+                '--smoothing': '-0.1 < 0 0.999 < 1', '--mu': '-0.1 < 0 1 < 1.1', '--center-lr-mult': '-1 < 0',
+                '--dropout': '-0.1 < 0 0.999 < 1',
+                '--label-noise': 'other:0.1 longtail:1 symmetric < none symmetric:0 longtail:0.999'},
+        no_effect=['--variant cluster --center-lr-mult 2', '--variant center_loss --s 2',
+                   '--variant center_loss --margin 0.1', '--variant proxynca --smoothing 0.2', '--mu 0.5',
+                   '--variant stop_grad --mu 0.5', '--variant proxynca --lam 1'],
+        rates=[('', [0.01, 0.01]), ('--variant center_loss --center-lr-mult 3', [0.01, 0.03])],
+        starts=[('', 'centers', 1 / 20)]),
+
+    'train_metrix': Case(
+        losses={
+            'metrix, contrastive, pos-neg': partial(metrix, 'contrastive', 'pos-neg'),
+            'metrix, contrastive, anc-neg, sum': partial(metrix, 'contrastive', 'anc-neg', reduction='sum'),
+            'metrix, ms, pos-neg, k = 2': partial(metrix, 'ms', 'pos-neg', k=2),
+            'metrix, ms, anc-neg': partial(metrix, 'ms', 'anc-neg'),
+            'metrix, ms, pos-pos': partial(metrix, 'ms', 'pos-pos'),
+            'metrix, proxy_anchor, pos-neg': partial(metrix, 'proxy_anchor', 'pos-neg'),
+            'metrix, proxy_anchor, anc-neg': partial(metrix, 'proxy_anchor', 'anc-neg'),
+            'metrix, proxynca_pp': partial(metrix, 'proxynca_pp', 'anc-neg')},
+        steps=[                                             # with mixtures: test_metrix.py
+            ('--mixup none --epsilon off',
+             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 18, 75, 0.77, None)),
+            ('--mixup none --gamma 2 --epsilon 0',
+             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 18, 2, 0.77, 0.0)),
+            ('--mixup none --epsilon 0.02',
+             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 18, 75, 0.77, 0.02))],
+        recipes='''
+        cub       adamw  1e-4   1e-4 0    100 100   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        cars      adamw  1e-4   1e-4 0    100 100   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        sop       adamw  3e-5   1e-4 0    100 100   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adamw  1e-4   1e-4 0    100 100   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+        settings=[
+            ('shapes', '', dict(
+                loss='ms', mixup=['feature'], pairs='both', hard_negatives=['auto'], alpha=2, strength=0.4, beta=18,
+                gamma=75, m=0.77, epsilon=0.39, reduction='mean', proxy_alpha=32, delta=0.1, temperature=1 / 9)),
+            ('shapes', '--loss proxy_anchor', dict(proxy_lr_mult=10)),
+            ('cub', '--loss proxy_anchor', dict(proxy_lr_mult=100)),
+            ('cub', '--protocol reality-check --loss proxy_anchor', dict(proxy_lr_mult=6000, m=0.77)),
+            ('shapes folder', '--loss contrastive', dict(m=0.5)),
+            ('cub', '--protocol reality-check --loss contrastive', dict(m=0.5)),
+            ('cub cars', '--loss contrastive', dict(m=0.5, decay_rate=0.1)),
+            ('sop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=5)),
+            ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=1))],
+        limits={'--alpha': '0 < 0.001', '--strength': '-0.1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
+                '--m': MARGIN, '--epsilon': EPSILON, '--proxy-alpha': '0 < 0.001', '--delta': MARGIN,
+                '--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0',
+                '--hard-negatives': '0 1.5 some < 1 all auto'},
+        no_effect=['--loss proxynca_pp --epsilon 0.1', '--reduction sum', '--temperature 1',
+                   '--loss contrastive --beta 3', '--loss proxy_anchor --m 0.2', '--mixup none --hard-negatives 2',
+                   '--mixup none --alpha 1', '--mixup none --strength 1', '--mixup feature --clean-bn',
+                   '--mixup input --freeze-bn --clean-bn'],
+        rates=[('', [0.01]), ('--loss proxy_anchor', [0.01, 0.1]),
+               ('--loss proxynca_pp --proxy-lr-mult 7', [0.01, 0.07])],
+        starts=[('--loss proxy_anchor', 'proxies', (2 / 6) ** 0.5), ('--loss proxynca_pp', 'proxies', (2 / 6) ** 0.5)]),
+
+    'train_hse': Case(
+        losses={
+            'hse, hybrids': hybrids,
+            'hse, contrastive': no_proxies(train_hse.contrastive_loss),
+            'hse, ms': no_proxies(train_hse.multi_similarity_loss),
+            'hse, proxy_anchor': train_hse.proxy_anchor_loss,
+            'hse, epshn': no_proxies(train_hse.epshn_loss),
+            'hse, npair': no_proxies(train_hse.npair_loss)},
+        steps=[
+            ('--loss contrastive --alpha 3 --temperature 0.5 --kind mixup',
+             hybrids_by_hand(train_hse.contrastive_loss, 3, 0.5, stay=6, kind='mixup', num=2, per_class=2)),
+            ('--loss epshn --alpha 3 --kind gridmask --mask-size 31 --hybrids append --num 3',
+             hybrids_by_hand(train_hse.epshn_loss, 3, 0.1, stay=8, kind='gridmask', mask_size=31, num=3, per_class=2)),
+            ('--loss npair --alpha 3 --axis left-right --hybrids append --combinations 2',
+             hybrids_by_hand(train_hse.npair_loss, 3, 0.1, stay=8, axis='left-right', num=2, per_class=2,
+                             combinations=2)),
+            ('--loss proxy_anchor',
+             hybrids_by_hand(train_hse.proxy_anchor_loss, 2, 0.1, stay=6, num=2, per_class=2)),
+            ('--batch-size 40 --combinations 2',    # the batch has 8 images; two classes leave it, not the first
+             hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=4, num=2, per_class=2, combinations=2)),
+            ('--loss epshn --alpha 0', lambda x, y, _: train_hse.epshn_loss(embed(x), y))],
+        recipes='''
+        cub       adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        cars      adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
+        sop       adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
+        inshop    adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+        settings=[
+            ('shapes folder', '', dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1,
+                                       axis='top-bottom', mask_size=16, hybrids='replace')),
+            ('cub', '', dict(alpha=0.05, mask_size=50)), ('inshop', '', dict(alpha=0.3)),
+            ('sop', '', dict(alpha=0.3, hybrids='append', combinations=12)),
+            ('shapes folder', '--loss proxy_anchor', dict(alpha=2, proxy_lr_mult=10)),
+            ('cub cars', '--loss proxy_anchor', dict(alpha=2, batch_size=128, per_class=8, proxy_lr_mult=100)),
+            ('sop', '--loss proxy_anchor', dict(alpha=2, batch_size=120, per_class=5, hybrids='append')),
+            ('shapes', '--loss epshn', dict(alpha=0.1)), ('sop inshop', '--loss epshn', dict(alpha=1)),
+            ('cub', '--loss epshn', dict(alpha=0.1, batch_size=128, per_class=8, hybrids='replace', combinations=1)),
+            ('cars', '--loss epshn', dict(alpha=0.1, batch_size=128, per_class=16)),
+            ('cub', '--loss npair', dict(alpha=0.1, dim=64, batch_size=128, per_class=8)),
+            ('sop cars inshop', '--loss npair', dict(dim=64)),
+            ('cub', '--loss contrastive', dict(alpha=0.1, per_class=8)),
+            ('cub', '--protocol reality-check', dict(alpha=0.05)),
+            ('cub', '--protocol reality-check --loss epshn', dict(alpha=0.1)),
+            ('cub', '--protocol reality-check --loss proxy_anchor', dict(alpha=2, proxy_lr_mult=6000))],
+        limits={'--alpha': '-1 < 0', '--temperature': '0 < 0.001', '--num': '1 < 2 4 < 5', '--combinations': '0 < 1',
+                '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0'},
+        no_effect=['--alpha 0 --axis left-right', '--alpha 0 --kind gridmask', '--alpha 0 --num 3',
+                   '--alpha 0 --combinations 2', '--alpha 0 --hybrids append', '--alpha 0 --temperature 1',
+                   '--loss contrastive --proxy-lr-mult 3', '--loss epshn --proxy-lr-mult 3'],
+        rates=[('--alpha 0 --per-class 0', [0.01]), ('--loss proxy_anchor --proxy-lr-mult 7', [0.01, 0.07])],
+        starts=[('--loss proxy_anchor', 'proxies', (2 / 6) ** 0.5)]),
+}
+
+
+def each(field):
+    """(script, one of this field's rows, ...) of all entries, for pytest.mark.parametrize"""
+    return [(script, *row) for script, case in CASES.items() for row in getattr(case, field)]
