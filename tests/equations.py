@@ -6,8 +6,8 @@
     python -m pytest -k metrix_eq24_        # runs its tests; the "_" at the end keeps out other numbers
 
 rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines and tests are looked up anew each time: lines by
-`Eq. (n)` in comments and in docstrings of functions, tests by their names. How papers are named is seen from the rows
-`Metrix Eq. (2)    l(a) = ...` in the heads of the scripts, so a new script needs no entry here.
+`Eq. (n)` in comments and in docstrings of functions, tests by their names. The name of a paper is what the docstring of
+a script has before an equation, as in `Metrix Eq. (4)`, so a new script needs no entry here.
 """
 import argparse
 import ast
@@ -51,8 +51,8 @@ SAYS = {
             'hard negative of a hybrid', 'easy weak positive of a hybrid', 'hybrid loss', 'sum of both losses',
             'the same with contrastive loss'],
 }
-# A row of a script's head: `Metrix Eq. (2)    l(a) = ...`. `Eq. (n)` without a name is of the paper of its first row.
-ROW = re.compile(r'(?m)^ +([A-Z][\w+]*(?:[ -][A-Z][\w+]*)*) Eq\. \((\d+)\)(?:  +(.*)|$)')
+# `Metrix Eq. (4)` in the docstring of a script. `Eq. (n)` without a name is of the paper that is named first.
+NAMED = re.compile(r'([A-Z][\w+]*(?:[ -][A-Z][\w+]*)*)\s+Eq\. \(')
 COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # with all its lines: a name and `Eq.` may stand on two
 
 
@@ -63,11 +63,9 @@ def key(name):
 
 
 @cache
-def rows():
-    """{file: [(name of a paper, number, text)]}: the rows in the heads of the scripts"""
-    heads = {path.name: ast.get_docstring(ast.parse(path.read_text()), clean=False) or '' for path in files()}
-    return {file: [(name, int(number), text) for name, number, text in ROW.findall(head)]
-            for file, head in heads.items()}
+def heads():
+    """{file: docstring}"""
+    return {path.name: ast.get_docstring(ast.parse(path.read_text())) or '' for path in files()}
 
 
 def files():
@@ -76,9 +74,9 @@ def files():
 
 def cited(text, file):
     """{(paper, number)} in a text of a file: `Eq. (2), (4)` and `Eq. (2) and (4)` are two, `Eq. (2) to (4)` three."""
-    found, own = set(), [name for name, *_ in rows()[file]][:1]
-    names = '|'.join(sorted({name for found in rows().values() for name, *_ in found}))
-    pattern = rf"(?:({names})(?:'s)? )?Eqs?\. (\(\d+\)(?:(?:, | and |/| to |-)\(\d+\))*)"
+    found, own = set(), NAMED.findall(heads()[file])[:1]
+    names = '|'.join(sorted({name for head in heads().values() for name in NAMED.findall(head)}))
+    pattern = rf"(?:({names})(?:'s)?\s+)?Eqs?\. (\(\d+\)(?:(?:, | and |/| to |-)\(\d+\))*)"
     for name, numbers in re.findall(pattern, text):
         for low, high in re.findall(r'\((\d+)\)(?:(?: to |-)\((\d+)\))?', numbers):
             found |= {(key(paper), n) for paper in ([name] if name else own)
@@ -131,10 +129,9 @@ def equations():
     """{paper: {number: (what it says, why no line computes it)}}: of the five papers all, of others what is cited"""
     found = {paper: {n: tuple(text.partition(' | ')[::2]) for n, text in enumerate(texts, 1)}
              for paper, texts in SAYS.items()}
-    texts = {(key(name), number): text for head in rows().values() for name, number, text in head}
     for paper, number in sorted(lines().keys() | tests().keys()):
         if paper not in SAYS:
-            found.setdefault(paper, {})[number] = texts.get((paper, number), '')[:38], ''
+            found.setdefault(paper, {})[number] = '', ''
     return found
 
 
