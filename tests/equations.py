@@ -37,7 +37,7 @@ SAYS = {
                f'derivative of Eq. (17) | {STEP}', f'Eq. (18) rearranged | {STEP}',
                f'Eq. (19) without fractions | {STEP}', f'Eq. (20) multiplied out | {STEP}',
                f'Eq. (21) solved for the exponential | {STEP}', f'logarithm of Eq. (22) | {STEP}',
-               'threshold of positivity', f'probability of acting as positive | {FIG2}'],
+               'threshold of positivity', 'probability of acting as positive'],
     'ccl': ['contrast by a memory bank | earlier work; Eq. (2) is tested to have its form',
             'contrast by centres; squared distance', 'squared distance to the own centre',
             'squared distance by the cosine', 'CCL', 'cross-entropy', 'centre loss', 'NSoftmax', 'Proxy-NCA',

@@ -230,7 +230,7 @@ CASES = {
         inshop    adamw  1e-4   1e-4 0    100 100   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0''',
         settings=[
             ('shapes', '', dict(
-                loss='ms', mixup=['feature'], pairs='both', hard_negatives=['auto'], alpha=2, strength=0.4, beta=18,
+                loss='ms', mixup=['feature'], pairs='both', hard_negatives='auto', alpha=2, strength=0.4, beta=18,
                 gamma=75, m=0.77, epsilon=0.39, reduction='mean', proxy_alpha=32, delta=0.1, temperature=1 / 9)),
             ('shapes', '--loss proxy_anchor', dict(proxy_lr_mult=10)),
             ('cub', '--loss proxy_anchor', dict(proxy_lr_mult=100)),

@@ -604,8 +604,8 @@ def test_clean_statistics_are_those_of_clean_images(before_training):
 # ---- flags
 
 @pytest.mark.parametrize('flags, printed', [
-    ('--mixup input embed --hard-negatives 4 all', 'ms, input mixup: pos-neg or anc-neg, 4 hardest negatives\n'
-                                                   'ms, embed mixup: pos-neg or anc-neg\n'),
+    ('--mixup input embed', 'ms, input mixup: pos-neg or anc-neg, 3 hardest negatives\n'
+                            'ms, embed mixup: pos-neg or anc-neg\n'),
     ('--pairs pos-pos --mixup input', 'ms, input mixup: pos-pos\n'),
     ('--loss proxynca_pp', 'proxynca_pp, feature mixup: anc-neg\n')])
 def test_the_plan_is_printed(before_training, capsys, flags, printed):
@@ -631,7 +631,7 @@ def test_the_choice_of_plan(flags, expected):
 
 @pytest.mark.parametrize('flags, reason', [
     ('--loss proxy_anchor --mixup embed feature --pairs anc-neg', 'no input'),
-    ('--loss proxynca_pp --pairs anc-neg', 'query'), ('--hard-negatives 1 2', 'one for each'),
+    ('--loss proxynca_pp --pairs anc-neg', 'query'),
     ('--mixup none input', 'none cannot be combined'),
     ('--proxy-lr-mult 3', '--proxy-lr-mult has no effect with --loss ms'),
     ('--mixup none --pairs anc-neg', '--pairs has no effect with --mixup none'),
