@@ -1,25 +1,24 @@
-"""common.py -- what the papers share and do not argue about.
+"""common.py -- the code that all methods use: network, batches, training loop and evaluation.
 
-Whatever a paper's method section describes is in that paper's train_*.py. The Reality Check (Musgrave et al., A Metric
-Learning Reality Check, ECCV 2020) is about how to compare methods: its metrics are in section 4, its protocol in
-section 9. Sections 1 to 4 are worth reading next to any script:
+What a paper's method section describes is in that paper's train_*.py. The Reality Check (Musgrave et al., A Metric
+Learning Reality Check, ECCV 2020) compares methods: its metrics are in section 4, its protocol in section 9. Sections
+1 to 4 are worth reading next to any script:
 
-    1. network        Embedder: trunk, pooling, linear head
-    2. batches        which images meet in a batch
+    1. network        Embedder: backbone (trunk), pooling, linear head
+    2. batches        which images are in a batch
     3. training       optimizer, learning rate, the loop
     4. evaluation     Recall@K, R-precision, MAP@R
 
 The others can be skipped: 5 images, a torch Dataset with two transforms; 6 shapes, the built-in dataset; 7 datasets:
-which images train and which test; 8 runs: logs, checkpoints, and what is printed; 9 command line: the flags that all
-scripts share, and their recipes; 10 devices, processes and randomness; 11 errors.
+their training and test sets; 8 runs: logs, checkpoints, and what is printed; 9 command line: common flags and training
+recipes; 10 devices, processes and randomness; 11 errors.
 
-All files write shapes with these letters. Each script explains its further letters and symbols in a table.
+All files write shapes with these letters. Each script explains its further symbols in a table.
 
     B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
-    D  size of an embedding   S  side of a crop, in pixels        z  L2-normalized embeddings (B, D)
-    N  images in a set        T  the h * w positions of a feature map with c channels
-    G  images in a gallery, in which a query looks for matches    y  class labels (B,);  s  similarities
+    D  embedding dimension    S  side of a crop, in pixels        z  L2-normalized embeddings (B, D)
+    N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
 """
 import argparse
 import hashlib
@@ -58,23 +57,23 @@ from torchvision.transforms import v2
 
 
 class Embedder(nn.Module):
-    """The network of every script: trunk -> pooling -> linear head -> L2 normalization.
+    """The network of every script: backbone (trunk) -> pooling -> linear head -> L2 normalization.
 
     arch         trunk: a classifier of torchvision (resnet50, vit_b_16, ...) or timm:NAME, without its last layers; or
-                 none, for stored vectors, which are the features of another network
-    dim          D, size of the embedding; None: that of the features
-    pool         avg, max, or avg+max (their sum), over the T positions of the feature map
+                 none, for vectors: precomputed features of another network
+    dim          D, embedding dimension; None: the dimension of the features
+    pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), or a file
     freeze_bn    the running statistics of BatchNorm do not change in training; its affine weights do, with the trunk
     layer_norm   LayerNorm without affine weights, between pooling and head
     normalize    embeddings are L2-normalized
-    trunk        any module (B, 3, S, S) -> (B, c) or (B, c, h, w), which takes the place of arch and weights
+    trunk        any module (B, 3, S, S) -> (B, c) or (B, c, h, w), which replaces arch and weights
     head_init    kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
                  is about five times smaller. identity, with D = c: embeddings begin as the pooled features
     precision    bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
-    chunk        in training, the trunk processes this number of images at a time, and computes each chunk again in the
-                 backward pass, so it holds the activations of one chunk only. 0: the whole batch at once
-    input_shape  of one input: (3, S, S), or (c,) of a stored vector
+    chunk        images per forward pass of the trunk in training, with gradient checkpointing, so that the activations
+                 of one chunk only are kept; 0: all
+    input_shape  of one input: (3, S, S), or (c,) of a vector
     """
 
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
@@ -89,20 +88,20 @@ class Embedder(nn.Module):
         batchnorm = [m for m in self.trunk.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.frozen = batchnorm if freeze_bn else []
         if chunk and batchnorm and not freeze_bn:
-            raise UsageError('--chunk needs --freeze-bn: the statistics of BatchNorm would be those of the chunks')
+            raise UsageError('--chunk needs --freeze-bn: BatchNorm would compute its statistics on single chunks')
         c = self.count_channels(input_shape)
         self.dim = dim or c
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(c, self.dim)
         initialise(self.linear, head_init)
-        # A checkpoint has this dict, from which the network can be built again.
+        # A checkpoint contains this dict, from which the network can be built again.
         self.config = dict(arch=arch if trunk is None else 'module', dim=self.dim, pool=pool, freeze_bn=freeze_bn,
                            layer_norm=layer_norm, normalize=normalize, input_shape=tuple(input_shape))
         self.train()                        # so that frozen BatchNorm is in evaluation mode from the start
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, by a forward pass of one blank input"""
+        """c, found by a forward pass of one blank input"""
         self.trunk.eval()
         try:
             return self.features(torch.zeros(1, *input_shape)).shape[1]
@@ -129,10 +128,10 @@ class Embedder(nn.Module):
 
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map (B, c, h, w) of a ResNet, after a ReLU, so never negative. Most other
-        networks, and stored vectors (B, c), give (B, c, 1, 1).
+        networks, and vectors (B, c), give (B, c, 1, 1).
 
-        With torchrun, each process runs the trunk on a share of a training batch. A batch that has no equal shares,
-        such as one with a varying number of mixed images, is computed as a whole by every process.
+        With torchrun, each process runs the trunk on its part of a training batch. If a batch cannot be divided evenly,
+        as with a varying number of mixed images, every process runs it on all images.
         """
         shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
         if shared:
@@ -178,7 +177,7 @@ class Embedder(nn.Module):
 
 
 class Rescale(nn.Module):
-    """The trunk of stored vectors, which are features already: it divides them by their mean L2 norm in training."""
+    """The trunk for vectors, which are features already: it divides them by the mean L2 norm of the training set."""
 
     def __init__(self):
         super().__init__()
@@ -232,7 +231,7 @@ def load_weights(trunk, weights, classifier):
         best = [prefix for prefix in fits if fits[prefix] == max(fits.values())]
         if len(best) != 1:
             raise UsageError(f'{weights} should have the weights of one network like this one, and has {len(best)}: '
-                             f'{best}; save one alone')
+                             f'{best}; save only one')
         trunk.load_state_dict({name.removeprefix(best[0]): value for name, value in saved.items()
                                if name.startswith(best[0]) and not name.startswith(f'{best[0]}{classifier}.')})
     return trunk
@@ -300,27 +299,27 @@ class BalancedSampler(Sampler):
         return self.batches
 
     def __iter__(self):
-        def deal(deck, items, number):
-            """Takes `number` items from the top of a deck of cards. While the deck is too short, the items that are not
-            in it, or all items if none is missing, are shuffled and put under it."""
-            while len(deck) < number:
-                others = [item for item in items if item not in deck]
+        def take(queue, items, number):
+            """Removes `number` items from the beginning of a queue. If it is too short, the items that are not in it
+            are shuffled and appended first; or all items if none is missing, which are fewer than `number` then."""
+            while len(queue) < number:
+                others = [item for item in items if item not in queue]
                 if not others:
                     others = items
-                deck += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
-            return [deck.pop(0) for _ in range(number)]
+                queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
+            return [queue.pop(0) for _ in range(number)]
 
-        class_deck = []
-        image_decks = [[] for _ in self.members]
+        class_queue = []
+        image_queues = [[] for _ in self.members]
         for _ in range(self.batches):
-            classes = deal(class_deck, range(len(self.members)), self.classes)
-            yield [i for c in classes for i in deal(image_decks[c], self.members[c], self.per_class)]
+            classes = take(class_queue, range(len(self.members)), self.classes)
+            yield [i for c in classes for i in take(image_queues[c], self.members[c], self.per_class)]
 
 
 class StepBatches:
-    """The batch sampler of a training DataLoader. Besides the index of an image it yields what its augmentation is
-    seeded with: see CROP in section 10. So batches and crops of a step are the same for all methods with one seed, for
-    any number of workers and processes, and after --resume.
+    """The batch sampler of a training DataLoader. With the index of each image it yields the seed of its augmentation,
+    see CROP in section 10. So with one seed, the batches and crops of a step are the same for all methods, for any
+    number of workers and processes, and after --resume.
 
     sampler  yields lists of indices of equal length, in an order that follows from seed and epoch
     """
@@ -340,11 +339,11 @@ class StepBatches:
     def without_positive(self, labels):
         """The fraction of the anchors in these batches that have no positive, another image of their class"""
         labels = labels.tolist()
-        alone = 0
+        number = 0
         for indices in self.batches:
             images = Counter(labels[i] for i in set(indices))            # different images of each class
-            alone += sum(images[labels[i]] == 1 for i in indices)
-        return alone / sum(map(len, self.batches))
+            number += sum(images[labels[i]] == 1 for i in indices)
+        return number / sum(map(len, self.batches))
 
     def __len__(self):
         return len(self.sampler)
@@ -352,10 +351,10 @@ class StepBatches:
     def __iter__(self):
         for step, indices in zip(self.steps, self.batches):
             if len(indices) % world_size():
-                raise UsageError(f'{world_size()} processes cannot share a batch of {len(indices)} images evenly: '
+                raise UsageError(f'{world_size()} processes cannot divide a batch of {len(indices)} images evenly: '
                                  'change --batch-size')
-            share = len(indices) // world_size()
-            positions = range(rank() * share, (rank() + 1) * share)      # of this process
+            size = len(indices) // world_size()
+            positions = range(rank() * size, (rank() + 1) * size)        # of this process
             yield [(indices[position], self.seed, CROP, step, position) for position in positions]
 
 
@@ -376,8 +375,8 @@ def make_loader(images, batch_sampler, device):
 
 
 def loaded(loader):
-    """Yields the batches of a DataLoader. An error in a worker process becomes one line again: it arrives with its
-    traceback as text, whose last line is the message."""
+    """Yields the batches of a DataLoader. The error of a worker process contains its traceback as text: only the last
+    line, the message, is kept."""
     try:
         yield from loader
     except UsageError as error:
@@ -388,11 +387,10 @@ def loaded(loader):
 
 
 def learning_rate_factor(step, args, per_epoch, total):
-    """What all learning rates are multiplied with at `step`, which runs from 0 to total - 1.
+    """Multiplier of all learning rates at `step`, from 0 to total - 1
 
-    step      --decay-rate to the power of the number of decays so far; one comes after every --decay-epochs epochs
-    cosine    the lower one of two curves: half a cosine, which falls from 1 to 0 over the run, and a straight ramp,
-              which rises to 1 over the first tenth of the run, or over 100 steps if the tenth is longer
+    step      multiplied by --decay-rate after every --decay-epochs epochs
+    cosine    linear warmup over the first tenth of the run, at most 100 steps, and cosine decay to 0: the smaller one
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -414,8 +412,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. A function of your own, given to `train`, may log elsewhere,
-    too: `row` is of the last epoch, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. A function of your own may be given to `train`, to log
+    elsewhere as well: `row` is that of the last epoch, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
 
@@ -423,12 +421,12 @@ def write_log(folder, row, rows):
 def train(args, model, data, step, optimizer, loss_params=None, sampler=None, log=write_log):
     """Trains, evaluates, logs and saves. Returns the last row of the log, a dict; with --fold the best row.
 
-    step         step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S), the whole
-                 batch, augmented and normalized, and labels (B,) are on the device. The backward pass runs after step
-                 returns, so step must not change in place a tensor that the backward pass needs.
+    step         step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S), the
+                 complete batch, augmented and normalized, and labels (B,) are on the device. The backward pass runs
+                 after step returns, so step must not change in place a tensor that the backward pass needs.
     optimizer    over the weights of the model and the learnable parameters of the loss
-    loss_params  {name: parameter or module}: learnable parameters of the loss; the checkpoint has them, too
-    sampler      yields lists of indices of equal length; None: the batches of --batch-size and --per-class
+    loss_params  {name: parameter or module}: learnable parameters of the loss, saved in the checkpoint
+    sampler      yields lists of indices of equal length; None: from --batch-size and --per-class
     log          log(folder, row, rows) is called after each epoch, with its row and the rows of all evaluated epochs
     """
     sampler = sampler or make_sampler(args, data.train.labels)
@@ -473,7 +471,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
 
 
 def train_epoch(args, loader, step, optimizer, epoch, steps, total):
-    """Trains for `steps`, a range of the `total` steps of the run. Returns its part of the row: loss; no_positive, the
+    """Trains for `steps`, a range of the `total` steps of the run. Returns a part of the row: loss; no_positive, the
     fraction of the anchors that have no positive in their batch; and images_per_second."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     batches = loader.batch_sampler
@@ -485,7 +483,7 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
         for group in optimizer.param_groups:
             factor = learning_rate_factor(t, args, len(loader), total)
             group['lr'] = group.setdefault('initial_lr', group['lr']) * factor      # initial_lr is set once, in step 0
-        set_seed(args.seed, STEP, t)                        # whatever `step` samples follows from seed and t
+        set_seed(args.seed, STEP, t)                        # for what `step` samples
         loss = step(x, y)
         optimizer.zero_grad()
         loss.backward()
@@ -511,15 +509,15 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
 
 
 @torch.no_grad()
-@torch.compiler.set_stance('force_eager')                   # --compile serves training only
+@torch.compiler.set_stance('force_eager')                   # --compile is for training only
 def embed(model, images, batch_size=128):
     """Embeddings of a whole set, with its test transform -> (N, D) float32 on the CPU, in the order of the images.
     `model` is any module with weights that turns images (B, 3, S, S) into (B, D)."""
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    share = math.ceil(len(images) / world_size())           # of this process; the last ones repeat the last image
-    indices = [min(i, len(images) - 1) for i in range(rank() * share, (rank() + 1) * share)]
+    size = math.ceil(len(images) / world_size())            # per process; the last ones repeat the last image
+    indices = [min(i, len(images) - 1) for i in range(rank() * size, (rank() + 1) * size)]
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), device)
     z = torch.cat([model(x.to(device)).float() for x, _ in loaded(loader)])
     model.train(training)
@@ -531,12 +529,13 @@ def k_nearest(query, gallery, k):
     The search is exact.
 
     query    (N, D)
-    gallery  (G, D), k at most G; or None: the queries are the gallery, each without itself, k at most N - 1
+    gallery  (G, D), with k <= G; or None: the queries are also the gallery, and each is excluded from its own results,
+             with k <= N - 1
     """
     within = gallery is None
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # Files are sorted by class, and of equal similarities a search may return the first. So the gallery is shuffled.
+    # Files are sorted by class, and among equal similarities a search may return the first. So the gallery is shuffled.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
@@ -552,7 +551,7 @@ def k_nearest(query, gallery, k):
         index = order[index]
         if within:
             itself = index == rows[:, None]
-            # If many images equal a query, it may be missing from its own results. Then the last result is dropped.
+            # A query with many duplicates may be missing from its own results. Then the last result is dropped.
             itself[:, -1] |= ~itself.any(dim=1)
             s = s[~itself].view(-1, k)
             index = index[~itself].view(-1, k)
@@ -566,35 +565,35 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
     gallery  (G, D), gallery_labels (G,)
-    search   finds the nearest images, as k_nearest does, the default: an index or a re-ranking may take its place
-    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; and the number 'unmatched' if it is not 0: see rule 3
+    search   finds the nearest images, with the signature of k_nearest: an index, say, or a re-ranking
+    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; with 'unmatched', a count, if it is not 0: see rule 3
     raises   UsageError if there is nothing to retrieve, or if an embedding is NaN or infinite
-    A match of a query is another image of its class; R is the number of its matches in the whole gallery.
+    A match of a query is another image of its class; R is the number of its matches in the gallery.
     R@K    percentage of the queries that have a match among their K nearest, for each K of `ks`
     RP     percentage of matches among the R nearest, averaged over the queries
     MAP@R  mean of P(i) over the R nearest, averaged over the queries. P(i) is the precision among the first i
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, because the first result may be a duplicate of it.
-    2. Among results with equal similarities, non-matches come first. (In float32, rounding may tell equal vectors
-       apart.) If not all images of one similarity fit among the results, a fixed random order decides which do. So a
-       collapsed network, which maps all images to one point, scores about chance or less, not 100.
+    2. Among results with equal similarities, non-matches come first. If more images have the same similarity than fit
+       among the results, a fixed random order decides which are taken. So collapsed embeddings, which are all equal,
+       score about chance or less, not 100.
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the others, or 0.
     """
     within = gallery is None                                             # the queries are also the gallery
-    searched, searched_labels = (query, query_labels) if within else (gallery, gallery_labels)
-    check_embeddings(query, query_labels, searched, searched_labels, within)
+    found_in, labels = (query, query_labels) if within else (gallery, gallery_labels)
+    check_embeddings(query, query_labels, found_in, labels, within)
     # Labels may be any integers; numbered anew, they can be counted.
-    _, labels = torch.cat([query_labels.cpu().long(), searched_labels.cpu().long()]).unique(return_inverse=True)
-    query_labels, searched_labels = labels.to(query.device).tensor_split([len(query)])
-    present = torch.bincount(searched_labels, minlength=int(labels.max()) + 1)          # (C,) images of each class
+    _, both = torch.cat([query_labels.cpu().long(), labels.cpu().long()]).unique(return_inverse=True)
+    query_labels, labels = both.to(query.device).tensor_split([len(query)])
+    present = torch.bincount(labels, minlength=int(both.max()) + 1)      # (C,) images of each class in the gallery
     itself = int(within)                                                 # a query is not a match of itself
     matches = present[query_labels] - itself                             # (N,) R of each query
-    depth = min(max(*ks, int(matches.max())), len(searched) - itself)    # enough for the largest K and R
+    depth = min(max(*ks, int(matches.max())), len(found_in) - itself)
     found = Counter()                                                    # {k: queries with a match among k results}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
     for rows, s, index in search(query, gallery, depth):       # b queries at a time
-        hit = searched_labels[index] == query_labels[rows, None]         # (b, depth)
+        hit = labels[index] == query_labels[rows, None]                  # (b, depth)
         hit = ranked_hits(s, hit)                                        # (b, depth)
         for k in ks:
             found[k] += int(hit[:, :k].any(dim=1).sum())
@@ -610,19 +609,19 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     return metrics
 
 
-def check_embeddings(query, query_labels, searched, searched_labels, within):
+def check_embeddings(query, query_labels, gallery, gallery_labels, within):
     """Raises UsageError if there is nothing to retrieve, an embedding is NaN or infinite, or shapes do not agree."""
-    for z, labels in ((query, query_labels), (searched, searched_labels)):
+    for z, labels in ((query, query_labels), (gallery, gallery_labels)):
         if not (torch.is_tensor(z) and torch.is_tensor(labels) and z.ndim == 2 and labels.shape == z.shape[:1]
                 and not labels.is_floating_point()):
             raise UsageError('retrieval needs tensors (torch.as_tensor): embeddings (N, D), and N integers as labels; '
                              f'these are {np.shape(z)} and {np.shape(labels)}')
         if not z.isfinite().all():
             raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
-    if len(query) == 0 or len(searched) <= int(within):
-        raise UsageError(f'nothing to retrieve: {len(query)} queries, a gallery of {len(searched)} images')
-    if query.shape[1] != searched.shape[1]:
-        raise UsageError(f'queries {tuple(query.shape)} and gallery {tuple(searched.shape)} differ in size')
+    if len(query) == 0 or len(gallery) <= int(within):
+        raise UsageError(f'nothing to retrieve: {len(query)} queries, a gallery of {len(gallery)} images')
+    if query.shape[1] != gallery.shape[1]:
+        raise UsageError(f'queries {tuple(query.shape)} and gallery {tuple(gallery.shape)} differ in dimension')
 
 
 def ranked_hits(s, hit):
@@ -646,12 +645,12 @@ def precisions(hit, r):
 
 
 def mean_similarities(z, y):
-    """Mean cosine of all positive and of all negative pairs, None if there are none; z (N, D), y (N,) -> two numbers"""
+    """Mean cosine similarity of all positive and of all negative pairs, or None if there are none; z (N, D), y (N,)"""
     z = F.normalize(z.double(), dim=1)
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
-    # The squared norm of a sum of vectors is the sum of the cosines of all their pairs (a, b), in a class as well as
-    # in the whole set. N of these pairs have a = b: their cosines, 1 each, are subtracted.
+    # The squared norm of a sum of unit vectors is the sum of the cosines of all their pairs (a, b), in each class as
+    # well as in the set. N of these pairs have a = b: their cosines, 1 each, are subtracted.
     positive = sums.square().sum().item() - len(z)
     positives = counts.square().sum().item() - len(z)
     negative = z.sum(dim=0).square().sum().item() - len(z) - positive
@@ -662,7 +661,7 @@ def mean_similarities(z, y):
 def embed_test(model, data):
     """Embeddings of the queries (N, D), and of the gallery (G, D) or None where the queries are the gallery"""
     device = next(model.parameters()).device
-    where = device if device.type == 'cuda' else 'cpu'                   # there the search will run
+    where = device if device.type == 'cuda' else 'cpu'                   # where k_nearest runs
     z = embed(model, data.query).to(where)
     return z, None if data.gallery is data.query else embed(model, data.gallery).to(where)
 
@@ -678,7 +677,7 @@ def score(data, z, gallery=None, search=k_nearest):
 
 
 def evaluate(model, data):
-    """What a row of the log says about the test set; {} if there is none"""
+    """The metrics of the test set for a row of the log; {} if there is no test set"""
     return score(data, *embed_test(model, data)) if data.query else {}
 
 
@@ -689,39 +688,39 @@ STD = (0.229, 0.224, 0.225)
 
 
 class Images(torch.utils.data.Dataset):
-    """A torch Dataset of N images with labels, or of N stored vectors in their place.
+    """A torch Dataset of N images with labels, or of N vectors: precomputed features.
 
-    pictures      N paths, PIL images or arrays (height, width, 3) of uint8; or a tensor (N, c) of vectors
-    labels        N classes, by name or number; or where `classes` is given, integers, which are positions in it
+    items         N paths, PIL images or uint8 arrays (height, width, 3); or a tensor (N, c) of vectors
+    labels        N classes, by name or number; or if `classes` is given, integers, which are positions in it
     classes       the names of the C classes; None: all labels, sorted
     superclasses  (N,) integers, or None
     paths         names of the images; None: their paths, or 'image 0', ...
     transform        PIL image -> (3, S, S), for tests;  None: make_test_transform()
     train_transform  the same for training;              None: make_train_transform()
 
-    Both transforms may be replaced by any callable. images[i] is (transform(image), label). A tuple of integers
-    images[i, ...] is (train_transform(image), label), whose randomness follows from the integers after i. If a
-    transform has an attribute min_side, large JPEG files are decoded at a reduced size, not below this shorter side.
+    Both transforms may be replaced by any callable. images[i] is (transform(image), label). With further integers,
+    images[i, ...] is (train_transform(image), label), and these integers are the seed. If a transform has an attribute
+    min_side, large JPEG files are decoded at a reduced size, whose shorter side is not below it.
     """
 
-    def __init__(self, pictures, labels, classes=None, superclasses=None, paths=None, transform=None,
+    def __init__(self, items, labels, classes=None, superclasses=None, paths=None, transform=None,
                  train_transform=None):
         values = labels.tolist() if hasattr(labels, 'tolist') else labels            # a tensor is slow to iterate over
         labels = np.asarray(labels)
-        if labels.shape != (len(pictures),) or any(value is None or value != value for value in values):
-            raise UsageError(f'{len(pictures)} images need as many labels, none of them missing; these are '
+        if labels.shape != (len(items),) or any(value is None or value != value for value in values):
+            raise UsageError(f'{len(items)} images need as many labels, none of them missing; these are '
                              f'{labels.shape}')
         if classes is None:
             classes, labels = np.unique(labels, return_inverse=True)
         elif not {*labels.tolist()} <= {*range(len(classes))}:
-            raise UsageError(f'beside {len(classes)} classes, labels are positions from 0 to {len(classes) - 1}')
-        self.pictures = pictures
+            raise UsageError(f'with {len(classes)} classes, labels are positions from 0 to {len(classes) - 1}')
+        self.items = items
         self.labels = torch.as_tensor(labels).long()
         self.classes = list(map(str, classes))
         self.superclasses = superclasses
-        self.is_vectors = torch.is_tensor(pictures)
-        self.are_files = not self.is_vectors and len(pictures) > 0 and isinstance(pictures[0], (str, os.PathLike))
-        self.paths = list(paths or (map(str, pictures) if self.are_files else (f'image {i}' for i in range(len(self)))))
+        self.is_vectors = torch.is_tensor(items)
+        self.are_files = not self.is_vectors and len(items) > 0 and isinstance(items[0], (str, os.PathLike))
+        self.paths = list(paths or (map(str, items) if self.are_files else (f'image {i}' for i in range(len(self)))))
         self.transform = transform or make_test_transform()
         self.train_transform = train_transform or make_train_transform()
 
@@ -729,12 +728,12 @@ class Images(torch.utils.data.Dataset):
         return len(self.labels)
 
     def __getitem__(self, item):
-        i, *numbers = item if isinstance(item, tuple) else (item,)
-        x = self.pictures[i]
+        i, *seed = item if isinstance(item, tuple) else (item,)
+        x = self.items[i]
         if not self.is_vectors:
-            transform = self.train_transform if numbers else self.transform
+            transform = self.train_transform if seed else self.transform
             image = to_rgb(x, getattr(transform, 'min_side', None))
-            with seeded(*numbers) if numbers else nullcontext():
+            with seeded(*seed) if seed else nullcontext():
                 x = transform(image)
         return x, self.labels[i]
 
@@ -747,16 +746,16 @@ class Images(torch.utils.data.Dataset):
         anew from 0."""
         kept, labels = self.labels[indices].unique(return_inverse=True)
         positions = torch.arange(len(self))[indices].tolist()
-        pictures = self.pictures[indices] if self.is_vectors else [self.pictures[i] for i in positions]
+        items = self.items[indices] if self.is_vectors else [self.items[i] for i in positions]
         superclasses = None if self.superclasses is None else self.superclasses[indices]
-        return Images(pictures, labels, [self.classes[c] for c in kept.tolist()], superclasses,
+        return Images(items, labels, [self.classes[c] for c in kept.tolist()], superclasses,
                       [self.paths[i] for i in positions], self.transform, self.train_transform)
 
 
 def make_test_transform(resize=256, image_size=224, mean=MEAN, std=STD):
-    """PIL image -> (3, S, S): the shorter side becomes `resize` pixels, and the centre is cropped.
+    """PIL image -> (3, S, S): the shorter side is resized to `resize` pixels, and the centre is cropped.
 
-    A callable of your own may pad wide pictures to a square first, so that nothing is cut off:
+    A callable of your own may pad wide images to a square instead, so that nothing is lost:
 
     >>> square = make_test_transform(256, 256)
     >>> data.query.transform = lambda image: square(ImageOps.pad(image, (256, 256), color='white'))
@@ -768,8 +767,8 @@ def make_train_transform(image_size=224, min_crop=0.08, flip=True, jitter=0.0, r
     """PIL image -> (3, S, S): a random crop of at least the fraction `min_crop` of the area
 
     jitter  brightness, contrast and saturation are multiplied by factors from 1 - jitter to 1 + jitter
-    resize  shorter side of the image from which the crop is cut; None: the image in full size
-    A further augmentation is added to the list below, or takes the place of .train_transform of Images.
+    resize  shorter side of the image before the crop; None: the image in full size
+    For a further augmentation, add it to the list below, or replace .train_transform of Images.
     """
     steps = [v2.Resize(resize)] if resize else []
     steps += [v2.RandomResizedCrop(image_size, scale=(min_crop, 1))]
@@ -777,7 +776,7 @@ def make_train_transform(image_size=224, min_crop=0.08, flip=True, jitter=0.0, r
         steps += [v2.RandomHorizontalFlip()]
     if jitter:
         steps += [v2.ColorJitter(jitter, jitter, jitter)]
-    # The smallest crop should not have to be enlarged.
+    # Large files may be decoded at a reduced size, but so that the smallest crop is not enlarged.
     return with_min_side(resize or math.ceil(image_size / min_crop ** 0.5), steps, mean, std)
 
 
@@ -806,46 +805,46 @@ def normalization(arch):
     return expected.mean, expected.std, expected.input_size[-1]
 
 
-def to_rgb(picture, min_side=None):
-    """A path, PIL image or array -> PIL image in 8-bit RGB, upright as its EXIF data say, on white where it is
+def to_rgb(image, min_side=None):
+    """A path, PIL image or array -> PIL image in 8-bit RGB, rotated as its EXIF data say, with white where it is
     transparent. Raises UsageError that names a file which cannot be read."""
-    if not isinstance(picture, Image.Image):
+    if not isinstance(image, Image.Image):
         try:
-            if isinstance(picture, np.ndarray):
-                return to_rgb(Image.fromarray(picture))
-            # Only the formats of is_image_file, whatever a file is called: for some others PIL starts a program.
-            # PIL passes over damaged texts and profiles of a PNG file only if it may load truncated images. The pixels
-            # are loaded below, where it may not.
+            if isinstance(image, np.ndarray):
+                return to_rgb(Image.fromarray(image))
+            # Only the formats of is_image_file, regardless of the file's name: for some others PIL starts a program.
+            # With LOAD_TRUNCATED_IMAGES, PIL ignores corrupted texts and profiles of a PNG file. It is switched off
+            # again before the pixels are loaded.
             strictness = ImageFile.LOAD_TRUNCATED_IMAGES
             ImageFile.LOAD_TRUNCATED_IMAGES = True
             try:
-                file = Image.open(picture, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
+                file = Image.open(image, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = strictness
             with file:
                 if min_side:
-                    file.draft('RGB', (min_side, min_side))              # has an effect on JPEG files only
+                    file.draft('RGB', (min_side, min_side))              # for JPEG files only
                 return to_rgb(file)
         except Exception as error:                          # every image format has errors of its own
-            raise UsageError(f'cannot read the image {getattr(picture, "shape", picture)}: {error}; replace or '
+            raise UsageError(f'cannot read the image {getattr(image, "shape", image)}: {error}; replace or '
                              'remove it') from error
-    picture.load()                                          # raises what is wrong with the pixels
-    with suppress(Exception):                               # metadata that cannot be read do not spoil the pixels
-        picture = ImageOps.exif_transpose(picture)
-    if picture.mode[0] in 'IF':
-        grey = np.asarray(picture)
-        clear = grey == picture.info.get('transparency')    # a grey value, or None
-        picture = Image.fromarray(np.where(clear, np.uint8(255), to_8_bits(grey)))
-    if picture.has_transparency_data:
-        picture = Image.alpha_composite(Image.new('RGBA', picture.size, 'white'), picture.convert('RGBA'))
+    image.load()                                            # raises what is wrong with the pixels
+    with suppress(Exception):                               # metadata that cannot be read does not matter
+        image = ImageOps.exif_transpose(image)
+    if image.mode[0] in 'IF':
+        grey = np.asarray(image)
+        transparent = grey == image.info.get('transparency')             # a grey value, or None
+        image = Image.fromarray(np.where(transparent, np.uint8(255), to_8_bits(grey)))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA'))
     # A line one pixel wide, resized to a shorter side of 256, would be an image of half a million pixels in length.
-    width, height = (min(side, 16 * min(picture.size)) for side in picture.size)
-    return v2.functional.center_crop(picture.convert('RGB'), [height, width])
+    width, height = (min(side, 16 * min(image.size)) for side in image.size)
+    return v2.functional.center_crop(image.convert('RGB'), [height, width])
 
 
 def to_8_bits(grey):
-    """Grey values of 16 or 32 bits or floats -> uint8. Of integers from 0 on, as many bits are scaled as the largest
-    needs, but at least 8; others are scaled from the smallest to the largest finite one."""
+    """Grey values of 16 or 32 bits or floats -> uint8. Integers >= 0 are scaled from as many bits as the largest needs,
+    but at least 8; other values from the smallest to the largest finite one."""
     is_float = grey.dtype.kind == 'f'
     grey = grey.astype(np.float64)
     finite = grey[np.isfinite(grey)]
@@ -872,8 +871,8 @@ def draw_shapes(classes=100, per_class=20, size=64, **transforms):
     """The built-in dataset: 100 classes of shapes x 20 images for training, and 100 other classes for the test.
 
     A class is a curve of Gielis' superformula with two colours and a pattern of stripes. Its images differ in
-    rotation, scale, shift, aspect, brightness, background and noise, so that neither pixels nor colours alone tell
-    the classes apart.
+    rotation, scale, shift, aspect, brightness, background and noise, so that the classes cannot be told apart by
+    pixels or colours only.
     """
     generator = torch.Generator().manual_seed(2022)
 
@@ -892,7 +891,7 @@ def draw_shapes(classes=100, per_class=20, size=64, **transforms):
         aspect = uniform(0.75, 1.33, n, 1, 1).sqrt()
         x, y = (grid[:, None] - uniform(-0.25, 0.25, 2, n, 1, 1)).unbind()   # (n, S, S)
         turn = uniform(0, 2 * math.pi, n, 1, 1)
-        across = (turn.cos() * x + turn.sin() * y) / (scale * aspect)    # from the picture to the shape's frame
+        across = (turn.cos() * x + turn.sin() * y) / (scale * aspect)    # from the image to the shape's frame
         along = (turn.cos() * y - turn.sin() * x) / (scale / aspect)
         radius = curve[((torch.atan2(along, across) + math.pi) / (2 * math.pi) * 720).round().long()]
         inside = torch.sigmoid((radius - torch.hypot(across, along)) * 20)[:, None]   # (n, 1, S, S)
@@ -900,9 +899,9 @@ def draw_shapes(classes=100, per_class=20, size=64, **transforms):
         first, second = (colours + uniform(-0.05, 0.05, n, 2, 3))[..., None, None].unbind(1)   # (n, 3, 1, 1)
         slope = (grid * uniform(-0.3, 0.3, n, 2, 1, 1)).sum(1, keepdim=True)   # (n, 1, S, S)
         background = uniform(0, 1, n, 1, 1, 1) + uniform(-0.25, 0.25, n, 3, 1, 1) + slope
-        picture = background + inside * (second + stripes * (first - second) - background)
-        picture = picture * uniform(0.6, 1.2, n, 1, 1, 1)
-        return (picture + 0.03 * torch.randn(picture.shape, generator=generator)).clamp(0, 1)
+        image = background + inside * (second + stripes * (first - second) - background)
+        image = image * uniform(0.6, 1.2, n, 1, 1, 1)
+        return (image + 0.03 * torch.randn(image.shape, generator=generator)).clamp(0, 1)
 
     def draw_set(name):
         pixels = torch.cat([(255 * draw_class(per_class)).byte().permute(0, 2, 3, 1) for _ in range(classes)])
@@ -918,17 +917,17 @@ def draw_shapes(classes=100, per_class=20, size=64, **transforms):
 
 
 class Dataset:
-    """What load_dataset returns, or what is made by hand of Images. `train` and `evaluate` take either.
+    """Training and test set. load_dataset returns one; you can also make your own of Images.
 
     name  of its runs, and in its checkpoints;  ks  the K of Recall@K, 1 among them
-    train, query, gallery  Images, or None where there are none; without a gallery, the queries are also the gallery
+    train, query, gallery  Images, or None if there are none; without a gallery, the queries are also the gallery
 
-    For example, with PIL images in memory, and the recipe that train_ms.py has for a folder of images:
+    For example, with PIL images in memory, and the training recipe of train_ms.py for a folder of images:
 
     >>> args = train_ms.get_args(['--dataset', 'folder', '--epochs', '5'])
     >>> transforms = common.transforms_from(args)               # or transforms of your own
-    >>> data = common.Dataset('mine', common.Images(pictures, labels, **transforms),
-    ...                       common.Images(others, other_labels, **transforms))
+    >>> data = common.Dataset('mine', common.Images(images, labels, **transforms),
+    ...                       common.Images(test_images, test_labels, **transforms))
     >>> model = common.build(args, data=data)                      # or with trunk=module, for a network of your own
     >>> optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
     >>> def step(images, labels):
@@ -944,7 +943,7 @@ class Dataset:
         self.gallery = gallery or query
         self.ks = ks
         if gallery and not query:
-            raise UsageError('there is a gallery, but there are no queries, which are searched for in it')
+            raise UsageError('there is a gallery, but there are no queries')
         if gallery and query.classes != gallery.classes:    # a class has one number in both
             classes = sorted({*query.classes, *gallery.classes})
             for images in (query, gallery):
@@ -956,15 +955,15 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
     """A Dataset of files, or the built-in one.
 
     name        shapes, folder, vectors, cub, cars, sop or inshop
-    root        folder that has what the dataset's site unpacks
-    image_size  side of the square crops, pixels; None: that of the training recipes
-    resize      shorter side of the image of which tests see the centre; None: in the recipes' ratio to image_size
-    fold        'i/n': the test set is not used, and block i of n of the training classes takes its place
+    root        folder that contains what the archives of the dataset unpack to
+    image_size  side of the square crops, pixels; None: as in the training recipes
+    resize      shorter side of test images before the centre is cropped; None: in the recipes' ratio to image_size
+    fold        'i/n': block i of n of the training classes is the test set; the real test set is not read
     whole       all images are the test set, and .train is None
-    transforms  what Images takes, as transforms_from makes it of flags; then resize and image_size have no effect
+    transforms  arguments of Images, as transforms_from returns; then resize and image_size have no effect
 
-    `gallery is query` where the queries are also the gallery. Train labels are 0..C-1; query and gallery share theirs.
-    Raises UsageError if files or counts are not as published.
+    `gallery is query` if the queries are also the gallery. Training labels are 0..C-1; query and gallery use the same
+    numbering. Raises UsageError if files or counts are not as published.
     """
     if name not in DATASETS:
         raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
@@ -980,8 +979,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
 
 
 def read_splits(name, root, whole, transforms):
-    """{split: Images} of train, query and gallery, from what the reader of a dataset finds. It yields (split, path,
-    class, extra): extra is a superclass, a vector or None; split is whole where nothing divides the images."""
+    """{split: Images} of train, query and gallery, from the reader of a dataset. It yields (split, path, class, extra):
+    extra is a superclass, a vector or None; split is 'unsplit' if there are no splits."""
     row = DATASETS[name]
     root = Path(root).expanduser()
     found = {}
@@ -1001,19 +1000,19 @@ def read_splits(name, root, whole, transforms):
                 superclasses = None if extra[0] is None else torch.tensor(extra)
                 splits[split] = Images(paths, classes, superclasses=superclasses, **transforms)
         check_splits(splits, {} if whole else row.get('counts', {}))
-    # A file is missing, cut short, or a web page, for example; or SciPy is missing.
+    # A file is missing, incomplete, or a web page, for example; or SciPy is missing.
     except (OSError, ValueError, LookupError, ImportError) as error:
         raise UsageError(f'{name} cannot be loaded: {error}; --data {root} should have {row["layout"]}, see README'
                          ) from error
-    if 'whole' in splits:                                   # the first half of the sorted classes trains
-        images = splits['whole']
+    if 'unsplit' in splits:                                 # the first half of the sorted classes is for training
+        images = splits['unsplit']
         first = images.labels < images.num_classes // 2
         splits = dict(train=images.subset(first), query=images.subset(~first))
     return splits
 
 
 def check_files(paths):
-    """Raises ValueError if images are not there, or are listed twice."""
+    """Raises ValueError if images are missing, or are listed twice."""
     missing = [path for path in paths if not os.path.isfile(path)]
     twice = [path for path, times in Counter(paths).items() if times > 1]
     for wrong, text in ((missing, 'are missing'), (twice, 'are listed twice')):
@@ -1022,24 +1021,25 @@ def check_files(paths):
 
 
 def check_splits(splits, counts):
-    """Raises ValueError if (images, classes) are not as published, or are too few. Warns of common classes."""
+    """Raises ValueError if the counts (images, classes) are not as published, or too small. Warns of seen classes."""
     if not splits:
         raise ValueError('there are no images')
     found = {split: (len(images), images.num_classes) for split, images in splits.items()}
     if counts and found != counts:
         raise ValueError(f'(images, classes) are {found}, expected are {counts}')
-    for split, least in dict(train=2, whole=4).items():
+    for split, least in dict(train=2, unsplit=4).items():
         if split in found and found[split][1] < least:
             raise ValueError(f'there are {found[split][1]} classes to train on, and at least {least} are needed'
-                             ' (4 where there are no train/ and test/: half of them are the test set)')
+                             ' (4 without train/ and test/: half of them are the test set)')
     if splits.keys() >= {'train', 'query'}:
         if both := {*splits['train'].classes} & {*splits['query'].classes}:
             warn(f'{len(both)} classes are in the training set and in the test set, the first is {min(both)}')
 
 
 def hold_out(train, fold):
-    """{split: Images} of a fold 'i/n' of the training set: block i of n blocks of classes validates, the others train.
-    The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class."""
+    """{split: Images} of a fold 'i/n' of the training set: block i of n blocks of classes is for validation, the others
+    for training. The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class.
+    """
     i, n = map(int, fold.split('/'))
     classes = train.num_classes if train else 0
     block = torch.arange(classes) * n // classes                         # (C,)
@@ -1052,15 +1052,15 @@ def hold_out(train, fold):
 def read_cub(root):
     """Lines `<image id> <class>/<file>`, where a class starts with its number"""
     for _, path in split_lines(f'{root}/CUB_200_2011/images.txt'):
-        if '/._' not in path:               # macOS leaves files `._<file>` beside the real ones
-            # The first 100 classes train: train_test_split.txt belongs to another task, classification.
+        if '/._' not in path:               # macOS leaves files `._<file>` next to the real ones
+            # The first 100 classes are for training; train_test_split.txt is for another task, classification.
             split = 'train' if int(path[:3]) <= 100 else 'query'
             yield split, f'{root}/CUB_200_2011/images/{path}', path.split('/')[0], None
 
 
 def read_cars(root):
-    """The authors' .mat file, or a copy with lines of file, box and class. The first 98 classes train; both also divide
-    the images of each class, for another task, classification."""
+    """The authors' .mat file, or a copy with lines of file, box and class. The first 98 classes are for training; the
+    splits of both are for another task, classification."""
     rows = []                               # (path, number of the class)
     if (root / 'anno_train.csv').exists():
         for split in ('train', 'test'):
@@ -1091,7 +1091,7 @@ def read_inshop(root):
 
 
 def split_lines(path, maxsplit=-1):
-    """The words of each line, without empty lines; of at most maxsplit + 1 words, the first may have spaces"""
+    """The words of each line that is not empty; at most maxsplit + 1 words, of which the first may contain spaces"""
     try:
         return [line.rsplit(maxsplit=maxsplit) for line in open(path, encoding='utf-8-sig') if line.strip()]
     except UnicodeDecodeError as error:
@@ -1099,9 +1099,16 @@ def split_lines(path, maxsplit=-1):
 
 
 def read_folder(root):
-    """files.txt, if there is one: lines `path class split`, a path below `root`, which may have spaces; a class, which
-    may not; and train, query or gallery, or test for query. Else a class is a folder with images, at any depth; its
-    name is its path below the folder of its split."""
+    """Images of your own, in one of these layouts:
+
+    train/ and test/   each with a folder of images for each class, at any depth
+    gallery/           in addition, if the images of test/ (or query/) are queries for a separate gallery
+    none of these      a folder for each class; the first half of the sorted classes is for training, the rest the test
+    files.txt          lines `path class split`: a path below `root`, which may contain spaces; a class, which may not;
+                       and train, test (or query), or gallery
+
+    The name of a class is the path of its folder below the split. Images are JPEG, PNG, PPM, BMP, TIFF or WebP.
+    """
     if (root / 'files.txt').exists():
         for row in split_lines(root / 'files.txt', maxsplit=2):
             if len(row) < 3 or row[2] not in ('train', 'query', 'gallery', 'test'):
@@ -1115,14 +1122,14 @@ def read_folder(root):
 
 
 def find_splits(names):
-    """{split: name} of folders, or of NPZ files without their ending: train, test (or query, where there is a gallery)
-    and gallery. {'whole': '.'} if these are not splits: a single class may have such a name."""
+    """{split: name} of folders, or of NPZ files without their ending: train, test (or query, if there is a gallery) and
+    gallery. {'unsplit': '.'} if these are not splits: a single class may have such a name."""
     names = {name for name in names if not is_hidden(name)}
     found = {'train', 'test', 'query', 'gallery'} & names
     if not ({'train', 'test'} <= found or {'query', 'gallery'} <= found or found and found == names):
-        return dict(whole='.')
+        return dict(unsplit='.')
     if {'test', 'query'} <= found or len(found & {'query', 'gallery'}) == 1 and 'test' not in found:
-        raise UsageError(f'there are {" and ".join(sorted(found))}; queries should be in test, or query beside gallery')
+        raise UsageError(f'there are {" and ".join(sorted(found))}; queries belong in test, or query next to gallery')
     return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
@@ -1136,8 +1143,8 @@ def is_hidden(name):
 
 
 def images_below(root):
-    """(path, class) of the images in and below a folder. Images in root itself are a class of the name '.' if there is
-    no other, and else no class. Other files are left out; of those in the folder of a class, there is a warning."""
+    """(path, class) of the images in and below a folder. Images in root itself are the class '.' if there is no other;
+    else they are ignored. So are other files, with a warning if they are in the folder of a class."""
     images, others, seen = [], [], set()
 
     def stop(error):
@@ -1145,7 +1152,7 @@ def images_below(root):
 
     for folder, folders, files in os.walk(root, onerror=stop, followlinks=True):
         place = os.path.realpath(folder)
-        if place in seen:                                   # by a link, perhaps in a circle
+        if place in seen:                                   # links may lead there twice, or in a circle
             folders.clear()
             continue
         seen.add(place)
@@ -1165,8 +1172,8 @@ def images_below(root):
 
 
 def check_names(folder, names):
-    """Raises UsageError if folders next to each other look like different splits, but would be read as classes: nobody
-    wants to train on the test set. A single one may be a class."""
+    """Raises UsageError if two folders look like different splits, but would be read as classes, because then the
+    network would be trained on the test set. A single one may be a class."""
     words = {*('train training trainset trainval test testing testset val valid validation dev eval evaluation query '
                'probe gallery').split()}
     looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)
@@ -1177,7 +1184,7 @@ def check_names(folder, names):
 
 
 def read_vectors(root):
-    """NPZ files in the place of folders: train.npz, test.npz, ..., or a single one. They have the arrays embeddings
+    """NPZ files instead of folders: train.npz, test.npz, ..., or a single one. They contain the arrays embeddings
     (N, c), labels (N,), which are positions in `classes`, and classes (C,); and optionally paths (N,). For example:
 
     >>> np.savez('my_vectors/train.npz', embeddings=z, labels=y, classes=names)
@@ -1186,10 +1193,10 @@ def read_vectors(root):
     """
     files = {path.stem: path for path in root.glob('[!.]*.npz')}
     splits = find_splits(files)
-    if 'whole' in splits:
+    if 'unsplit' in splits:
         if len(files) != 1:
             raise UsageError(f'there are {len(files)} NPZ files, and none are train.npz and test.npz')
-        splits = dict(whole=min(files))
+        splits = dict(unsplit=min(files))
     for split, name in splits.items():
         saved = read_npz(files[name])
         for i in saved['labels'].argsort(kind='stable').tolist():        # class by class
@@ -1223,30 +1230,29 @@ def download(name, root):
     print(f'downloading {url} to {folder}', flush=True)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=root) as temporary:     # an incomplete download stays there, and vanishes with it
+        with TemporaryDirectory(dir=root) as temporary:     # an incomplete download is deleted with it
             torchvision.datasets.utils.download_and_extract_archive(url, temporary, md5=DATASETS[name]['md5'])
             os.replace(Path(temporary) / folder.name, folder)
     except Exception as error:              # no connection, a wrong checksum, a cut archive, a full disk
         raise UsageError(f'cannot download {url}: {error}; get it in another way, and unpack it in {root}') from error
 
 
-# read: what finds the images. ks: the K of Recall@K in the literature, where they are not 1, 2, 4, 8. counts: the
-# published numbers of images and classes of each split; without them it is data of one's own. layout: what the folder
-# --data has; README says where it comes from. url, md5: the archive that --download fetches, and its checksum; it
-# unpacks to a folder of its own name.
+# read: function that yields the images. ks: the K of Recall@K in the literature, if not 1, 2, 4, 8. counts: published
+# counts of images and classes of each split. layout: content of the folder --data; README says where to get it. url,
+# md5: the archive for --download, and its checksum; it unpacks to a folder of its own name.
 DATASETS = dict(
     shapes={},
     folder=dict(read=read_folder,
                 layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
     vectors=dict(read=read_vectors, layout='train.npz and test.npz, or one NPZ file'),
     cub=dict(read=read_cub, counts=dict(train=(5864, 100), query=(5924, 100)),
-             layout='CUB_200_2011/ with images.txt and images/ (--download fetches CUB_200_2011.tgz, 1.1 GB)',
+             layout='CUB_200_2011/ with images.txt and images/ (--download gets CUB_200_2011.tgz, 1.1 GB)',
              url='https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz',
              md5='97eceeb196236b17998738112f37df78'),
     cars=dict(read=read_cars, counts=dict(train=(8054, 98), query=(8131, 98)),
               layout='cars_annos.mat and car_ims/, or anno_train.csv, anno_test.csv and car_data/car_data/'),
     sop=dict(ks=(1, 10, 100, 1000), read=read_sop, counts=dict(train=(59551, 11318), query=(60502, 11316)),
-             layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt (--download fetches '
+             layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt (--download gets '
                     'Stanford_Online_Products.zip, 2.9 GB)',
              url='http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip',
              md5='7f73d41a2f44250d4779881525aea32e'),
@@ -1272,24 +1278,24 @@ def dataset_from(args):
 
 
 def build(args, data=None, **options):
-    """The network that the flags name, on their device. `options` go to Embedder: trunk=module is one of your own.
-    Vectors, in `data`, tell their number c and their mean norm; without --dim, the head begins as the identity."""
+    """The network that the flags name, on their device. `options` are passed to Embedder, as trunk=module for one of
+    your own. With vectors, c and the mean norm come from `data`; without --dim, the head begins as the identity."""
     shape = (3, args.image_size, args.image_size)
     if args.dataset == 'vectors':
-        vectors = data.train.pictures                                    # (N, c)
+        vectors = data.train.items                                    # (N, c)
         shape = vectors.shape[1:]
         options['layer_norm'] = False
         if args.dim is None:                                # before training, embeddings are the normalized vectors
             options['head_init'] = 'identity'
     torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
-    weights = 'none' if args.resume else args.weights       # a resumed run has its weights in the checkpoint
+    weights = 'none' if args.resume else args.weights       # those of a resumed run are in its checkpoint
     model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn, chunk=args.chunk, input_shape=shape,
                      precision=pick_precision(args.precision, args.device), **options)
     if args.dataset == 'vectors':
         model.trunk.mean_norm.copy_(vectors.norm(dim=1).mean())
     if world_size() > 1 and not args.freeze_bn:             # statistics over the batches of all processes
         if args.device.type != 'cuda':
-            raise UsageError('several processes on a CPU cannot share the statistics of BatchNorm: take --freeze-bn')
+            raise UsageError('several processes on a CPU cannot compute joint statistics of BatchNorm: add --freeze-bn')
         model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
     if args.compile:
         model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are
@@ -1311,8 +1317,8 @@ def new_folder(args, data):
 
 @contextmanager
 def run_lock(folder):
-    """If two processes start the same run, the second ends with a one-line error. The kernel releases the lock of a
-    process that has ended, however it ended."""
+    """If two processes start the same run, the second ends with a one-line error. The operating system releases the
+    lock when its process ends, even if that is killed."""
     if rank() or not fcntl:
         yield
         return
@@ -1335,7 +1341,7 @@ def best_row(rows):
 
 
 def should_stop_early(args, rows):
-    """With --fold: whether the last --patience evaluations were no better than one before them"""
+    """With --fold: whether the last --patience evaluations brought no improvement"""
     if not args.fold or not rows:
         return False
     since = len(rows) - 1 - rows.index(best_row(rows))                   # evaluations since the best one
@@ -1354,16 +1360,16 @@ def print_recipe(args, model, data, sampler, epochs, folder):
           f'{epochs} epochs of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in saved_flags(args).items() if value is not None))
     if 0 < epochs <= args.warmup:
-        warn(f'the trunk will not be trained: --warmup {args.warmup} lasts for all {epochs} epochs')
+        warn(f'the backbone will not be trained: it is frozen for {args.warmup} epochs, and there are {epochs}')
     if data.name in DATASETS:
         print(f'To resume after an interruption: python {args.script}.py --resume {folder}')
 
 
 def show_row(row):
-    """Prints the main numbers of a row of the log."""
+    """Prints the main values of a row of the log."""
     keys = ('loss', 'R@1', 'MAP@R', 's+', 's-', 'no_positive', 'images_per_second', 'minutes')
-    numbers = [f'{key} {row[key]:<6.4g}' for key in keys if row.get(key) is not None]
-    show_progress('  '.join([f'epoch {row["epoch"]:<3d}', *numbers]), done=True)
+    values = [f'{key} {row[key]:<6.4g}' for key in keys if row.get(key) is not None]
+    show_progress('  '.join([f'epoch {row["epoch"]:<3d}', *values]), done=True)
 
 
 def summary(args, data, folder, rows):
@@ -1377,7 +1383,7 @@ def summary(args, data, folder, rows):
     row = best if args.fold else rows[-1]
     new = 'none of these classes is in the training set'
     if seen := {*data.query.classes} & {*data.train.classes}:
-        new = f'{len(seen)} of its classes are in the training set as well, which flatters this number'
+        new = f'{len(seen)} of its classes are in the training set as well, so this value is inflated'
     elif args.weights != 'none' or args.dataset == 'vectors':
         new += ', but the pretrained weights may have seen some'
     print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {"validation" if args.fold else "test"} images, the '
@@ -1395,7 +1401,8 @@ def summary(args, data, folder, rows):
 
 
 def show_progress(text, done=False):
-    """A line that is overwritten while work goes on. Where output is not a terminal, only its last state shows."""
+    """Prints a line that the next one overwrites, unless it is done. If the output is not a terminal, only the last of
+    them is printed."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns - 1      # a longer line would not be overwritten as a whole
         print(f'\r{text if done else text[:width]:<{width}}', end='\n' if done else '', flush=True)
@@ -1404,8 +1411,8 @@ def show_progress(text, done=False):
 
 
 def about_data(args, data):
-    """What a checkpoint says of its images: the classes that the network has seen, with those of a validation fold,
-    because they choose the epoch; and a hash of classes, labels, and names and sizes of files"""
+    """What a checkpoint says about its images: the seen classes, including a validation fold, on which the epoch is
+    selected; and a hash of classes, labels, and names and sizes of files"""
     sets = [images for images in (data.train, data.query, data.gallery) if images]
     content = [(images.classes, images.labels.tolist(),
                 [(os.path.basename(path), os.path.isfile(path) and os.path.getsize(path)) for path in images.paths])
@@ -1415,8 +1422,8 @@ def about_data(args, data):
 
 
 def resume(args, about, model, states, per_epoch, total):
-    """Loads the last checkpoint of a run into the model and `states` -> the epoch to continue with, the steps done, the
-    rows, and the time of its start, moved so that the minutes of a row leave out the pause"""
+    """Loads the last checkpoint of a run into the model and `states` -> the next epoch, the steps done, the rows, and a
+    start time that excludes the interruption"""
     saved = read_checkpoint(args.resume / 'last.pt')
     with untrusted_file(args.resume):
         if saved['fingerprint'] != about['fingerprint']:
@@ -1427,21 +1434,21 @@ def resume(args, about, model, states, per_epoch, total):
     if done > total or done < total and done % per_epoch:
         raise UsageError(f'{args.resume} has {done} steps done, {per_epoch} an epoch, and cannot continue with these '
                          '--steps and --epochs; start a new run')
-    # With --eval-every 2, say, a run may have stopped after an epoch that was not evaluated. If --epochs makes this one
-    # the last, it is evaluated now.
+    # With --eval-every 2, say, a run may be interrupted after an epoch that was not evaluated. If that is the last one
+    # by the new --epochs, it is evaluated now.
     evaluate_only = done == total and rows[-1]['epoch'] < epoch
     return epoch if evaluate_only else epoch + 1, done, rows, time.time() - 60 * saved['minutes']
 
 
 def saved_flags(args):
-    """{flag: value} that a checkpoint has: plain values, so neither paths nor the device"""
+    """{flag: value} for a checkpoint: plain values, which excludes Path objects and the device"""
     return {name: value for name, value in vars(args).items()
             if value is None or isinstance(value, (bool, int, float, str, list))}
 
 
 def save_checkpoint(path, args, model, states=None, **more):
-    """Writes the model, what it was made with (script, flags, version of torch), the states of {name: part}, which are
-    needed to resume the run, and whatever else is given."""
+    """Writes the model, its script and flags, the version of torch, the states of {name: part}, which are needed to
+    resume the run, and whatever else is given."""
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
         raise UsageError(f'{broken[0]} is not finite; {path} stays as it was; try a lower --lr, or --precision fp32')
     mean, std, _ = normalization(args.arch)
@@ -1453,7 +1460,7 @@ def save_checkpoint(path, args, model, states=None, **more):
 
 
 def best_of(path):
-    """The file that a run folder stands for: best.pt if there is one, else last.pt. A file stands for itself."""
+    """The checkpoint of a run folder: best.pt if there is one, else last.pt. The path of a file is not changed."""
     path = Path(path)
     if not path.is_dir():
         return path
@@ -1462,7 +1469,7 @@ def best_of(path):
 
 
 def read_checkpoint(path):
-    """The dict that save_checkpoint wrote. A run folder stands for the file that best_of names."""
+    """The dict that save_checkpoint wrote, from a file or a run folder"""
     saved = read_file(best_of(path))
     if not (isinstance(saved, dict) and {'script', 'args', 'transform', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is not a checkpoint of these scripts')
@@ -1470,15 +1477,15 @@ def read_checkpoint(path):
 
 
 def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
-    """A trained Embedder, ready to embed. A run folder stands for its best.pt if there is one, else for its last.pt.
+    """A trained Embedder, ready to embed, from a file or a run folder (its best.pt if there is one, else its last.pt)
 
-    trunk            a module as it was given to Embedder(trunk=...), where only the caller can make it
-    model.transform  turns an image (a path, a PIL image or an array) into (3, S, S);
+    trunk            if the network was built with Embedder(trunk=...), such a module
+    model.transform  converts an image (a path, a PIL image or an array) to (3, S, S);
                      model(model.transform(image)[None]) is its embedding (1, D)
-    model.args       the flags of its training, a dict
-    model.classes    names of its training classes, with --fold those of the validation block as well
+    model.args       its training flags, a dict
+    model.classes    names of its training classes, with --fold including the validation block
 
-    A checkpoint for others, without the state of the optimizer and the path of the images:
+    A checkpoint for others, without optimizer and path of the images:
 
     >>> saved = common.read_checkpoint('runs/first')
     >>> del saved['optimizer'], saved['args']['data']
@@ -1499,7 +1506,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
 
 
 def read_file(path):
-    """torch.load that runs no code from the file and verifies its checksums, which torch.load does not"""
+    """torch.load that runs no code of the file, and verifies its checksums, which torch.load does not"""
     if not Path(path).is_file():
         raise UsageError(f'there is no file {path}')
     with untrusted_file(path):
@@ -1510,7 +1517,7 @@ def read_file(path):
 
 @contextmanager
 def untrusted_file(path):
-    """Whatever goes wrong with the content of a file, which may be damaged or made up, becomes one line."""
+    """Raises any error that is caused by a corrupted or untrusted file as a UsageError."""
     try:
         yield
     except (UsageError, ImportError):
@@ -1518,14 +1525,14 @@ def untrusted_file(path):
     except Exception as error:
         name = type(error).__name__
         text = ' '.join(str(error).split())[:300]
-        if name == 'UnpicklingError':                       # torch advises to open such a file all the same
-            text = 'it is not a file of plain weights, and other files could run any code'
-        raise UsageError(f'{path} cannot be used; is it damaged, or of another script? {name}: {text}') from error
+        if name == 'UnpicklingError':                       # the message of torch recommends to open it all the same
+            text = 'it contains more than plain weights, and loading it could run any code'
+        raise UsageError(f'{path} cannot be used; is it corrupted, or from another script? {name}: {text}') from error
 
 
 @contextmanager
 def atomic_write(path):
-    """Writes a temporary file and renames it at the end, so a full disk or Ctrl-C leaves the old file intact."""
+    """Writes a temporary file and then renames it, so that a full disk or Ctrl-C leaves the old file intact."""
     path = Path(path)
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
@@ -1541,10 +1548,10 @@ def atomic_write(path):
 
 # ---- 9. command line -------------------------------------------------------------------------------
 
-# A recipe is a dict of defaults for flags. Those of the benchmarks are in the scripts, next to their papers, and name
-# all settings of training. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
-# gradients. per_class=0 means images in random order. A folder with pretrained weights takes the recipe of cub. Rates
-# and epochs for vectors were chosen on four folds of features of CUB-50 by a ResNet-18 (tests/results).
+# A training recipe is a dict of defaults for flags. Those of the benchmarks are in the scripts, with all settings of
+# training. `warmup` is the number of first epochs with a frozen backbone. `clip` bounds each entry of the gradients.
+# per_class=0 means images in random order. A folder with pretrained weights gets the recipe of cub. Learning rates and
+# epochs for vectors were selected by cross-validation on features of CUB-50 (tests/results).
 DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
 VECTORS = DEMO | dict(arch='none', freeze_bn=True, pool='avg', dim=None, precision='fp32', epochs=5, batch_size=100,
@@ -1555,14 +1562,14 @@ BASE = dict.fromkeys(DATASETS, BENCHMARK) | dict(
     sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's entry 'reality-check' is
-# added. What the text does not name is taken from the released configuration: momentum, weight decay, and crops of at
+# added. What the text does not state comes from the released configuration: momentum, weight decay, and crops of at
 # least 0.16 of the area (the text has "between 40 and 256" px). That configuration freezes the statistics of BatchNorm
-# only, and has a patience of 9 evaluations on CUB, one every 200 steps; here it is evaluated every epoch.
+# only, and has a patience of 9 evaluations on CUB, one every 200 steps; here there is one every epoch.
 PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
                 epochs=1000, batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
                 schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
 
-# Flags in which runs of one recipe may differ: their seed and fold, and where and how a run is computed and watched
+# Flags in which runs of one recipe may differ: seed and fold, and where and how a run is computed and evaluated
 RUN_FLAGS = {'seed', 'fold', 'name', 'data', 'download', 'resume', 'device', 'precision', 'compile', 'chunk',
              'eval_every'}
 # Flags that may change when a run is resumed
@@ -1570,19 +1577,19 @@ RESUMABLE = RUN_FLAGS - {'seed', 'fold', 'name'} | {'epochs', 'steps', 'patience
 
 
 def resize_for(row, image_size):
-    """The shorter side of the resized image, in the recipe's ratio to the crop"""
+    """--resize for a crop of this size, in the ratio of the recipe"""
     return round(image_size * row['resize'] / row['image_size'])
 
 
 class Parser(argparse.ArgumentParser):
     def add_flags(self, title, flags):
-        """Adds a group of flags, {name: options of add_argument}."""
+        """Adds a group of flags, {names: options of add_argument}."""
         group = self.add_argument_group(title)
-        for name, options in flags.items():
-            group.add_argument(name, **options)
+        for names, options in flags.items():
+            group.add_argument(*names.split(), **options)
 
     def typed(self, argv=None):
-        """{flag: value} of the flags that were typed, without defaults"""
+        """{flag: value} of the flags on the command line, without defaults"""
         argv = sys.argv[1:] if argv is None else argv
         flags = {*self._defaults, *(action.dest for action in self._actions)}
         nothing = argparse.Namespace(**dict.fromkeys(flags))
@@ -1594,7 +1601,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Prints docstrings as they are, and the default of each flag."""
+    """Prints docstrings unchanged, and the default of each flag."""
 
 
 def between(low, high, kind=float):
@@ -1639,35 +1646,35 @@ def device(text):
 
 
 SWITCH = argparse.BooleanOptionalAction
-# The flags that all scripts share, {title: {flag: options of add_argument}}. A flag without a default has one in each
-# recipe. Stored vectors have no images and no trunk, so flags of these have no effect with --dataset vectors.
+# The flags of all scripts, {title: {flag and aliases: options of add_argument}}. A flag without a default gets one from
+# the recipe. Flags of images and of the trunk have no effect with --dataset vectors.
 FLAGS = {
     'data': {
         '--dataset': dict(choices=list(DATASETS), default='shapes',
-                          help='shapes: built in; folder: own images; vectors: features of any network'),
+                          help='shapes: built in; folder: your own images; vectors: precomputed features'),
         '--data': dict(type=os.path.expanduser, default='data',
-                       help="folder of classes or of NPZ files, or what the dataset's site unpacks"),
-        '--download': dict(action='store_true', help='download cub or sop, if it is not in --data'),
+                       help='folder of classes, of NPZ files, or of the unpacked dataset, see README'),
+        '--download': dict(action='store_true', help='download cub or sop to --data, unless it is there'),
         # Up to 16 px, the last stage of a ResNet gets one pixel, and its gradients in bfloat16 are wrong on a CPU.
-        '--image-size': dict(type=at_least(17), help='side of the crops that the network gets, pixels'),
+        '--image-size': dict(type=at_least(17), help='side of the square crops, pixels'),
         '--resize': dict(type=at_least(17), help='shorter side of the test images before their centre is cropped, '
                                                  'pixels; follows --image-size'),
         '--crop-from': dict(choices=['original', 'resized'], default='original',
-                            help='training crops come from the image in full size, or after --resize'),
-        '--min-crop': dict(type=between(0.001, 1), help='smallest area of a training crop, fraction of the image'),
-        '--jitter': dict(type=between(0, 1), default=0.0, help='brightness, contrast, saturation: up to +- this'),
-        '--flip': dict(action=SWITCH, default=True, help='mirror half of the crops'),
+                            help='training crops are taken from the image in full size, or after --resize'),
+        '--min-crop': dict(type=between(0.001, 1), help='minimum area of a training crop, fraction of the image'),
+        '--jitter': dict(type=between(0, 1), default=0.0, help='of brightness, contrast, saturation (ColorJitter)'),
+        '--flip': dict(action=SWITCH, default=True, help='flip half of the crops horizontally'),
     },
     'network': {
-        '--arch': dict(help='trunk: a classifier of torchvision, such as resnet18 or vit_b_16, or timm:NAME'),
+        '--arch': dict(help='backbone: a classifier of torchvision, such as resnet18 or vit_b_16, or timm:NAME'),
         '--weights': dict(help='imagenet, none, or a file'),
         '--pool': dict(choices=['avg', 'max', 'avg+max'], default='avg+max', help='pooling of the feature map'),
-        '--dim': dict(type=at_least(1), help='size of the embedding; with vectors, by default theirs'),
+        '--dim': dict(type=at_least(1), help='embedding dimension; default for vectors: their own'),
         '--freeze-bn': dict(action=SWITCH, help='BatchNorm keeps its running statistics'),
     },
     'training': {
         '--epochs': dict(type=at_least(0), help='passes over the training set'),
-        '--steps': dict(type=at_least(0), default=0, help='maximum number of steps; 0: no maximum'),
+        '--steps': dict(type=at_least(0), default=0, help='maximum number of steps (iterations); 0: no maximum'),
         '--batch-size': dict(type=at_least(2), help='images in a batch, B'),
         '--per-class': dict(type=at_least(0), help='images per class in a batch, K; 0: images in random order'),
         '--optimizer': dict(choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer'),
@@ -1677,7 +1684,9 @@ FLAGS = {
         '--schedule': dict(choices=['step', 'cosine', 'constant'], help='of the learning rate'),
         '--decay-epochs': dict(type=at_least(1), default=10, help='schedule step: epochs between decays'),
         '--decay-rate': dict(type=between(0, 1), default=0.5, help='schedule step: factor of a decay'),
-        '--warmup': dict(type=at_least(0), help='number of first epochs in which the trunk is frozen'),
+        '--freeze-backbone-epochs --warmup': dict(
+            type=at_least(0), dest='warmup', metavar='N',
+            help='freeze the backbone for this number of epochs (not a warmup of the learning rate)'),
         '--clip': dict(type=at_least(0, float), help='clip each entry of the gradients (clip_grad_value_); 0: no'),
     },
     'run': {
@@ -1685,29 +1694,28 @@ FLAGS = {
         '--eval-every': dict(type=at_least(1), help='epochs between evaluations'),
         '--protocol': dict(choices=['reality-check'], help='settings of the Reality Check, Section 3.1'),
         '--fold': dict(type=block_of_blocks, metavar='I/N', help='block I (from 0) of N blocks of training classes '
-                       'validates, the others train; the test set is not read'),
+                       'is for validation; the test set is not read'),
         '--patience': dict(type=at_least(1), default=10,
-                           help='fold: stop after this number of evaluations without improvement'),
+                           help='with --fold: stop after this number of evaluations without improvement'),
         '--name': dict(help='folder below runs/; default: script, dataset, next free number'),
         '--resume': dict(type=Path, metavar='RUN', help='continue the run in this folder'),
     },
     'machine': {
         '--device': dict(type=device, default='auto', help='auto, cpu, cuda, cuda:1, mps'),
         '--precision': dict(choices=['auto', 'bf16', 'fp32'], default='auto',
-                            help='of the trunk; fp32 has TF32 convolutions on CUDA'),
-        '--compile': dict(action=SWITCH, default=False, help='torch.compile of the trunk, with torch 2.7 or newer'),
+                            help='of the backbone; fp32 allows TF32 convolutions on CUDA'),
+        '--compile': dict(action=SWITCH, default=False, help='torch.compile of the backbone, with torch 2.7 or newer'),
         '--chunk': dict(type=at_least(0), default=0,
-                        help='images that the trunk processes at a time, to save memory; 0: all'),
+                        help='images per forward pass of the backbone, to save memory; 0: all'),
     },
 }
 
 
 def parser(doc, notes='', file=None):
-    """A parser with the flags that all scripts share
+    """A parser with the flags of all scripts
 
-    doc, notes  printed by --help before and after the flags: a script's docstring, which may be missing, and more
-    file        a script's __file__, whose name is the script's: checkpoints and run folders have it. So a copied script
-                is a script of its own. None: the first word of `doc`
+    doc, notes  printed by --help before and after the flags
+    file        a script's __file__: checkpoints and run folders are named after it. None: the first word of `doc`
     """
     name = Path(file).name if file else (doc or 'script').split()[0]
     p = Parser(prog=name, description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
@@ -1784,11 +1792,11 @@ def saved_recipe(parser, typed):
 
 
 def check(args, typed):
-    """Refuses what would give a wrong result, or overwrite one."""
+    """Rejects flags that would give a wrong result, or overwrite one."""
     if args.dataset == 'shapes' and 'data' in typed:
         raise UsageError('--dataset shapes is built in and has no --data; for images of your own add --dataset folder')
     if args.resize < args.image_size:
-        raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, which is cut from it')
+        raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, the crop of it')
     if args.protocol and args.weights == 'none':
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.protocol and not (args.resume or 'fold' in typed):
@@ -1798,7 +1806,7 @@ def check(args, typed):
 
 
 def flag_name(dest):
-    """A flag as it is typed"""
+    """A flag as on the command line"""
     return f'--{dest.replace("_", "-")}'
 
 
@@ -1817,23 +1825,23 @@ def require_two_classes(args):
 
 # ---- 10. devices, processes and randomness ---------------------------------------------------------
 
-# What to type on which machine, besides the commands of README. Results stay the same up to rounding.
+# Commands for different machines. Results are the same up to floating-point error.
 #   one large GPU    python SCRIPT --dataset cub --data data --compile
 #                    torch.compile of the trunk. Not run yet
 #   several GPUs     torchrun --nproc-per-node 4 SCRIPT --dataset sop --data data
-#                    each process loads a share of each batch and runs the trunk on it, and computes the loss of the
-#                    whole batch. Run as two processes on a CPU, which need --freeze-bn
+#                    each process loads a part of each batch and runs the backbone on it, and computes the loss of
+#                    the whole batch. Tested with two processes on a CPU, which need --freeze-bn
 #   a small GPU      python SCRIPT --dataset sop --data data --batch-size 1000 --freeze-bn --chunk 64
-#                    a large batch by chunks: a second forward pass in place of memory. Needs --freeze-bn, which the
-#                    recipe of SOP lacks. Run on a CPU
-#   a Mac            --device cpu, where torch lacks something on its GPU. Not run yet
-#   a notebook       start in a folder that outlives the session, since checkpoints go to runs/ below it; after a stop,
-#                    main(['--resume', 'runs/first']) continues a run that had the flags --name first
+#                    a large batch in chunks: a second forward pass instead of memory. It needs --freeze-bn, which is
+#                    not in the recipe of SOP. Tested on a CPU
+#   a Mac            --device cpu, if torch lacks an operation on its GPU. Not run yet
+#   a notebook       start in a folder that is kept, because checkpoints are in runs/ below it; after an interruption,
+#                    main(['--resume', 'runs/first']) continues a run with the flags --name first
 
 
 def at_least_float32(t):
     """Upcasts half precision to float32, for a loss: exp() overflows float16 above 11, and bfloat16 has two to three
-    digits. Other types stay as they are."""
+    digits. Other types are not changed."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
@@ -1844,7 +1852,7 @@ def promote_dtypes(*tensors):
 
 
 def pick_device(name):
-    """auto takes a GPU if there is one. With torchrun each process takes its own. A torch.device stays as it is."""
+    """auto is a GPU if there is one. With torchrun each process gets its own. A torch.device is returned as it is."""
     if isinstance(name, torch.device):
         return name
     if name == 'auto':
@@ -1860,7 +1868,7 @@ def pick_device(name):
 
 
 def pick_precision(name, device):
-    """auto takes bfloat16 where the hardware multiplies it: GPUs since Ampere, CPUs with AVX512-BF16."""
+    """auto is bfloat16 if the hardware multiplies it: GPUs since Ampere, CPUs with AVX512-BF16."""
     if name != 'auto':
         return name
     supported = dict(cuda=lambda: torch.cuda.is_bf16_supported(including_emulation=False),
@@ -1869,7 +1877,7 @@ def pick_precision(name, device):
 
 
 def import_faiss():
-    """faiss, or None where it is missing, and on a Mac, where its OpenMP runtime and that of torch would crash"""
+    """faiss, or None if it is missing, and on a Mac, where its OpenMP runtime would crash with the one of torch"""
     if sys.platform != 'darwin':
         with suppress(ImportError):
             import faiss
@@ -1877,34 +1885,34 @@ def import_faiss():
     return None
 
 
-# What is random in a run follows from its seed and from where it happens: the order of an epoch from (seed, EPOCH,
-# epoch), what a step function samples from (seed, STEP, step), and the augmentation of an image from (seed, CROP, step,
-# position in the batch). So all methods with one seed see the same batches and crops.
+# All randomness of a run follows from its seed: the order of an epoch from (seed, EPOCH, epoch), what a step function
+# samples from (seed, STEP, step), and the augmentation of an image from (seed, CROP, step, position in the batch). So
+# all methods with one seed see the same batches and crops.
 EPOCH, STEP, CROP = 1, 2, 3
 
 
-def set_seed(*numbers, seed_torch=torch.manual_seed):
-    """Seeds everything random, on all devices, with what follows from these integers."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+def set_seed(*seeds, seed_torch=torch.manual_seed):
+    """Seeds all random generators, on all devices, with a function of these integers."""
+    seed = int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0])
     random.seed(seed)
     np.random.seed(seed % 2 ** 32)
     seed_torch(seed)
 
 
 @contextmanager
-def seeded(*numbers):
-    """set_seed inside `with`. Then the generators of torch (on the CPU), NumPy and Python are as they were before, so
-    those of a notebook are left alone."""
+def seeded(*seeds):
+    """set_seed inside `with`. After it, the generators of torch (on the CPU), NumPy and Python are as before, so that a
+    notebook does not notice."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        set_seed(*numbers, seed_torch=torch.default_generator.manual_seed)      # not the devices, which takes long
+        set_seed(*seeds, seed_torch=torch.default_generator.manual_seed)        # not the devices, which takes long
         yield
     random.setstate(states[0])
     np.random.set_state(states[1])
 
 
-# torchrun starts a script several times, once for each GPU. Each process loads a share of each batch, and the shares
-# are gathered. The trunk runs on the share, its feature maps are gathered, and every process computes the loss of the
+# torchrun starts a script several times, once for each GPU. Each process loads a part of each batch, and the parts are
+# gathered. Each runs the trunk on its part, the feature maps are gathered, and every process computes the loss of the
 # whole batch. So no script needs to know. The main process, of rank 0, prints and writes.
 
 
@@ -1933,17 +1941,18 @@ def broadcast_from_rank0(value):
     return box[0]
 
 
-def gather(share):
-    """The equal shares of all processes, one after the other, with gradients:  (B / world size, ...) -> (B, ...)"""
+def gather(part):
+    """Concatenates the equal parts of all processes, with gradients:  (B / world size, ...) -> (B, ...)"""
     if world_size() == 1:
-        return share
-    share = share.contiguous()
-    shares = [torch.empty_like(share) for _ in range(world_size())]
-    distributed.all_gather(shares, share.detach())
-    shares[rank()] = share
-    if share.requires_grad:     # only this process has this gradient, and average_gradients divides by all processes
-        share.register_hook(lambda grad: grad * world_size())
-    return torch.cat(shares)
+        return part
+    # torch.distributed.nn.functional.all_gather is deprecated, and its gradient is wrong for channels_last.
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(world_size())]
+    distributed.all_gather(parts, part.detach())
+    parts[rank()] = part
+    if part.requires_grad:      # only this process has this gradient, and average_gradients divides by all processes
+        part.register_hook(lambda grad: grad * world_size())
+    return torch.cat(parts)
 
 
 def average_gradients(weights):
@@ -1958,7 +1967,7 @@ def average_gradients(weights):
 
 
 class UsageError(ValueError):
-    """Invalid usage. The message says in one line what is wrong, where, and what to do."""
+    """A usage error. The message says in one line what is wrong, where, and what to do."""
 
 
 def warn(text):
@@ -1966,9 +1975,9 @@ def warn(text):
 
 
 def cli(main):
-    """Runs a script from the shell. A usage error, or a failure of the machine, ends in one line and exit code 2,
-    Ctrl-C in exit code 130. Anything else is a bug, and keeps its traceback."""
-    sys.stdout.reconfigure(errors='replace')                # a terminal that lacks a letter must not end a run
+    """Runs a script from the shell. A usage error or a failure of the machine ends in one line and exit code 2, Ctrl-C
+    in exit code 130. Anything else is a bug, and keeps its traceback."""
+    sys.stdout.reconfigure(errors='replace')                # a character that a terminal lacks must not end a run
     try:
         main()
         if world_size() > 1:

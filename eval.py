@@ -3,20 +3,20 @@
 The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
 Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
 
-Evaluated are the test images of the dataset of the training, or of --dataset and --data: those of test/, or of query/
-with the gallery in gallery/; without these, those of the second half of the classes. --whole takes all images of a
-folder. If the network was trained on some of the classes, there is a warning, because that flatters the result.
+The images are the test set of the training dataset, or of --dataset and --data: test/, or query/ with gallery/, or else
+the second half of the classes. --whole evaluates all images of a folder. If the network was trained on some of the
+classes, there is a warning, because the metrics are inflated.
 
---embed saves embeddings. --query prints the images that are nearest to a photo among all images of --data, which is a
-folder, or a file that --embed wrote with the same network; then nothing is embedded but the photo:
+--embed saves embeddings. --query ranks all images of --data by their similarity to a photo. --data is a folder, or a
+file that --embed wrote with the same network; then only the photo is embedded:
     python eval.py --checkpoint runs/ms-folder-1 --data photos --whole --embed photos.npz
     python eval.py --checkpoint runs/ms-folder-1 --data photos.npz --query a.jpg b.jpg --top 5
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
 95% confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
 as one run, and give two rows, as in Section 3.3 of the Reality Check:
-    separated       each network for itself; the mean over the folds
-    concatenated    the L2-normalized embeddings of an image by all folds, concatenated
+    separated       each network separately; the mean over the folds
+    concatenated    the concatenated L2-normalized embeddings of all folds
 --against compares two recipes seed by seed: the mean difference, and its confidence interval.
 
 --analyse adds, for one checkpoint:
@@ -28,15 +28,14 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
                         many classes any network has a high one: on SOP a random one 80.8 (Reality Check, Table 2)
     threshold           two images are called the same class if their similarity is at least this. It is the value
-                        with the highest balanced accuracy on the test images, which makes that accuracy
-                        optimistic.
-    copies              number of test images whose nearest training image has a cosine above 0.9999: the same photo, in
-                        another file perhaps; or all images, if the network maps them to one point. A large JPEG
-                        file, which is decoded at a reduced size, may differ more from its copy in another format
+                        with the highest balanced accuracy on the test images, so that accuracy is optimistic.
+    copies              number of test images whose nearest training image has a cosine above 0.9999: probable
+                        duplicates (train-test leakage); or all images, if the embeddings have collapsed. A large JPEG
+                        file, decoded at a reduced size, may differ more from its duplicate in another format
     balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
-With a gallery, the test images here are the queries. Alignment is left out if no two queries are of one class, and the
-threshold if no query has a match.
+With a gallery, the test images of these metrics are the queries. Alignment is left out if no two queries have the same
+class, and the threshold if no query has a match.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -59,7 +58,7 @@ from torchvision.utils import save_image
 import common
 from common import UsageError
 
-# ---- measures
+# ---- metrics
 
 
 def uniformity(z):
@@ -80,7 +79,7 @@ def nearest(queries, gallery, k=1):
 def utilization(queries, examples):
     """Metrix Eq. (12): mean over the queries of the squared distance to the nearest example.
 
-    u(Q, X) = 1/|Q| sum_{q in Q} min_{x in X} || f(q) - f(x) ||^2, where f has unit length
+    u(Q, X) = 1/|Q| sum_{q in Q} min_{x in X} || f(q) - f(x) ||^2, where f(q) and f(x) are L2-normalized
 
     queries (Q, D), examples (X, D), of any length, thousands of each -> float, from 0 to 4
     """
@@ -112,42 +111,42 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in percent, is
     balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
     """
-    searched, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
-    z, searched = (F.normalize(t, dim=1) for t in (z, searched))
-    b = max(1, 2 ** 24 // len(searched))                                 # queries at a time
+    others, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
+    z, others = (F.normalize(t, dim=1) for t in (z, others))
+    b = max(1, 2 ** 24 // len(others))                                   # queries at a time
     counts = 0      # (2 steps,) how many pairs have each similarity: first the negative pairs, then the positive ones
     for part, part_labels in zip(z.split(b), y.split(b)):
-        level = ((part @ searched.T + 1) * steps / 2).long().clamp(0, steps - 1)        # (b, G)
+        level = ((part @ others.T + 1) * steps / 2).long().clamp(0, steps - 1)        # (b, G)
         level += steps * (part_labels[:, None] == labels)
         counts += torch.bincount(level.flatten(), minlength=2 * steps)
     if gallery is None:
         counts[-1] -= len(z)                                             # each image with itself, of similarity 1
     counts = counts.view(2, steps).double()
-    # The shares of negative and of positive pairs that are below each threshold, both (steps,)
+    # The fractions of negative and of positive pairs that are below each threshold, both (steps,)
     negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
     accuracy = (negative + 1 - positive) / 2
     return 2 * int(accuracy.argmax()) / steps - 1, 100 * accuracy.max().item()
 
 
 def analyse(z, training, data, result, gallery=None):
-    """The measures of --analyse -> {name: number}
+    """The metrics of --analyse -> {name: value}
 
-    z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the row with R@1
-    gallery (G, D)             those of data.gallery; None where queries are searched in themselves
+    z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the metrics with R@1
+    gallery (G, D)             embeddings of data.gallery; None if the queries are also the gallery
     """
     y = data.query.labels.to(z.device)
     p = result['R@1'] / 100
-    measures = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'uniformity': uniformity(z),
-                'utilization': utilization(z, training)}
+    metrics = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'uniformity': uniformity(z),
+               'utilization': utilization(z, training)}
     if 's+' in result:
-        measures['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
+        metrics['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
     if result.get('unmatched', 0) < len(y):
-        measures['threshold'], measures['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
+        metrics['threshold'], metrics['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
     if common.import_faiss():
-        measures['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
+        metrics['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
     else:
         print('NMI is left out: its k-means needs faiss (pip install faiss-cpu), and does not run on a Mac')
-    return measures
+    return metrics
 
 
 def count_copies(z, training, paths, training_paths):
@@ -156,8 +155,8 @@ def count_copies(z, training, paths, training_paths):
     copies = (s > 0.9999).nonzero()[:, 0].tolist()
     if copies:
         print(f'copies: {len(copies)} test images have a cosine above 0.9999 with a training image, the first is '
-              f'{paths[copies[0]]} with {training_paths[index[copies[0]]]}; these are copies, or the network collapsed '
-              'if uniformity is near 0')
+              f'{paths[copies[0]]} with {training_paths[index[copies[0]]]}; these are duplicates, or if uniformity is '
+              'near 0, the embeddings have collapsed')
     return len(copies)
 
 
@@ -174,8 +173,8 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     a red one if not. Prints the classes and paths of these images.
 
     queries, gallery  Images;  rows  the Q queries to draw
-    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match. hit None: that is not
-                      known, so there are no colours
+    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; hit None: unknown, so all
+                      borders are white
     """
     if path.resolve() in {Path(image).resolve() for image in [*queries.paths, *gallery.paths]}:
         raise UsageError(f'the grid would replace the photo {path}; name another file with --sheet')
@@ -200,12 +199,12 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
 
 
 def draw_queries(path, model, data, z, gallery, top, hardest):
-    """A grid of ROWS queries: the hardest ones, or some at equal distances in the order of the classes."""
+    """A grid of ROWS queries: the hardest ones, or evenly spaced ones in the order of the classes."""
     itself = int(gallery is None)                                        # a query is not a match of itself
     k = min(top, len(data.gallery) - itself)
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    # A query without a match is not a failure of the network: it is drawn only if no query has one.
+    # Queries without a match are skipped, unless no query has one.
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
     rows = (same_class > itself).nonzero()[:, 0].tolist() or list(range(len(s)))
     if hardest:     # the fewest matches first; of equal ones, the most similar mistake first
@@ -218,7 +217,7 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
 
 
 def search(args, model):
-    """--query: prints and draws the images nearest to each photo. A photo that is among them does not find itself."""
+    """--query: prints and draws the images nearest to each photo. A photo is excluded from its own results."""
     transform = model.transform.transforms[-1]              # without to_rgb, which Images calls
     for path in args.query:
         if not path.is_file():
@@ -234,12 +233,12 @@ def search(args, model):
     else:
         images = common.load_dataset(dataset, folder, whole=True, transform=transform).query
         gallery = common.embed(model, images)
-    print(f'searched are {len(images):,} images of {folder}')
+    print(f'the gallery is {len(images):,} images of {folder}')
     places, sources = (np.array(list(map(os.path.realpath, part.paths))) for part in (images, photos))
     itself = torch.from_numpy(sources[:, None] == places)                # (Q, N)
     k = min(args.top, len(images) - int(itself.any()))
     if k == 0:
-        raise UsageError(f'{args.query[0]} is the only image of {folder}: there is nothing to search in')
+        raise UsageError(f'{args.query[0]} is the only image of {folder}')
     s = F.normalize(common.embed(model, photos), dim=1) @ F.normalize(gallery, dim=1).T  # (Q, N)
     s, index = s.masked_fill(itself, -2).topk(k, dim=1)     # -2 is less than any cosine
     path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
@@ -279,20 +278,20 @@ def students_t():
 
 
 def interval(values):
-    """Mean of n numbers, and the half width of its 95 % confidence interval by Student's t; None for n = 1"""
+    """Mean of n values, and the half width of its 95% confidence interval by Student's t; None for n = 1"""
     n = len(values)
     return mean(values), students_t().ppf(0.975, n - 1) * stdev(values) / n ** 0.5 if n > 1 else None
 
 
 def concatenate(parts):
-    """Embeddings by several networks, each of unit length, one behind the other: (N, D) each -> (N, sum of all D)"""
+    """L2-normalized embeddings of several networks, concatenated: (N, D) each -> (N, sum of all D)"""
     return F.normalize(torch.cat([F.normalize(part, dim=1) for part in parts], dim=1), dim=1)
 
 
 def read_runs(paths):
-    """What the checkpoints say of their runs: a list of objects with path, script, args, seed, fold ('i/n' or 'none'),
-    classes, epoch and recipe. A recipe is a set of (flag, value), with the script and the n of --fold i/n, and without
-    the flags in which the runs of a recipe may differ."""
+    """The runs of checkpoints: objects with path, script, args, seed, fold ('i/n' or 'none'), classes, epoch and recipe:
+    a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs of one
+    recipe may differ"""
     runs = []
     for path in paths:
         saved = common.read_checkpoint(path)
@@ -306,9 +305,9 @@ def read_runs(paths):
 
 
 def group(runs):
-    """{name of a recipe: {seed: {fold: run}}}, with seeds and folds in order. The name is that of the script, with the
-    flags in which the recipe differs from the others of this script. Raises UsageError where a mean over the runs would
-    say nothing."""
+    """{name of a recipe: {seed: {fold: run}}}, with seeds and folds in order. The name is the script with the flags in
+    which the recipe differs from the others of this script. Raises UsageError if a mean over the runs is meaningless.
+    """
     groups = {}
     for recipe in dict.fromkeys(run.recipe for run in runs):
         own = [run for run in runs if run.recipe == recipe]
@@ -317,10 +316,10 @@ def group(runs):
         differs = [f'{flag}={value}' for flag, value in sorted(recipe - shared)]
         name = ' '.join([script.removeprefix('train_'), *differs])
         if len({frozenset(run.classes) for run in own}) > 1:
-            raise UsageError(f'the networks of {name} were trained on different classes, so they are no seeds of one '
-                             'recipe')
+            raise UsageError(f'the networks of {name} were trained on different classes, so they are not seeds of '
+                             'one recipe')
         if len({run.epoch for run in own if run.fold == 'none'}) > 1:
-            raise UsageError(f'the runs of {name} stopped at different epochs: go on with them by --resume')
+            raise UsageError(f'the runs of {name} stopped at different epochs: continue them with --resume')
         seeds = groups[name] = {}
         for run in sorted(own, key=attrgetter('seed', 'fold')):
             folds = seeds.setdefault(run.seed, {})
@@ -360,8 +359,8 @@ def score_seed(args, runs):
 
 
 def differences(ours, theirs):
-    """{setting: row} of one recipe minus that of another, for one seed. The settings of both come in the same order,
-    but their embeddings may differ in size, which is left out."""
+    """{setting: metrics} of one recipe minus another, for one seed. The settings of both are in the same order. Their
+    embedding dimensions, which may differ, are left out."""
     return {setting.split(' (')[0]: {key: row[key] - other[key] for key in row}
             for (setting, row), other in zip(ours.items(), theirs.values())}
 
@@ -392,21 +391,21 @@ def show_table(scores):
 # ---- command line
 
 SINGLE = {                                                  # flags for one checkpoint
-    '--analyse': dict(action='store_true', help='the further measures above'),
+    '--analyse': dict(action='store_true', help='the further metrics above'),
     '--embed': dict(type=Path, metavar='NPZ', help='save embeddings, labels, classes and paths'),
     '--sheet': dict(type=Path, metavar='PNG', help='image grid of some queries and their nearest images'),
-    '--hardest': dict(action='store_true', help='sheet: the queries with the worst results first'),
+    '--hardest': dict(action='store_true', help='with --sheet: the queries with the worst results first'),
     '--query': dict(type=Path, nargs='+', metavar='PHOTO', help='print and draw the images nearest to each of these'),
-    '--top': dict(type=common.at_least(1), default=5, help='sheet and query: number of nearest images'),
+    '--top': dict(type=common.at_least(1), default=5, help='number of nearest images in grids and for --query'),
 }
 FLAGS = {
     '--checkpoint': dict(type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt'),
     '--against': dict(type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed'),
-    '--dataset': dict(choices=list(common.DATASETS), help='if not given, that of the training'),
-    '--data': dict(type=os.path.expanduser, help='its folder, or with --query an NPZ file that --embed wrote; if not '
-                                                 'given, the folder of the training'),
+    '--dataset': dict(choices=list(common.DATASETS), help='default: the training dataset'),
+    '--data': dict(type=os.path.expanduser, help='its folder, or with --query an NPZ file that --embed wrote; default: '
+                                                 'the training folder'),
     '--whole': dict(action='store_true', help='evaluate all images of the folder, not its test set only'),
-    '--ks': dict(type=common.at_least(1), nargs='+', help='the K of Recall@K, besides 1; default: those of the papers'),
+    '--ks': dict(type=common.at_least(1), nargs='+', help='the K of Recall@K, and 1; default: as in the papers'),
     '--device': common.FLAGS['machine']['--device'],
     '--precision': common.FLAGS['machine']['--precision'],
 }
@@ -443,25 +442,26 @@ def place_of_test_set(args, trainings):
 
 
 def load_test_set(args, model, name, folder):
-    """The Dataset to evaluate; what it has of the training's classes is warned of."""
+    """The Dataset to evaluate. Warns of seen classes."""
     if (name == 'vectors') != (model.config['arch'] == 'none'):
-        raise UsageError(f'--dataset {name} does not fit: a network for stored vectors takes no images, and vice versa')
+        expected = 'images' if name == 'vectors' else 'vectors'
+        raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
     data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform.transforms[-1])
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
     if seen := {*model.classes} & {*data.query.classes}:
-        common.warn(f'{len(seen)} of the {len(data.query.classes)} classes to evaluate were in the training set, which '
-                    'flatters the result')
+        common.warn(f'{len(seen)} of the {len(data.query.classes)} classes to evaluate were in the training set, so '
+                    'the metrics are inflated')
     return data
 
 
 def evaluate_one(args):
-    """What the flags ask for, of one checkpoint. Returns the last line that is printed, a dict."""
+    """Evaluates one checkpoint. Returns what the last line prints, a dict."""
     path = args.checkpoint[0]
     model = common.load_checkpoint(path, args.device, args.precision)
     if model.config['arch'] == 'none' and (args.query or args.sheet):
-        raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with stored vectors: it needs images')
+        raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with vectors: it needs images')
     if args.query:
         return search(args, model)
     name, folder = place_of_test_set(args, [model.args])
@@ -492,7 +492,7 @@ def evaluate_one(args):
 
 
 def training_images(model):
-    """The images that the network was trained on, from the folder of the training"""
+    """The images that the network was trained on"""
     flags = model.args
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
                                    transform=model.transform.transforms[-1]).train
@@ -503,7 +503,7 @@ def training_images(model):
 
 def evaluate_several(args):
     """The table of several checkpoints; with --against, the differences of two recipes as well. Returns a dict, too."""
-    students_t()                                            # if it is missing, that shows here and not at the end
+    students_t()                                            # if SciPy is missing, fail now and not after the evaluation
     runs = read_runs([*args.checkpoint, *args.against])
     recipes = group(runs)
     if args.against:

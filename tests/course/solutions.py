@@ -436,7 +436,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 WRONG['retrieval_metrics'] = {
     'sum past R': ['hit = hit & (i <= r[:, None])', '', ':int(r.max())]', ':]'],
-    'the query finds itself': ('search(query, gallery, depth)', 'search(query, searched, depth)'),
+    'the query finds itself': ('search(query, gallery, depth)', 'search(query, found_in, depth)'),
     'the search that is given is ignored': ['search(query, gallery, depth)', 'k_nearest(query, gallery, depth)'],
     'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
@@ -449,7 +449,7 @@ WRONG['retrieval_metrics'] = {
     'no match: not counted': ['len(average) < len(query)', 'False'],
     'first hit dropped, not oneself': [
         'for rows, s, index in search(query, gallery, depth):',
-        'for rows, s, index in search(query, searched, depth + itself):\n'
+        'for rows, s, index in search(query, found_in, depth + itself):\n'
         '        s, index = s[:, itself:], index[:, itself:]'],
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
     'ties as they come': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', ''),
@@ -457,9 +457,9 @@ WRONG['retrieval_metrics'] = {
     'the query normalised in place': ['within = gallery is None',
                                       'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'],
     'nothing to retrieve is no error': [
-        'len(query) == 0 or len(searched) <= int(within)', 'False'],
+        'len(query) == 0 or len(gallery) <= int(within)', 'False'],
     'NaN is no error': ['not z.isfinite().all()', 'False'],
-    'NaN in the gallery is no error': (', (searched, searched_labels))', ',)'),
+    'NaN in the gallery is no error': (', (gallery, gallery_labels))', ',)'),
     'precision where there is no match': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),

@@ -114,7 +114,7 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
     (tmp_path / 'one' / 'all').mkdir(parents=True)
     shutil.copy('photo.png', 'one/all/only.png')            # a collection need not be sorted into classes
     assert len(evaluation.main([*flags, '--data', 'one'])['nearest']) == 1
-    with pytest.raises(common.UsageError, match='nothing to search in'):
+    with pytest.raises(common.UsageError, match='is the only image of one'):
         evaluation.main([*flags[:2], '--query', 'one/all/only.png', *EVAL, '--data', 'one'])
     (tmp_path / 'photo.png').write_text('no picture')
     with pytest.raises(common.UsageError, match='cannot read the image'):
@@ -165,7 +165,7 @@ def test_a_photo_is_searched_in_all_images_of_a_folder(run, small, folder, capsy
     run(train_ms, '--name', 'mine')
     flags = ['--checkpoint', 'runs/mine', *EVAL, '--query']
     found = evaluation.main([*flags, str(folder / 'train/bird0/0.jpg'), '--top', '99'])['nearest']
-    assert len(found) == 45 and 'searched are 46 images' in capsys.readouterr().out
+    assert len(found) == 45 and 'the gallery is 46 images' in capsys.readouterr().out
     for name in (str(folder), 'typo.jpg'):
         with pytest.raises(common.UsageError, match='--query takes files of images'):
             evaluation.main([*flags, name])

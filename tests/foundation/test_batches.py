@@ -102,7 +102,7 @@ def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, c
         for step, indices, (x, y) in zip(steps, batches.batches, found):
             crops = [images[i, 3, common.CROP, step, position] for position, i in enumerate(indices)]
             assert torch.equal(x, torch.stack([crop for crop, _ in crops])) and torch.equal(y, images.labels[indices])
-    broken = images.pictures[batches.batches[0][0]]
+    broken = images.items[batches.batches[0][0]]
     common.Path(broken).write_bytes(b'no image')
     with pytest.raises(UsageError) as raised:
         list(common.loaded(loader))

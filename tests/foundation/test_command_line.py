@@ -30,19 +30,19 @@ NO_EFFECT['eval'] = ['b --analyse', 'b --sheet x.png', 'b --embed x.npz', 'b --q
 
 @pytest.mark.parametrize('script', LIMITS)
 def test_what_a_flag_accepts_and_refuses(script):
-    """And no flag takes what is no number, or infinity."""
+    """Numeric flags reject NaN and infinity."""
     get_args, needed = __import__(script).get_args, ['--checkpoint', 'x'] if script == 'eval' else []
     for flag, line in LIMITS[script].items():
         below, allowed, above = [*line.split('<'), ''][:3]
         for value in [*f'{below} {above}'.split(), 'nan', 'inf', '-inf']:
-            with pytest.raises(UsageError, match=f'argument {flag}') as raised:
+            with pytest.raises(UsageError, match=f'argument [^:]*{flag}') as raised:
                 get_args([*needed, f'{flag}={value}'])
             assert '\n' not in str(raised.value)
         for value in allowed.split():
             try:
                 get_args([*needed, f'{flag}={value}'])
             except UsageError as error:                     # as it is, it may have no effect
-                assert f'argument {flag}' not in str(error)
+                assert not re.search(f'argument [^:]*{flag}', str(error))
 
 
 @pytest.mark.parametrize('script, flags', [(script, flags) for script in NO_EFFECT for flags in NO_EFFECT[script]])

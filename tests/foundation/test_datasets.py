@@ -102,7 +102,7 @@ def test_cars_as_a_folder_per_class(tmp_path, monkeypatch):
     assert [data.train.classes[c] for c in data.train.labels] == ['098', '001', '098']
     assert [data.query.classes[c] for c in data.query.labels] == ['196', '099', '099']
     for part in (data.train, data.query):                   # the red of an image is the number of its class
-        assert [common.to_rgb(path).getpixel((8, 6))[0] for path in part.pictures] == pytest.approx(
+        assert [common.to_rgb(path).getpixel((8, 6))[0] for path in part.items] == pytest.approx(
             [int(part.classes[c]) for c in part.labels], abs=2)
     (tmp_path / 'car_data/car_data/test/Make 98 C-V Van/00001.jpg').unlink()
     with pytest.raises(UsageError, match='cars cannot be loaded: .*00001.jpg'):
@@ -167,9 +167,9 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
 @pytest.mark.parametrize('folders, message', [
     ('a b c', 'there are 3 classes to train on, and at least 4 are needed'),
     ('train/x test/a test/b', 'there are 1 classes to train on, and at least 2'), ('train/x', 'there are 1 classes'),
-    ('query/a query/b', 'there are query; queries should be in test, or query beside gallery'),
-    ('train/a train/b gallery/c', 'there are gallery and train; queries should be'),
-    ('test/a query/a gallery/a', 'there are gallery and query and test; queries should be'),
+    ('query/a query/b', 'there are query; queries belong in test, or query next to gallery'),
+    ('train/a train/b gallery/c', 'there are gallery and train; queries belong'),
+    ('test/a query/a gallery/a', 'there are gallery and query and test; queries belong'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
     ('imagesTrain/x imagesTest/y', 'imagesTest and imagesTrain in'), ('my_train/x my_val/y', 'my_train and my_val in'),
@@ -287,7 +287,7 @@ def test_classes_of_query_and_gallery_that_are_numbered_apart_are_matched_by_nam
         gallery = common.Images(vectors, others)
         data = common.Dataset('mine', None, query, gallery)
         assert class_names(data.query) == list(map(str, names)) and class_names(data.gallery) == list(map(str, others))
-        assert retrieval_metrics(query.pictures, query.labels, gallery.pictures, gallery.labels)['R@1'] == 100
+        assert retrieval_metrics(query.items, query.labels, gallery.items, gallery.labels)['R@1'] == 100
 
 
 def test_a_whole_folder_is_the_test_set(tmp_path, capsys):
@@ -371,9 +371,9 @@ def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():
     data = common.load_dataset('shapes')
     assert len(data.train) == len(data.query) == 2000 and data.train[0][0].shape == (3, 64, 64)
     assert not set(data.train.classes) & set(data.query.classes) and len(data.train.classes) == 100
-    means = [np.mean(images.pictures) for images in (data.train, data.query)]
+    means = [np.mean(images.items) for images in (data.train, data.query)]
     assert means == pytest.approx([115.36, 115.44], abs=0.03)
-    pixels = torch.from_numpy(np.stack(data.query.pictures)).float()
+    pixels = torch.from_numpy(np.stack(data.query.items)).float()
     # Other noise makes neighbouring pixels differ.
     assert pixels.diff(dim=1).abs().mean().item() == pytest.approx(8.860, abs=0.01)
     small = torch.nn.functional.avg_pool2d(pixels.permute(0, 3, 1, 2), 4).flatten(1)
@@ -394,7 +394,7 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
         for images in splits.values():
             assert images.labels.tolist() == (torch.arange(len(images)) // 2).tolist(), 'numbered anew from 0'
             assert images.num_classes == len(images.classes)
-            numbers = [int(picture.mean()) for picture in images.pictures]      # of the images: their pixels show it
+            numbers = [int(picture.mean()) for picture in images.items]      # of the images: their pixels show it
             assert class_names(images) == [f'class {n // 2}' for n in numbers]
             assert images.superclasses.tolist() == [n // 6 for n in numbers]
             assert images.paths == [f'image {n}' for n in numbers]

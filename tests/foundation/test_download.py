@@ -136,8 +136,8 @@ def test_other_datasets_are_not_downloaded(tmp_path, dataset):
 
 
 @pytest.mark.parametrize('dataset, hint', [
-    ('cub', '--download fetches CUB_200_2011.tgz, 1.1 GB'),
-    ('sop', '--download fetches Stanford_Online_Products.zip, 2.9 GB')])
+    ('cub', '--download gets CUB_200_2011.tgz, 1.1 GB'),
+    ('sop', '--download gets Stanford_Online_Products.zip, 2.9 GB')])
 def test_the_message_on_missing_data_names_the_flag(tmp_path, dataset, hint):
     with pytest.raises(UsageError, match=f'^{dataset} cannot be loaded.*{hint}'):
         common.load_dataset(dataset, tmp_path)

@@ -48,7 +48,7 @@ def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
         for name, value in model.trunk.state_dict().items():
             torch.testing.assert_close(value, trunk[name], rtol=tolerance, atol=tolerance)
     for arch, file in (('resnet34', 'whole.pth'), ('resnet18', 'cut.pth')):
-        with pytest.raises(UsageError, match=f'{file} cannot be used; is it damaged, or of another') as raised:
+        with pytest.raises(UsageError, match=f'{file} cannot be used; is it corrupted, or from another') as raised:
             Embedder(arch, weights=str(tmp_path / file))
         assert '\n' not in str(raised.value)
 

@@ -173,7 +173,7 @@ def test_labels_are_names_or_numbers_and_as_many_as_images():
         with pytest.raises(UsageError, match='^3 images need as many labels, none of them missing'):
             Images(pictures, labels)
     for labels in ([0, 1, 2], [-1, 0, 1], [0, 0.5, 1], ['x', 'y', 'x']):
-        with pytest.raises(UsageError, match='^beside 2 classes, labels are positions from 0 to 1$'):
+        with pytest.raises(UsageError, match='^with 2 classes, labels are positions from 0 to 1$'):
             Images(pictures, labels, classes=['x', 'y'])
 
 
@@ -264,7 +264,7 @@ def test_training_crops_are_cut_from_the_image_in_full_size_or_after_resizing(re
     images = Images([noise(40, 60), noise(80, 50, 1)], ['a', 'b'], train_transform=make_train_transform(
         16, min_crop=0.2, flip=False, resize=resize))
     for i in (0, 1):
-        image = images.pictures[i]
+        image = images.items[i]
         if resize:
             image = transforms.functional.resize(image, resize)
         with common.seeded(9, i):
@@ -275,7 +275,7 @@ def test_training_crops_are_cut_from_the_image_in_full_size_or_after_resizing(re
 
 def test_flips_are_horizontal_for_half_of_the_images():
     images = Images([noise(16, 16)], ['a'], train_transform=make_train_transform(16, min_crop=1.0))
-    x, upright = torch.stack([back(images[0, i][0]) for i in range(200)]), pixels_of(images.pictures[0])
+    x, upright = torch.stack([back(images[0, i][0]) for i in range(200)]), pixels_of(images.items[0])
     same, mirrored = ((x - side).abs().amax(dim=(1, 2, 3)) < 0.1 for side in (upright, upright.flip(2)))
     assert (same != mirrored).all() and 70 < mirrored.sum() < 130
 
@@ -289,4 +289,4 @@ def test_jitter_changes_each_image_by_at_most_this_much():
     assert torch.allclose(jittered, 100 * factors[:, None, None, None].expand_as(jittered), atol=0.1)
     assert 0.49 < factors.min() < 0.7 and 1.3 < factors.max() < 1.51
     images = Images([noise(16, 16)], ['a'], train_transform=make_train_transform(16, min_crop=1.0, flip=False))
-    assert torch.allclose(back(images[0, 3][0]), pixels_of(images.pictures[0]), atol=1e-3), 'without it, none'
+    assert torch.allclose(back(images[0, 3][0]), pixels_of(images.items[0]), atol=1e-3), 'without it, none'

@@ -189,7 +189,7 @@ def test_weights_load_from_whatever_they_are_wrapped_in(small, tmp_path, wrapper
     ('--arch resnet19', 'resnet19 is neither a classifier of torchvision, such as resnet50'),
     ('--arch squeezenet1_0', 'squeezenet1_0 has no linear classifier'),
     ('--arch vit_b_16 --image-size 64', 'takes no input of shape .*64, 64.*--image-size'),
-    ('--arch shufflenet_v2_x0_5 --chunk 2', '--chunk needs --freeze-bn: the statistics')])
+    ('--arch shufflenet_v2_x0_5 --chunk 2', '--chunk needs --freeze-bn: BatchNorm')])
 def test_a_trunk_that_does_not_fit_is_refused_in_one_line(transformer, flags, message):
     args = train_ms.get_args(['--device', 'cpu', *flags.split()])
     with pytest.raises(UsageError, match=message) as raised:

@@ -71,7 +71,7 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(monkeypatch):
     monkeypatch.setattr(common, 'world_size', lambda: 2)
     batches = common.StepBatches([[0, 1, 2]], 0)
     batches.start(1, range(1))
-    with pytest.raises(common.UsageError, match='2 processes cannot share a batch of 3 images evenly: change --batch'):
+    with pytest.raises(common.UsageError, match='2 processes cannot divide a batch of 3 images evenly: change --batch'):
         next(iter(batches))
 
 
@@ -89,7 +89,7 @@ def test_processes_share_the_statistics_of_batchnorm_on_gpus_and_need_frozen_one
     args = train_ms.get_args(['--device', 'cpu', '--precision', 'fp32'])
     monkeypatch.setattr(common, 'world_size', lambda: 2)
     monkeypatch.setattr(common.Embedder, 'place', lambda model, device: model)
-    with pytest.raises(common.UsageError, match='several processes on a CPU.*take --freeze-bn'):
+    with pytest.raises(common.UsageError, match='several processes on a CPU.*add --freeze-bn'):
         common.build(args)
     args.device = SimpleNamespace(type='cuda')
     kinds = {type(layer) for layer in common.build(args).trunk if hasattr(layer, 'running_mean')}

@@ -261,7 +261,7 @@ def test_labels_or_embeddings_that_do_not_fit_are_refused():
     for wrong in (z[0], z[:, None], z.tolist(), z.numpy()):
         with pytest.raises(UsageError, match='^retrieval needs tensors .*as_tensor'):
             retrieval_metrics(wrong, y)
-    with pytest.raises(UsageError, match=r'queries \(3, 3\) and gallery \(3, 2\) differ in size'):
+    with pytest.raises(UsageError, match=r'queries \(3, 3\) and gallery \(3, 2\) differ in dimension'):
         retrieval_metrics(z, y, z[:, :2], y)
 
 

@@ -37,7 +37,7 @@ def test_the_summary_claims_no_more_than_is_known(run, small, capsys):
     draw_folder(common.Path('x/train'), 'ab', per_class=4)
     draw_folder(common.Path('x/test'), 'bc', per_class=4)
     torch.save(SmallNet().state_dict(), 'some.pth')
-    for flags, said in (('--data x', '1 of its classes are in the training set as well, which flatters this number'),
+    for flags, said in (('--data x', '1 of its classes are in the training set as well, so this value is inflated'),
                         ('', 'none of these classes is in the training set.'),
                         ('--weights some.pth', 'but the pretrained weights may have seen some.')):
         run(train_ms, '--epochs', '0', *flags.split())
@@ -319,7 +319,7 @@ def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, mo
     lines = [line.strip() for line in common.Dataset.__doc__.splitlines()]
     code = '\n'.join(line[4:] for line in lines if line.startswith(('>>> ', '... ')))
     (train, train_labels), (test, test_labels) = pictures('abcdefgh', 12), pictures('ijkl')
-    names = dict(pictures=train, labels=train_labels, others=test, other_labels=test_labels, common=common,
+    names = dict(images=train, labels=train_labels, test_images=test, test_labels=test_labels, common=common,
                  train_ms=train_ms)
     exec(code, names)
     shown = capsys.readouterr().out

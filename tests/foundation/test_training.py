@@ -96,7 +96,7 @@ def test_a_run_of_so_many_steps(watched):
 
 
 def test_a_warm_up_that_covers_the_run_is_warned_of(watched, capsys):
-    warning = 'warning: the trunk will not be trained: --warmup 2 lasts for all 2 epochs'
+    warning = 'warning: the backbone will not be trained: it is frozen for 2 epochs, and there are 2'
     watched(train_ms, '--epochs', '2', '--warmup', '2')
     assert warning in capsys.readouterr().err
     watched(train_ms, '--epochs', '3', '--warmup', '2')

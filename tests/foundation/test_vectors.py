@@ -56,7 +56,7 @@ def test_vectors_keep_their_classes_and_names(vectors):
     assert data.query.classes == list('hij') and sorted(data.query.labels.tolist()) == [0, 1, 1, 2]
     order = [data.query.paths.index(name) for name in ('two', 'zero', 'three', '2')]
     assert data.query.labels[order].tolist() == [1, 0, 2, 1] and data.train.paths[0] == '1', 'the first one of class a'
-    np.testing.assert_array_equal(data.query.pictures[order].numpy(), written)
+    np.testing.assert_array_equal(data.query.items[order].numpy(), written)
     for item in (order[2], (order[2], 7, 1)):               # there is nothing to augment
         x, y = data.query[item]
         assert y == 2 and x.numpy().tolist() == written[2].tolist()
@@ -73,10 +73,10 @@ def test_a_gallery_a_single_file_and_folds(tmp_path):
     gallery = write(tmp_path / 'more/gallery.npz', 'ghi', [2, 0, 1, 1])
     data = load(tmp_path / 'more')
     assert data.query.labels.tolist() == [0, 1] and data.gallery.labels.tolist() == [0, 1, 1, 2]
-    np.testing.assert_array_equal(data.gallery.pictures.numpy(), gallery[[1, 2, 3, 0]])
+    np.testing.assert_array_equal(data.gallery.items.numpy(), gallery[[1, 2, 3, 0]])
     data = load(tmp_path / 'more', fold='1/3')
     assert data.train.classes == list('abef') and data.query.classes == list('cd') and data.gallery is data.query
-    assert data.query.pictures.shape == (4, 6) and data.train.pictures.shape == (8, 6)
+    assert data.query.items.shape == (4, 6) and data.train.items.shape == (8, 6)
 
 
 @pytest.mark.parametrize('changed', [
@@ -150,8 +150,8 @@ def test_the_head_begins_as_the_identity_on_vectors_of_mean_length_1(vectors):
     data = load(vectors)
     args = train_ms.get_args([*FLAGS, '--data', 'v'])
     model = common.build(args, data=data)
-    x = data.query.pictures
-    length = data.train.pictures.norm(dim=1).mean()
+    x = data.query.items
+    length = data.train.items.norm(dim=1).mean()
     torch.testing.assert_close(model.features(x).flatten(1), x / length)
     torch.testing.assert_close(model(x), F.normalize(x, dim=1))
     assert model.dim == 6 and [weight.shape for weight in model.parameters()] == [(6, 6), (6,)]
@@ -171,7 +171,7 @@ def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors)
             np.savez(vectors / f'{name}.npz', **arrays | dict(embeddings=arrays['embeddings'] * scale))
         train_proxy_anchor.main([*FLAGS, '--data', 'v', '--name', f'times-{scale}', '--epochs', '3'])
         rows.append([row['MAP@R'] for row in rows_of(f'times-{scale}')])
-    raw = common.retrieval_metrics(data.query.pictures, data.query.labels)
+    raw = common.retrieval_metrics(data.query.items, data.query.labels)
     assert rows[0][0] == rows[1][0] == raw['MAP@R'] != rows[0][-1] == rows[1][-1]
 
 
@@ -179,7 +179,7 @@ def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors)
 def test_each_script_begins_with_the_result_of_the_vectors(vectors, script):
     """Also where it has LayerNorm before the head, or a head of its own"""
     data = load(vectors)
-    raw = common.retrieval_metrics(data.query.pictures, data.query.labels)
+    raw = common.retrieval_metrics(data.query.items, data.query.labels)
     row = __import__(script).main([*FLAGS, '--data', 'v', '--name', 'zero', '--epochs', '0'])
     assert row['MAP@R'] == raw['MAP@R'] and row['R@1'] == raw['R@1']
 
@@ -190,9 +190,9 @@ def test_a_network_says_which_inputs_it_takes(run, small, vectors):
     with pytest.raises(UsageError, match='the head takes 6 features, and got 5'):
         evaluation.main(['--checkpoint', 'runs/head'])
     run(train_ms, '--name', 'trunk')
-    with pytest.raises(UsageError, match='--dataset vectors does not fit: a network for stored vectors'):
+    with pytest.raises(UsageError, match='--dataset vectors does not fit: the network was trained on images'):
         evaluation.main(['--checkpoint', 'runs/trunk', '--dataset', 'vectors', '--data', 'v'])
-    with pytest.raises(UsageError, match='--dataset shapes does not fit: a network for stored vectors'):
+    with pytest.raises(UsageError, match='--dataset shapes does not fit: the network was trained on vectors'):
         evaluation.main(['--checkpoint', 'runs/head', '--dataset', 'shapes'])
 
 
@@ -200,10 +200,10 @@ def test_feature_mixing_mixes_the_vectors(vectors):
     """With one pair (0, 1) and lambda 0.25: (0.25 x_0 + 0.75 x_1) / length"""
     data = load(vectors)
     model = common.build(train_ms.get_args([*FLAGS, '--data', 'v']), data)
-    x = data.query.pictures[:2]
+    x = data.query.items[:2]
     f = model.features(x)
     mixed = train_metrix.mix_features(f, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.25]), model.pool)
-    torch.testing.assert_close(mixed, (0.25 * x[:1] + 0.75 * x[1:]) / data.train.pictures.norm(dim=1).mean())
+    torch.testing.assert_close(mixed, (0.25 * x[:1] + 0.75 * x[1:]) / data.train.items.norm(dim=1).mean())
 
 
 # ---- runs
@@ -251,5 +251,5 @@ def test_a_method_that_needs_images_rejects_vectors():
 def test_eval_draws_no_vectors_and_searches_no_photos_in_them(vectors, flags):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'mine', '--epochs', '0'])
     Image.new('RGB', (20, 20)).save('a.jpg')
-    with pytest.raises(UsageError, match=f'{flags[0]} has no effect with stored vectors'):
+    with pytest.raises(UsageError, match=f'{flags[0]} has no effect with vectors'):
         evaluation.main(['--checkpoint', 'runs/mine', *flags])

@@ -560,7 +560,7 @@ def test_vectors_are_stored_as_the_tables_read_them(monkeypatch, tmp_path, folde
     torch.save(common.make_trunk('resnet18').state_dict(), tmp_path / 'data/resnet18.pth')
     results.store_vectors()
     data = common.load_dataset('vectors', tmp_path / 'data/birds')
-    assert data.train.pictures.shape == (30, 512) and data.query.classes == [f'car{n}' for n in range(4)]
+    assert data.train.items.shape == (30, 512) and data.query.classes == [f'car{n}' for n in range(4)]
     assert data.query.paths[0].endswith('car0/0.jpg')
 
 
