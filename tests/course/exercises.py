@@ -146,7 +146,7 @@ def proxy_anchor_loss(draw):
         alpha=draw.scale(1, 150), delta=draw.between(-0.2, 0.5))
 
 
-@exercise('train_proxynca_pp.py', 'test_proxynca_pp_', 'ProxyNCA++, as at the top of the script', week=5, level=1,
+@exercise('train_proxynca_pp.py', 'test_proxynca_pp_', 'ProxyNCA++, from its docstring', week=5, level=1,
           minutes=30, copies={'train_metrix.py': 'proxy_logits mixed_loss'})
 def proxynca_pp_loss(draw):
     z, y, proxies = draw.images_and_vectors()
