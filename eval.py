@@ -289,9 +289,9 @@ def concatenate(parts):
 
 
 def read_runs(paths):
-    """The runs of checkpoints: objects with path, script, args, seed, fold ('i/n' or 'none'), classes, epoch and recipe:
-    a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs of one
-    recipe may differ"""
+    """The runs of checkpoints: objects with path, script, args, seed, fold ('i/n' or 'none'), classes, epoch, recipe. A
+    recipe is a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs
+    of one recipe may differ."""
     runs = []
     for path in paths:
         saved = common.read_checkpoint(path)

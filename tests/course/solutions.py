@@ -463,7 +463,7 @@ WRONG['retrieval_metrics'] = {
     'precision where there is no match': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
-    'class numbers of the gallery': (', minlength=int(labels.max()) + 1)', ')'),
+    'class numbers of the gallery': (', minlength=int(both.max()) + 1)', ')'),
 }
 RIGHT['retrieval_metrics'] = {
     'query by query': '''

@@ -58,7 +58,7 @@ def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, 
     row = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
     assert '3 of its classes are in the training set as well' in capsys.readouterr().out
     assert evaluation.main(FP32)['R@1'] == row['R@1']
-    assert '3 of the 4 classes to evaluate were in the training set, so the metrics are inflated' in capsys.readouterr().err
+    assert '3 of the 4 classes to evaluate were in the training set, so the metrics' in capsys.readouterr().err
     run(train_ms, '--data', 'x', '--name', 'other', '--seed', '1')
     capsys.readouterr()
     evaluation.main(['--checkpoint', 'runs/mine', 'runs/other', *EVAL])
