@@ -58,26 +58,22 @@ COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # with all its lines: a name 
 
 def key(name):
     """CCL -> ccl, Reality Check -> rc, Proxy-Anchor -> pa"""
-    parts = re.split('[ -]', re.sub(r'[^A-Za-z -]', '', name).lower())
-    return ''.join(part[0] for part in parts) if len(parts) > 1 else parts[0]
+    parts = re.findall('[A-Za-z]+', name)
+    return (parts[0] if len(parts) == 1 else ''.join(part[0] for part in parts)).lower()
 
 
 @cache
 def rows():
-    """{file: [(name of a paper, number, text)]}: the rows in the heads of the scripts"""
-    heads = {path.name: ast.get_docstring(ast.parse(path.read_text()), clean=False) or '' for path in files()}
-    return {file: [(name, int(number), text) for name, number, text in ROW.findall(head)]
-            for file, head in heads.items()}
-
-
-def files():
-    return [ROOT / 'common.py', ROOT / 'eval.py', *sorted(ROOT.glob('train_*.py'))]
+    """{file: [(name of a paper, number, text)]}: the rows in the heads of the files that may cite equations"""
+    return {path.name: [(name, int(number), text) for name, number, text in
+                        ROW.findall(ast.get_docstring(ast.parse(path.read_text())) or '')]
+            for path in (ROOT / 'common.py', ROOT / 'eval.py', *sorted(ROOT.glob('train_*.py')))}
 
 
 def cited(text, file):
     """{(paper, number)} in a text of a file: `Eq. (2), (4)` and `Eq. (2) and (4)` are two, `Eq. (2) to (4)` three."""
     found, own = set(), [name for name, *_ in rows()[file]][:1]
-    names = '|'.join(sorted({name for found in rows().values() for name, *_ in found}))
+    names = '|'.join({name for head in rows().values() for name, *_ in head})
     pattern = rf"(?:({names})(?:'s)? )?Eqs?\. (\(\d+\)(?:(?:, | and |/| to |-)\(\d+\))*)"
     for name, numbers in re.findall(pattern, text):
         for low, high in re.findall(r'\((\d+)\)(?:(?: to |-)\((\d+)\))?', numbers):
@@ -90,8 +86,8 @@ def cited(text, file):
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}
-    for path in files():
-        source = path.read_text()
+    for file in rows():
+        source = (ROOT / file).read_text()
         tree = ast.parse(source)
         places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
                   ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -100,8 +96,8 @@ def lines():
             if first >= tree.body[0].end_lineno:                        # behind the docstring of the file
                 places.append((first + 1, source.splitlines()[first].strip(), re.sub(r'\n *# *', ' ', comment[0])))
         for number, line, text in sorted(places):
-            for equation in cited(text, path.name):
-                found.setdefault(equation, []).append((path.name, number, line))
+            for equation in cited(text, file):
+                found.setdefault(equation, []).append((file, number, line))
     return found
 
 
