@@ -58,8 +58,8 @@ COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # with all its lines: a name 
 
 def key(name):
     """CCL -> ccl, Reality Check -> rc, Proxy-Anchor -> pa"""
-    parts = re.split('[ -]', re.sub(r'[^A-Za-z -]', '', name).lower())
-    return ''.join(part[0] for part in parts) if len(parts) > 1 else parts[0]
+    parts = re.findall('[A-Za-z]+', name)
+    return (parts[0] if len(parts) == 1 else ''.join(part[0] for part in parts)).lower()
 
 
 @cache
@@ -88,8 +88,8 @@ def cited(text, file):
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}
-    for path in files():
-        source = path.read_text()
+    for file in rows():
+        source = (ROOT / file).read_text()
         tree = ast.parse(source)
         places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
                   ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -98,8 +98,8 @@ def lines():
             if first >= tree.body[0].end_lineno:                        # behind the docstring of the file
                 places.append((first + 1, source.splitlines()[first].strip(), re.sub(r'\n *# *', ' ', comment[0])))
         for number, line, text in sorted(places):
-            for equation in cited(text, path.name):
-                found.setdefault(equation, []).append((path.name, number, line))
+            for equation in cited(text, file):
+                found.setdefault(equation, []).append((file, number, line))
     return found
 
 

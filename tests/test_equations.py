@@ -19,11 +19,6 @@ def test_every_equation_of_the_five_papers_has_lines_or_a_reason_and_a_test():
             assert (paper, number) in tests or 'left out' in why, f'{paper} ({number}) {says} has no test'
 
 
-def test_names_of_papers_become_keys():
-    found = [equations.key(name) for name in ('CCL', 'Reality Check', 'Proxy-Anchor', 'ProxyNCA++')]
-    assert found == ['ccl', 'rc', 'pa', 'proxynca']
-
-
 def test_one_equation_is_printed_with_its_lines_and_tests(capsys):
     equations.main(['metrix', '24'])
     first, *places = capsys.readouterr().out.splitlines()

@@ -37,6 +37,11 @@ def embed(x):
     return F.normalize(x.flatten(1)[:, ::199][:, :16], dim=1)
 
 
+def step(loss, *learned, dropout=0.0, **options):
+    """The loss of the embeddings, which may have dropout, with what is learned under these names"""
+    return lambda x, y, t: loss(F.dropout(embed(x), dropout), y, *(t[name] for name in learned), **options)
+
+
 def no_proxies(loss, **options):
     return lambda z, y, p: loss(z, y, **options)
 
@@ -69,10 +74,6 @@ def metrix(kind, pairs, z, y, p, k=None, **hyper):
     return train_metrix.clean_loss(kind, z, y, **proxies, **hyper) + 0.4 * mixed
 
 
-def ccl(z, y, learned, **options):
-    return train_ccl.center_contrastive_loss(z, y, learned['centers'], **options)
-
-
 MARGIN = '-1.1 < -1 1 < 1.1'
 EPSILON = '-2.1 none < -2 2 off < 2.1'
 #                 optim  lr     wd   mom  ep  batch K  schedule st rate wu clip dim pool    frozen crop from area jit
@@ -86,9 +87,9 @@ CASES = {
             'contrastive, similarity, sum': no_proxies(train_contrastive.contrastive_similarity_loss, reduction='sum')},
         steps=[
             ('--pos-margin 0.3 --neg-margin 1.4 --power 2',
-             lambda x, y, _: train_contrastive.contrastive_loss(embed(x), y, 0.3, 1.4, 2)),
+             step(train_contrastive.contrastive_loss, pos_margin=0.3, neg_margin=1.4, power=2)),
             ('--form similarity --margin -0.1 --reduction sum',
-             lambda x, y, _: train_contrastive.contrastive_similarity_loss(embed(x), y, -0.1, 'sum'))],
+             step(train_contrastive.contrastive_similarity_loss, margin=-0.1, reduction='sum'))],
         recipes='''
         cub       adam   1e-4   1e-4 0    60  100   0  step     10 0.1  5  10   512 avg+max True   224  256  0.08 0
         cars      adam   1e-4   1e-4 0    60  100   0  step     10 0.1  5  10   512 avg+max True   224  256  0.08 0
@@ -106,10 +107,9 @@ CASES = {
                 'ms with miner': no_proxies(train_ms.multi_similarity_loss, epsilon=0.1)},
         steps=[
             ('--alpha 3 --beta 7 --lam 0.2 --epsilon 0.02',
-             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 7, 0.2, 0.02)),
-            ('--beta 2 --epsilon 0', lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 2, 2, 0.5, 0.0)),
-            ('--alpha 3 --epsilon off',
-             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 3, 50, 0.5, None))],
+             step(train_ms.multi_similarity_loss, alpha=3, beta=7, lam=0.2, epsilon=0.02)),
+            ('--beta 2 --epsilon 0', step(train_ms.multi_similarity_loss, beta=2, epsilon=0.0)),
+            ('--alpha 3 --epsilon off', step(train_ms.multi_similarity_loss, alpha=3))],
         recipes='''
         cub       adam   3e-5   5e-4 0    41  80    5  step     16 0.1  0  0    512 avg     True   227  256  0.16 0
         cars      adam   3e-5   5e-4 0    30  80    5  step     12 0.1  0  0    512 avg     True   227  256  0.16 0
@@ -122,9 +122,7 @@ CASES = {
 
     'train_proxy_anchor': Case(
         losses={'proxy_anchor': train_proxy_anchor.proxy_anchor_loss},
-        steps=[
-            ('--alpha 5 --delta 0.3',
-             lambda x, y, t: train_proxy_anchor.proxy_anchor_loss(embed(x), y, t['proxies'], 5, 0.3))],
+        steps=[('--alpha 5 --delta 0.3', step(train_proxy_anchor.proxy_anchor_loss, 'proxies', alpha=5, delta=0.3))],
         recipes='''
         cub       adamw  1e-4   1e-4 0    60  120   0  step     5  0.5  5  10   512 avg+max True   224  256  0.08 0
         cars      adamw  1e-4   1e-4 0    60  120   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
@@ -141,8 +139,7 @@ CASES = {
     'train_proxynca_pp': Case(
         losses={'proxynca_pp': train_proxynca_pp.proxynca_pp_loss, 'proxynca': train_proxynca_pp.proxynca_loss},
         steps=[
-            ('--temperature 0.4',
-             lambda x, y, t: train_proxynca_pp.proxynca_pp_loss(embed(x), y, t['proxies'], 0.4)),
+            ('--temperature 0.4', step(train_proxynca_pp.proxynca_pp_loss, 'proxies', temperature=0.4)),
             ('--loss proxynca --temperature 0.4',
              lambda x, y, t: train_proxynca_pp.proxynca_loss(embed(x), y, t['proxies'], 0.4) / len(y))],
         recipes='''
@@ -170,18 +167,16 @@ CASES = {
             'ccl, center_loss': lambda z, y, p: train_ccl.center_loss(z, y, p, p[:, 0], p, lam=0.5, smoothing=0.1)},
         steps=[
             ('--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
-             lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
-            ('--variant stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
-             lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
+             step(train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3)),
+            ('--variant stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3', step(
+                train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
             ('--variant cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
-             lambda x, y, t: ccl(embed(x), y, t, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
+             step(train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3)),
             ('--variant proxynca --s 5 --dropout 0.5',
-             lambda x, y, t: train_ccl.scaled_proxynca_loss(F.dropout(embed(x), 0.5), y, t['centers'], 5)),
-            ('--variant center_loss --lam 0.7 --smoothing 0.3 --dropout 0.5',
-             lambda x, y, t: train_ccl.center_loss(F.dropout(embed(x), 0.5), y, t['classifier'].weight,
-                                                   t['classifier'].bias, t['centers'], 0.7, 0.3)),
-            ('--dropout 0.5',
-             lambda x, y, t: ccl(F.dropout(embed(x), 0.5), y, t, s=16, lam=2, smoothing=0.1))],
+             step(train_ccl.scaled_proxynca_loss, 'centers', dropout=0.5, s=5)),
+            ('--variant center_loss --lam 0.7 --smoothing 0.3 --dropout 0.5', lambda x, y, t: train_ccl.center_loss(
+                F.dropout(embed(x), 0.5), y, *t['classifier'].parameters(), t['centers'], 0.7, 0.3)),
+            ('--dropout 0.5', step(train_ccl.center_contrastive_loss, 'centers', dropout=0.5, smoothing=0.1))],
         recipes='''
         cub       sgd    0.02   5e-4 0    30  128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
         cars      sgd    0.05   5e-4 0    100 128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
@@ -218,11 +213,11 @@ CASES = {
             'metrix, proxynca_pp': partial(metrix, 'proxynca_pp', 'anc-neg')},
         steps=[                                             # with mixtures: test_metrix.py
             ('--mixup none --epsilon off',
-             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 18, 75, 0.77, None)),
+             step(train_ms.multi_similarity_loss, alpha=18, beta=75, lam=0.77)),
             ('--mixup none --gamma 2 --epsilon 0',
-             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 18, 2, 0.77, 0.0)),
+             step(train_ms.multi_similarity_loss, alpha=18, beta=2, lam=0.77, epsilon=0.0)),
             ('--mixup none --epsilon 0.02',
-             lambda x, y, _: train_ms.multi_similarity_loss(embed(x), y, 18, 75, 0.77, 0.02))],
+             step(train_ms.multi_similarity_loss, alpha=18, beta=75, lam=0.77, epsilon=0.02))],
         recipes='''
         cub       adamw  1e-4   1e-4 0    100 100   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
         cars      adamw  1e-4   1e-4 0    100 100   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
@@ -267,11 +262,10 @@ CASES = {
             ('--loss npair --alpha 3 --axis left-right --hybrids append --combinations 2',
              hybrids_by_hand(train_hse.npair_loss, 3, 0.1, stay=8, axis='left-right', num=2, per_class=2,
                              combinations=2)),
-            ('--loss proxy_anchor',
-             hybrids_by_hand(train_hse.proxy_anchor_loss, 2, 0.1, stay=6, num=2, per_class=2)),
+            ('--loss proxy_anchor', hybrids_by_hand(train_hse.proxy_anchor_loss, 2, 0.1, stay=6, num=2, per_class=2)),
             ('--batch-size 40 --combinations 2',    # the batch has 8 images; two classes leave it, not the first
              hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=4, num=2, per_class=2, combinations=2)),
-            ('--loss epshn --alpha 0', lambda x, y, _: train_hse.epshn_loss(embed(x), y))],
+            ('--loss epshn --alpha 0', step(train_hse.epshn_loss))],
         recipes='''
         cub       adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
         cars      adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0

@@ -19,9 +19,7 @@ pytest.importorskip('pytorch_metric_learning', reason='the comparison needs pip 
 from pytorch_metric_learning import distances, losses, miners, reducers  # noqa: E402
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator  # noqa: E402
 
-C, D, COSINE = 6, 5, distances.CosineSimilarity()
-BATCHES = {'balanced': [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], 'unbalanced': [0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 4],
-           'one class': [2] * 6, 'no positives': [0, 1, 2, 3, 4]}           # class 5 is in none of them
+COSINE = distances.CosineSimilarity()
 
 
 def with_miner(loss, miner):
@@ -46,34 +44,41 @@ def minus_one_for_each_anchor_with_positives(loss):
     return value
 
 
-# Their distances and similarities are of normalised vectors. Both libraries count a pair as (a, b) and as (b, a), and
-# divide by the numbers that the comments at our losses state; so all factors are 1.
-PAIRS = {
-    'contrastive': (no_proxies(contrastive_loss), no_proxies(losses.ContrastiveLoss(0, 0.5))),
-    'contrastive, both margins': (no_proxies(contrastive_loss, pos_margin=0.6, neg_margin=1.4),
-                                  no_proxies(losses.ContrastiveLoss(0.6, 1.4))),
-    'contrastive, similarity': (no_proxies(contrastive_similarity_loss, margin=0.2),
-                                minus_one_for_each_anchor_with_positives(losses.ContrastiveLoss(
-                                    1, 0.2, distance=COSINE, reducer=reducers.PerAnchorReducer(
-                                        aggregation_func=lambda x, _: x.sum(1) / (x > 0).sum(1).clamp_min(1))))),
-    'ms': (no_proxies(multi_similarity_loss), no_proxies(losses.MultiSimilarityLoss(2, 50, 0.5))),
-    'ms with miner': (no_proxies(multi_similarity_loss, alpha=3, beta=7, lam=0.2, epsilon=0.1),
-                      with_miner(losses.MultiSimilarityLoss(3, 7, 0.2), miners.MultiSimilarityMiner(0.1))),
-    'proxy_anchor': (proxy_anchor_loss, of_proxies(losses.ProxyAnchorLoss(C, D, 0.1, 32))),
-    'proxy_anchor, soft': (partial(proxy_anchor_loss, alpha=3, delta=0.4),
-                           of_proxies(losses.ProxyAnchorLoss(C, D, 0.4, 3))),
-    'proxynca_pp': (proxynca_pp_loss, of_proxies(losses.ProxyNCALoss(C, D, softmax_scale=9))),    # 1 / temperature
-    'ccl, NSoftmax': (partial(center_contrastive_loss, lam=0),
-                      of_proxies(losses.NormalizedSoftmaxLoss(C, D, temperature=1 / 16), 'W')),
-    'ccl, CosFace': (partial(center_contrastive_loss, lam=0, margin=0.2),
-                     of_proxies(losses.CosFaceLoss(C, D, margin=0.2, scale=16), 'W')),
-    'hse, epshn': (no_proxies(epshn_loss, temperature=1),
-                   with_miner(losses.TripletMarginLoss(0, smooth_loss=True, distance=COSINE,
-                                                       reducer=reducers.MeanReducer()),
-                              miners.BatchEasyHardMiner('easy', 'semihard', distance=COSINE))),
-    'hse, npair': (no_proxies(npair_loss), no_proxies(losses.NPairsLoss())),
-    'triplet': (no_proxies(triplet_loss), no_proxies(losses.TripletMarginLoss(0.1))),
-}
+def compared(C, D):
+    """{name: (ours, theirs)}, each loss(z, y, p). Both count a pair as (a, b) and as (b, a), and divide by the same
+    numbers, so no factor is needed."""
+    return {
+        'contrastive': (no_proxies(contrastive_loss), no_proxies(losses.ContrastiveLoss(0, 0.5))),
+        'contrastive, both margins': (no_proxies(contrastive_loss, pos_margin=0.6, neg_margin=1.4),
+                                      no_proxies(losses.ContrastiveLoss(0.6, 1.4))),
+        'contrastive, similarity': (no_proxies(contrastive_similarity_loss, margin=0.2),
+                                    minus_one_for_each_anchor_with_positives(losses.ContrastiveLoss(
+                                        1, 0.2, distance=COSINE, reducer=reducers.PerAnchorReducer(
+                                            aggregation_func=lambda x, _: x.sum(1) / (x > 0).sum(1).clamp_min(1))))),
+        'ms': (no_proxies(multi_similarity_loss), no_proxies(losses.MultiSimilarityLoss(2, 50, 0.5))),
+        'ms with miner': (no_proxies(multi_similarity_loss, alpha=3, beta=7, lam=0.2, epsilon=0.1),
+                          with_miner(losses.MultiSimilarityLoss(3, 7, 0.2), miners.MultiSimilarityMiner(0.1))),
+        'proxy_anchor': (proxy_anchor_loss, of_proxies(losses.ProxyAnchorLoss(C, D, 0.1, 32))),
+        'proxy_anchor, soft': (partial(proxy_anchor_loss, alpha=3, delta=0.4),
+                               of_proxies(losses.ProxyAnchorLoss(C, D, 0.4, 3))),
+        'proxynca_pp': (proxynca_pp_loss, of_proxies(losses.ProxyNCALoss(C, D, softmax_scale=9))),    # 1 / temperature
+        'ccl, NSoftmax': (partial(center_contrastive_loss, lam=0),
+                          of_proxies(losses.NormalizedSoftmaxLoss(C, D, temperature=1 / 16), 'W')),
+        'ccl, CosFace': (partial(center_contrastive_loss, lam=0, margin=0.2),
+                         of_proxies(losses.CosFaceLoss(C, D, margin=0.2, scale=16), 'W')),
+        'hse, epshn': (no_proxies(epshn_loss, temperature=1),
+                       with_miner(losses.TripletMarginLoss(0, smooth_loss=True, distance=COSINE,
+                                                           reducer=reducers.MeanReducer()),
+                                  miners.BatchEasyHardMiner('easy', 'semihard', distance=COSINE))),
+        'hse, npair': (no_proxies(npair_loss), no_proxies(losses.NPairsLoss())),
+        'triplet': (no_proxies(triplet_loss), no_proxies(losses.TripletMarginLoss(0.1))),
+    }
+
+
+C, D = 6, 5
+PAIRS = compared(C, D)
+BATCHES = {'balanced': [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], 'unbalanced': [0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 4],
+           'one class': [2] * 6, 'no positives': [0, 1, 2, 3, 4]}           # class 5 is in none of them
 
 
 @pytest.mark.parametrize('labels', BATCHES)

@@ -7,8 +7,7 @@ from conftest import on_circle, unit
 from worked import expect, expect_gradients, expect_raised, expect_sound, moving
 
 import train_proxynca_pp
-from common import UsageError
-from train_proxynca_pp import get_args, proxynca_loss, proxynca_pp_loss
+from train_proxynca_pp import proxynca_loss, proxynca_pp_loss
 
 IMAGES, LABELS, PROXIES = (0, 70, 200, 40), [2, 0, 5, 2], (90, 250, 20, 300, 130, 150)
 WHERE = f'of images at {IMAGES} degrees, of classes {LABELS}, and proxies of 6 classes at {PROXIES}'
@@ -69,20 +68,11 @@ def test_networks_of_the_protocol_have_no_layer_norm(before_training):
         assert isinstance(model.norm, torch.nn.LayerNorm) == norm and model.linear.bias.any(), 'kaiming has a bias of 0'
 
 
-def test_proxies_may_learn_more_slowly_than_the_network():
-    assert get_args(['--proxy-lr-mult', '0.5']).proxy_lr_mult == 0.5
-
-
-def test_both_losses_can_be_chosen_and_no_other():
-    for name in ('proxynca_pp', 'proxynca'):
-        assert get_args(['--loss', name]).loss == name
-    with pytest.raises(UsageError, match='--loss: invalid choice'):
-        get_args(['--loss', 'nca'])
-
-
-def test_sgd_has_no_eps(before_training):
+def test_eps_reaches_the_optimizers_that_have_one(before_training):
+    for optimizer in ('adam', 'adamw', 'rmsprop'):
+        held = before_training(train_proxynca_pp, '--optimizer', optimizer, '--eps', '0.5')
+        assert all(group['eps'] == 0.5 for group in held.optimizer.param_groups)
     assert 'eps' not in before_training(train_proxynca_pp, '--optimizer', 'sgd').optimizer.defaults
-    assert before_training(train_proxynca_pp, '--eps', '0.5').optimizer.defaults['eps'] == 0.5
 
 
 # ---- Proxy-NCA

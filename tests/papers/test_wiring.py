@@ -11,7 +11,6 @@ import common
 import train_contrastive
 import train_hse
 import train_ms
-import train_proxynca_pp
 
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
 
@@ -55,12 +54,6 @@ def test_positives_are_pulled_until_their_distance_is_that_of_rounding(loss):
     z = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.0015]]), dim=1).requires_grad_()
     loss(z, torch.tensor([0, 0])).backward()
     assert z.grad.abs().max() > 0.4 * 0.0015 and z.grad.isfinite().all()
-
-
-@pytest.mark.parametrize('optimizer', ['adam', 'adamw', 'rmsprop'])
-def test_eps_reaches_the_optimizer_of_proxynca_pp(before_training, optimizer):
-    held = before_training(train_proxynca_pp, '--optimizer', optimizer, '--eps', '0.5')
-    assert all(group['eps'] == 0.5 for group in held.optimizer.param_groups)
 
 
 @pytest.mark.parametrize('flags, expected', [

@@ -22,6 +22,7 @@ import tempfile
 import time
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -147,45 +148,26 @@ def time_loop(options, data, flags, what, goal):
 def bench_losses(options):
     """Value and time, forward and backward, on the same embeddings. These have no unit length, and ours are normalised
     in the time that is measured, because the other library's losses do that themselves."""
-    try:
-        from pytorch_metric_learning import losses, miners
-    except ImportError:
+    if not find_spec('pytorch_metric_learning'):
         print('losses: pytorch-metric-learning is not installed; pip install pytorch-metric-learning')
         return
-    import train_ccl
-    import train_contrastive
-    import train_ms
-    import train_proxy_anchor
-    import train_proxynca_pp
+    sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ('', 'papers')]
+    from test_oracle import compared
     device, D = common.pick_device(options.device), 512
     sizes = [(100, 100), (500, 100)] if options.quick else [(100, 100), (500, 100), (100, 11318), (500, 11318)]
     for B, C in sizes:
         torch.manual_seed(0)
-        proxies = torch.randn(C, D, device=device, requires_grad=True)
-        anchor = losses.ProxyAnchorLoss(C, D, 0.1, 32).to(device)
-        nca = losses.ProxyNCALoss(C, D, softmax_scale=9).to(device)
-        cosface = losses.CosFaceLoss(C, D, margin=0.1, scale=16).to(device)
-        anchor.proxies.data = nca.proxies.data = proxies.detach().clone()
-        cosface.W.data = proxies.detach().T.clone()
-        miner, ms = miners.MultiSimilarityMiner(0.1), losses.MultiSimilarityLoss(2, 50, 0.5)
-        pairs = {
-            'contrastive': (train_contrastive.contrastive_loss, losses.ContrastiveLoss(0, 0.5)),
-            'multi-similarity': (partial(train_ms.multi_similarity_loss, epsilon=0.1),
-                                 lambda z, y, ms=ms, miner=miner: ms(z, y, miner(z, y))),
-            'proxy-anchor': (partial(train_proxy_anchor.proxy_anchor_loss, proxies=proxies), anchor),
-            'proxynca++': (partial(train_proxynca_pp.proxynca_pp_loss, proxies=proxies), nca),
-            'ccl, lam 0 (CosFace)': (partial(train_ccl.center_contrastive_loss, centers=proxies, margin=0.1, lam=0.0),
-                                     cosface)}
+        p = torch.randn(C, D, device=device, requires_grad=True)
         y = torch.arange(B, device=device) // 5
         noise, centres = torch.randn(B, D, device=device), torch.randn(C, D, device=device)
         z = (3 * noise + centres[y]).requires_grad_()       # overlapping classes: every term is at work
-        for name, (loss, theirs) in pairs.items():
-            def ours(z, y, loss=loss):
-                return loss(F.normalize(z, dim=1), y)
-            took = in_turn({'ours': lambda f=ours, z=z, y=y: f(z, y).backward(),
-                            'theirs': lambda f=theirs, z=z, y=y: f(z, y).backward()}, 7 * options.repeats)
+        for name in ('contrastive', 'ms with miner', 'proxy_anchor', 'proxynca_pp', 'ccl, CosFace'):
+            loss, theirs = compared(C, D)[name]
+            ours = partial(lambda loss, z, y, p: loss(F.normalize(z, dim=1), y, p), loss)
+            took = in_turn({'ours': lambda f=ours, z=z, y=y, p=p: f(z, y, p).backward(),
+                            'theirs': lambda f=theirs, z=z, y=y, p=p: f(z, y, p).backward()}, 7 * options.repeats)
             report(f'{name} over pytorch-metric-learning, B {B}, C {C:,}', took['ours'] / took['theirs'], 0.8,
-                   f'{1e3 * took["ours"]:.2f} ms; values {ours(z, y).item():.6f} {theirs(z, y).item():.6f}')
+                   f'{1e3 * took["ours"]:.2f} ms; values {ours(z, y, p).item():.6f} {theirs(z, y, p).item():.6f}')
 
 
 def bench_files(options):
