@@ -65,11 +65,8 @@ def key(name):
 @cache
 def heads():
     """{file: docstring}"""
-    return {path.name: ast.get_docstring(ast.parse(path.read_text())) or '' for path in files()}
-
-
-def files():
-    return [ROOT / 'common.py', ROOT / 'eval.py', *sorted(ROOT.glob('train_*.py'))]
+    files = [ROOT / 'common.py', ROOT / 'eval.py', *sorted(ROOT.glob('train_*.py'))]
+    return {path.name: ast.get_docstring(ast.parse(path.read_text())) or '' for path in files}
 
 
 def cited(text, file):
@@ -88,7 +85,7 @@ def cited(text, file):
 def lines():
     """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
     found = {}
-    for file in rows():
+    for file in heads():
         source = (ROOT / file).read_text()
         tree = ast.parse(source)
         places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
