@@ -3,9 +3,9 @@
     python tests/results/fig2.py runs/metrix-shapes-1 --gamma 50 --m 0.5
 
 prints how often mixed embeddings act as positives, and the utilization with and without mixed examples. The former is
-also plotted if matplotlib is installed. Embeddings of training images are mixed, in 20 batches like those of the run.
-The paper's Fig. 2 uses the whole dataset at epoch 0, and its utilization the mixed examples of several epochs. If all
-s(a, v) lie on one side of the threshold, the figure shows no transition: choose --m near the mean s(a, v).
+also plotted if matplotlib is installed. Embeddings of training images are mixed, in 20 batches sampled as in the run.
+The paper's Fig. 2 uses the whole dataset at epoch 0, and its utilization the mixed examples of several epochs. If every
+s(a, v) is on the same side of the threshold, the figure shows no transition: choose --m near the mean s(a, v).
 """
 import argparse
 import sys
@@ -84,7 +84,7 @@ def plot(bins, path):
 
 
 def get_args(argv=None):
-    """Flags of the run, replaced by those of the command line"""
+    """Flags of the run; flags on the command line replace them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', type=Path, help='folder of the run, or a checkpoint')
     above_0 = common.at_least(1e-3, float)

@@ -13,13 +13,13 @@ A page is Markdown. A table begins with a line of settings, and ends with a comm
     <!-- end -->
 
 A row has a name and a command, or its name is the difference of two rows. results.py inserts columns of values between
-name and command, and further tables after the first one; any other text between the line of settings and the end is
-lost. So write by hand: the settings and, in the first table, the names, the commands in backticks, and the paper's
-values. A new row needs no other cells. The settings:
+name and command, and further tables after the first one; any other text in the block is lost. So write by hand: the
+settings and, in the first table, the names, the commands in backticks, and the paper's values. A new row needs no other
+cells. The settings:
 
     repeats   Each command is run with each of these flags: `--seed 0..2` are three repeats, `--fold 0..3/4 --seed 1..2`
               are eight; further repeats follow after a comma. A cell of a row may hold repeats for this row only.
-    flags     Flags that all commands share, inserted after the name of the script.
+    flags     Flags for all commands of the table, inserted after the name of the script.
     epochs    The evaluations that are kept and shown: `0 2 4 9`. Without it, all are kept, and the last one is shown.
     folds     The name of a table with the same rows on folds, for cross-validation: it selects the best row and epoch
               by MAP@R. Rows `METHOD @ SETTING` of both tables are settings of one method.
@@ -155,7 +155,7 @@ def read_settings(block):
         if key not in SETTINGS:
             mistake(block.place(), f'{key} is not a setting of a table; these are {", ".join(SETTINGS)}')
         if key == 'epochs' and not re.fullmatch(r'\d+( \d+)*', text):
-            mistake(block.place(), f'epochs are numbers with spaces between them, `0 2 4`, and not `{text}`')
+            mistake(block.place(), f'epochs are integers with spaces between them, `0 2 4`, and not `{text}`')
         if key == 'measured' and text != 'yes':
             mistake(block.place(), f'measured is `yes`, or left out, and not `{text}`')
     return name[1], settings
@@ -185,9 +185,9 @@ def expand(text):
     """`--fold 0..1/4 --seed 3, --seed 5` -> [--fold 0/4 --seed 3, --fold 1/4 --seed 3, --seed 5]"""
     repeats = []
     for flags in text.split(', ') if text else []:
-        if numbers := re.search(r'(\d+)\.\.(\d+)', flags):
-            for n in range(int(numbers[1]), int(numbers[2]) + 1):
-                repeats += expand(f'{flags[:numbers.start()]}{n}{flags[numbers.end():]}')
+        if ends := re.search(r'(\d+)\.\.(\d+)', flags):
+            for n in range(int(ends[1]), int(ends[2]) + 1):
+                repeats += expand(f'{flags[:ends.start()]}{n}{flags[ends.end():]}')
         else:
             repeats.append(flags)
     return repeats

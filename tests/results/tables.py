@@ -129,7 +129,7 @@ def differences(found, row, base, quantity):
 
 def counted(values):
     """{repeat: value} -> the values that a confidence interval counts. If several seeds are combined with folds, each
-    seed counts once, by the mean over its folds, because the folds share most of their images."""
+    seed counts once, by the mean over its folds, because most images are in several of its folds."""
     seeds = {}
     for repeat, value in values.items():
         seeds.setdefault(repeat.partition('--seed')[2], []).append(value)

@@ -32,7 +32,7 @@ def table_of(rows, repeats, **more):
 
 
 def run_of(command='', steps=1, measured=None, **columns):
-    """A run; R and MAP stand for R@1 and MAP@R, plus and minus for s+ and s-"""
+    """A run. The keywords R, MAP, plus and minus are R@1, MAP@R, s+ and s-."""
     keys = dict(R='R@1', MAP='MAP@R', plus='s+', minus='s-')
     columns = {keys.get(key, key): values for key, values in columns.items()}
     length = len(next(iter(columns.values())))
@@ -126,15 +126,15 @@ def test_cross_validation_selects_the_epoch_that_a_table_shows():
             't.py --a 1 --seed 0': run_of(steps=22, MAP=[1, 7, 3], R=[10, 70, 30]),
             't.py --a 2 --seed 0': run_of(steps=22, MAP=[1, 2, 9], R=[10, 20, 90])}
     both = {'folds': table_of({'x': 't.py --a 1'}, ['--fold 0/2', '--fold 1/2'], epochs=[0, 1, 2]),
-            'seeds': table_of({'x': 't.py --a 1', 'y': 't.py --a 2'}, ['--seed 0'], pairs=[('y', 'x')],
+            'runs': table_of({'x': 't.py --a 1', 'y': 't.py --a 2'}, ['--seed 0'], pairs=[('y', 'x')],
                               epochs=[0, 1, 2], folds='folds')}
-    assert tables.choose(both['seeds'], both, runs) == {'x': tables.Choice(5, 20, 1, 22)}
-    assert tables.section(both['seeds'], both, runs)[-1] == '| x | 1 | 5.0 | 20 | 22 | 7.0 | 70.0 |'
-    on_folds, on_seeds = (tables.section(both[name], both, runs) for name in ('folds', 'seeds'))
+    assert tables.choose(both['runs'], both, runs) == {'x': tables.Choice(5, 20, 1, 22)}
+    assert tables.section(both['runs'], both, runs)[-1] == '| x | 1 | 5.0 | 20 | 22 | 7.0 | 70.0 |'
+    on_folds, on_seeds = (tables.section(both[name], both, runs) for name in ('folds', 'runs'))
     assert not any('R@1' in line for line in on_folds) and any('R@1 after epoch' in line for line in on_seeds)
     del runs['t.py --a 1 --fold 1/2']
-    assert tables.choose(both['seeds'], both, runs) == {}
-    assert not any('steps on folds' in line for line in tables.section(both['seeds'], both, runs))
+    assert tables.choose(both['runs'], both, runs) == {}
+    assert not any('steps on folds' in line for line in tables.section(both['runs'], both, runs))
 
 
 def test_cross_validation_selects_setting_and_epoch_of_each_method_together():
@@ -244,7 +244,7 @@ def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one():
 
 
 def test_a_claim_on_rows_selected_by_cross_validation():
-    """Both rows are best on the fold after epoch 1, where the difference is 3 for each seed; at the end it is -5."""
+    """Both rows are best on the fold after epoch 1, where the difference is 3 for each seed. Finally it is -5."""
     runs = {f't.py --a {row} --fold 0/2': run_of(MAP=[1, 2, 1]) for row in (1, 2)}
     for seed in (0, 1):
         runs[f't.py --a 1 --seed {seed}'] = run_of(MAP=[0, 0, 0], R=[1, 8 + seed, 1])
@@ -348,7 +348,7 @@ def test_a_command_that_its_script_does_not_understand_is_named_before_any_run(t
 
 
 def test_experiments_of_the_course_are_runs_on_the_results_pages():
-    """The order of flags, and explicit defaults, make no difference."""
+    """The order of flags, and explicit defaults, are ignored."""
     def read(command):
         patch, script, words = re.match(r'(?:.*--patched (\S+) )?(train_\w+)\.py(.*)', command).groups()
         args = vars(__import__(script).get_args(words.split()))
@@ -459,7 +459,7 @@ def test_a_page_that_is_written_twice_stays_as_it_is_and_takes_a_new_row(page):
     ('repeats `--seed 0..1`, ', '', 7, "row 'none' needs repeats"),
     ('flags `--epochs 1`', 'flag `--epochs 1`', 3, 'flag is not a setting'),
     ('flags `--epochs 1`', 'flags --epochs 1', 3, 'a table begins with'),
-    ('flags `--epochs 1`', 'epochs `0, 1`', 3, 'epochs are numbers'),
+    ('flags `--epochs 1`', 'epochs `0, 1`', 3, 'epochs are integers'),
     ('flags `--epochs 1`', 'folds `yours`', 3, 'folds `yours` is not a table'),
     ('flags `--epochs 1`', 'measured `no`', 3, 'measured is `yes`'),
     ('| | command |\n|---|---|\n', '', 3, 'a table must follow'),
