@@ -1,6 +1,6 @@
-"""Draws the runs of a table: python tests/results/results.py NAME --draw PNG, or --draw-path PNG. Needs matplotlib.
+"""Plots the runs of a table: python tests/results/results.py NAME --draw PNG, or --draw-path PNG. Needs matplotlib.
 
-And hybrids of HSE, with flags of train_hse.py: python tests/results/draw.py hybrids.png --num 3
+Also saves an image grid of HSE's hybrids, with flags of train_hse.py: python tests/results/draw.py hybrids.png --num 3
 """
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from tables import after, numbers, runs_of
+from tables import after, per_repeat, runs_of
 from torchvision.utils import save_image
 
 import common
@@ -17,35 +17,35 @@ import train_hse
 from eval import interval
 
 
-def draw(table, runs, path):
-    """Draws MAP@R of a table with epochs, and R@1 of any other one, and writes the picture to `path`."""
+def plot(table, runs, path):
+    """Plot MAP@R by epoch for a table with `epochs`, R@1 for any other table, and save the figure as `path`."""
     from matplotlib.figure import Figure
     found = {row: of_row for row, of_row in runs_of(table, runs).items() if of_row}
     if table.epochs:
-        panel_of = {row: row.split(', ')[0] if ', ' in row else '' for row in found}        # one for each loss
+        panel_of = {row: row.split(', ')[0] if ', ' in row else '' for row in found}        # one panel per loss
         titles = list(dict.fromkeys(panel_of.values()))
         figure = Figure(figsize=(max(4, 2.5 * len(titles)), 3), layout='constrained')
         panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
         for axes, title in zip(panels, titles):
             rows = {row: of_row for row, of_row in found.items() if panel_of[row] == title}
-            draw_means(axes, title, rows, table.epochs)
+            plot_means(axes, title, rows, table.epochs)
         panels[0].set_ylabel('MAP@R on the test classes')
         panels[0].legend()
     else:
         figure = Figure(figsize=(8, 4.5), layout='constrained')
-        draw_runs(figure.subplots(), found)
+        plot_runs(figure.subplots(), found)
     figure.savefig(path, dpi=100)
 
 
-def draw_path(table, runs, path):
-    """Draws R@1 against MAP@R along the training, of a table with epochs: the means of each row, an arrow at its last
-    evaluation. Rows that move along one path differ in speed alone."""
+def plot_path(table, runs, path):
+    """Plot R@1 against MAP@R during training, for a table with `epochs`: the mean of each row, with an arrow at its
+    last evaluation. Rows on the same path differ only in speed."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6, 4.5), layout='constrained')
     axes = figure.subplots()
     for number, (row, of_row) in enumerate(runs_of(table, runs).items()):
         if of_row:
-            x, y = ([mean(numbers(of_row, after(epoch, key)).values()) for epoch in table.epochs]
+            x, y = ([mean(per_repeat(of_row, after(epoch, key)).values()) for epoch in table.epochs]
                     for key in ('MAP@R', 'R@1'))
             axes.plot(x, y, 'o-', color=f'C{number}', markersize=3, label=row)
             axes.annotate('', (x[-1], y[-1]), (x[-2], y[-2]), arrowprops=dict(arrowstyle='->', color=f'C{number}'))
@@ -56,10 +56,10 @@ def draw_path(table, runs, path):
     figure.savefig(path, dpi=100)
 
 
-def draw_means(axes, title, rows, epochs):
-    """Mean and interval of each row; the dotted line is the network before training."""
+def plot_means(axes, title, rows, epochs):
+    """Mean and 95% CI of each row. The dotted line is the network before training."""
     for number, (row, of_row) in enumerate(rows.items()):
-        found = [interval(list(numbers(of_row, after(epoch, 'MAP@R')).values())) for epoch in epochs]
+        found = [interval(list(per_repeat(of_row, after(epoch, 'MAP@R')).values())) for epoch in epochs]
         middle = [centre for centre, _ in found]
         low = [centre - (half or 0) for centre, half in found]
         high = [centre + (half or 0) for centre, half in found]
@@ -71,8 +71,8 @@ def draw_means(axes, title, rows, epochs):
     axes.minorticks_off()
 
 
-def draw_runs(axes, found):
-    """The mean of each row, and its runs in a paler colour. A circle is a run's best epoch, a square its last one."""
+def plot_runs(axes, found):
+    """Mean of each row, and its runs in a paler colour: a circle at the best epoch of a run, a square at the last."""
     for number, (row, of_row) in enumerate(found.items()):
         colour = f'C{number}'
         curves = [run['columns']['R@1'] for run in of_row.values()]
@@ -86,20 +86,20 @@ def draw_runs(axes, found):
     axes.legend()
 
 
-def draw_hybrids(path='hybrids.png', *flags):
-    """A picture like Fig. 2 of HSE: each row has the parents of one hybrid, and then their hybrids of all kinds."""
+def save_hybrids(path='hybrids.png', *flags):
+    """An image grid like Fig. 2 of HSE: each row has the source images of a hybrid, then their hybrids of all kinds."""
     args = train_hse.get_args(flags)
     common.set_seed(args.seed)
-    as_they_are = common.make_test_transform(args.resize, args.image_size, mean=(0, 0, 0), std=(1, 1, 1))
-    images = common.load_dataset(args.dataset, args.data, transform=as_they_are).train
+    unnormalized = common.make_test_transform(args.resize, args.image_size, mean=(0, 0, 0), std=(1, 1, 1))
+    images = common.load_dataset(args.dataset, args.data, transform=unnormalized).train
     indices = next(iter(common.make_sampler(args, images.labels)))
     x = torch.stack([images[i][0] for i in indices])                     # (B, 3, S, S), from 0 to 1
     _, sources = train_hse.make_hybrids(x, images.labels[indices], num=args.num, per_class=args.per_class)
-    parents = x[sources[:8]]                                             # (at most 8, num, 3, S, S)
-    hybrids = [train_hse.blend(parents, kind, args.axis, args.mask_size)[:, None] for kind in train_hse.KINDS]
-    x = torch.cat([parents, *hybrids], dim=1)                            # (at most 8, num + 3, 3, S, S)
+    source_images = x[sources[:8]]                                       # (at most 8, num, 3, S, S)
+    hybrids = [train_hse.blend(source_images, kind, args.axis, args.mask_size)[:, None] for kind in train_hse.KINDS]
+    x = torch.cat([source_images, *hybrids], dim=1)                      # (at most 8, num + 3, 3, S, S)
     save_image(x.flatten(0, 1), path, nrow=x.shape[1], pad_value=1)
 
 
 if __name__ == '__main__':
-    common.cli(lambda: draw_hybrids(*sys.argv[1:]))
+    common.cli(lambda: save_hybrids(*sys.argv[1:]))

@@ -1,11 +1,11 @@
-"""Fig. 2 and the utilization of Metrix (Sections 3.6 and 4.3), of a network that train_metrix.py trained.
+"""Fig. 2 and the utilization of Metrix (Sections 3.6 and 4.3), for a network trained by train_metrix.py.
 
     python tests/results/fig2.py runs/metrix-shapes-1 --gamma 50 --m 0.5
 
-prints how often mixtures act as positives, and the utilization with and without mixed examples; draws the former where
-matplotlib is installed. Mixed are embeddings of training images, in 20 batches like those of the run. The paper draws
-Fig. 2 from the whole dataset at epoch 0, and measures utilization with the mixed examples of a number of epochs. If all
-s(a, v) are above the threshold, or all below, there is no transition to see: take --m near the mean s(a, v).
+prints how often mixed embeddings act as positives, and the utilization with and without mixed examples. The former is
+also plotted if matplotlib is installed. Embeddings of training images are mixed, in 20 batches sampled as in the run.
+The paper's Fig. 2 uses the whole dataset at epoch 0, and its utilization the mixed examples of several epochs. If every
+s(a, v) is on the same side of the threshold, the figure shows no transition: choose --m near the mean s(a, v).
 """
 import argparse
 import sys
@@ -23,15 +23,15 @@ from train_metrix import cross_class_pairs, labelled_loss, mix_embeddings, pair_
 
 
 def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
-    """Fig. 2: how often a mixture acts as a positive of an anchor, in ms with embedding mixing, Eq. (11) and (25):
-    P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over the v with this lambda
+    """Fig. 2: how often a mixed embedding acts as a positive of an anchor, for ms with embedding mixup, Eq. (11), (25):
+    P(Pos(a, v)) = F_lambda(threshold of Eq. (24)), where F_lambda is the CDF of s(a, v) over all v with this lambda
 
-    z (N, D), y (N,) are embeddings and classes of a set, batches lists of indices into it.
-    Returns for bins of the label, 0.1 wide, which is our choice: (middle, measured, predicted, mean similarity, number
-    of pairs (a, v)).
-    measured is the share of pairs where the derivative of the loss by s(a, v) is <= 0. predicted is the share whose
-    s(a, v) is at or below the threshold for its label. Eq. (24) and (25) are about the mixed term alone, of an anchor
-    with one mixed example; here each anchor has many.
+    z (N, D), y (N,)  embeddings and classes of a dataset; batches  lists of indices into it
+    Returns one tuple per bin of the label: (centre, measured, predicted, mean similarity, number of pairs (a, v)). The
+    bins are 0.1 wide, which is our choice.
+    measured   fraction of pairs whose derivative of the loss w.r.t. s(a, v) is <= 0
+    predicted  fraction of pairs whose s(a, v) is at most the threshold for their label
+    Eq. (24) and (25) assume only the mixed term, and an anchor with one mixed example; here each anchor has many.
     """
     hyper = dict(beta=beta, gamma=gamma, m=m)
     samples = []
@@ -49,33 +49,33 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
         below = s <= positivity_threshold(pair_y, **hyper)      # Eq. (11) and (25): F_lambda(threshold) is its mean
         samples.append(torch.stack([pair_y, positive, below, s.detach()])[:, valid])            # (4, pairs)
-    samples = torch.cat(samples, dim=1)             # (4, all pairs): label, acts as a positive, below the threshold, s
-    tenth = (samples[0] * 10).long().clamp_max(9)   # the tenth of [0, 1] in which the label lies, 0 to 9
-    rows = []
-    for n in tenth.unique().tolist():
-        inside = samples[:, tenth == n]             # (4, those of this tenth)
+    samples = torch.cat(samples, dim=1)             # (4, all pairs): label, positive, below, s
+    index = (samples[0] * 10).long().clamp_max(9)   # bin of the label, 0 to 9
+    bins = []
+    for n in index.unique().tolist():
+        inside = samples[:, index == n]             # (4, pairs in this bin)
         _, measured, predicted, s = inside.mean(dim=1).tolist()
-        rows.append((n / 10 + 0.05, measured, predicted, s, inside.shape[1]))
-    return rows
+        bins.append((n / 10 + 0.05, measured, predicted, s, inside.shape[1]))
+    return bins
 
 
 def mixed_examples(z, y, batches, alpha):
-    """Mixtures of all pairs of different classes in each batch.  z (N, D), y (N,) -> (M of all batches, D)"""
-    mixtures = []
+    """Mixed embeddings of all pairs of different classes in each batch.  z (N, D), y (N,) -> (M of all batches, D)"""
+    mixed = []
     for index in batches:
         i, j = cross_class_pairs(y[index])
-        mixtures.append(mix_embeddings(z[index], i, j, Beta(alpha, alpha).sample(i.shape)))
-    return torch.cat(mixtures)
+        mixed.append(mix_embeddings(z[index], i, j, Beta(alpha, alpha).sample(i.shape)))
+    return torch.cat(mixed)
 
 
-def draw(rows, path):
-    """Fig. 2, from the rows of `positivity`"""
+def plot(bins, path):
+    """Plot Fig. 2 from the result of `positivity`."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print('to draw the figure as well: pip install matplotlib')
+        print('to plot the figure as well: pip install matplotlib')
         return
-    lam, measured, predicted, *_ = zip(*rows)
+    lam, measured, predicted, *_ = zip(*bins)
     axes = Figure().subplots()
     axes.plot(lam, measured, 'o-', lam, predicted, 's--')
     axes.set(xlabel='lambda', ylabel='P(Pos(a, v)): measured (circles), Eq. (25) (squares)')
@@ -84,16 +84,16 @@ def draw(rows, path):
 
 
 def get_args(argv=None):
-    """The flags of the run, with those that were typed in their place"""
+    """Flags of the run; flags on the command line replace them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('run', type=Path, help='its folder, or a checkpoint')
+    parser.add_argument('run', type=Path, help='folder of the run, or a checkpoint')
     above_0 = common.at_least(1e-3, float)
     for flag, kind in {'--alpha': above_0, '--beta': above_0, '--gamma': above_0, '--m': common.between(-1, 1)}.items():
-        parser.add_argument(flag, type=kind, help='if not given, that of the run')
+        parser.add_argument(flag, type=kind, help='default: the value of the run')
     typed = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     saved = common.read_checkpoint(typed['run'])
     if saved['script'] != 'train_metrix':
-        raise common.UsageError(f'{typed["run"]} was made by {saved["script"]}.py, not by train_metrix.py')
+        raise common.UsageError(f'{typed["run"]} was trained by {saved["script"]}.py, not by train_metrix.py')
     return argparse.Namespace(**saved['args'] | typed)
 
 
@@ -105,10 +105,10 @@ def main(argv=None):
     z = common.embed(model, data.train)
     y = data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
-    rows = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
+    bins = positivity(z, y, batches, args.alpha, args.beta, args.gamma, args.m)
     print(f'P(Pos(a, v)) with beta {args.beta:g}, gamma {args.gamma:g}, m {args.m:g}: measured, and by Eq. (25)\n'
           '  lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs')
-    for lam, measured, predicted, s, number in rows:
+    for lam, measured, predicted, s, number in bins:
         threshold = positivity_threshold(lam, args.beta, args.gamma, args.m)
         print(f'{lam:8.2f} {measured:9.3f} {predicted:9.3f} {s:13.3f} {threshold:10.3f} {number:9d}')
     if data.query:
@@ -116,9 +116,9 @@ def main(argv=None):
         examples = torch.cat([z, mixed_examples(z, y, batches, args.alpha)])
         print(f'utilization, Eq. (12): {evaluation.utilization(q, z):.3f} by clean examples, '
               f'{evaluation.utilization(q, examples):.3f} by these and the mixed ones of {len(batches)} batches')
-    if rows:                                        # there are none if no anchor has a mixture
-        draw(rows, common.best_of(args.run).parent / 'positivity.png')
-    return rows
+    if bins:                                        # empty if no anchor has a mixed example
+        plot(bins, common.best_of(args.run).parent / 'positivity.png')
+    return bins
 
 
 if __name__ == '__main__':

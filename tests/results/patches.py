@@ -1,8 +1,8 @@
-"""Runs of train_metrix.py whose step is changed: python tests/results/results.py --patched NAME train_metrix.py FLAGS
+"""Runs train_metrix.py with a changed step: python tests/results/results.py --patched NAME train_metrix.py FLAGS
 
-A patch is a function that returns the functions of train_metrix.py, or the methods of common.Embedder, which it
-replaces, by their names. `softer:2:10:0.5` gives the patch `softer` three numbers. The docstrings of the patches stand
-on the page that is named why.md.
+A patch is a function that returns replacements, by name, for functions of train_metrix.py or methods of
+common.Embedder. `softer:2:10:0.5` calls the patch `softer` with three arguments. The page why.md lists the patches by
+their docstrings.
 """
 from unittest import mock
 
@@ -15,37 +15,37 @@ import train_ms
 
 
 def with_kind(kind, **hyper):
-    """mixed_loss with a kind and hyper-parameters of its own; the clean loss keeps those of the flags"""
+    """Mixed loss of another kind or with other hyperparameters; the flags apply to the clean loss only."""
     real = train_metrix.mixed_loss
     return dict(mixed_loss=lambda base, *args: real(base._replace(kind=kind, hyper=hyper), *args))
 
 
 def softer(beta, gamma, m):
-    """`BaseLoss('ms', dict(beta=..., gamma=..., m=...))` for `mixed_loss`: the clean loss keeps 18, 75 and 0.77"""
+    """mixed loss of ms with other beta, gamma and m; the clean loss keeps 18, 75 and 0.77"""
     return with_kind('ms', beta=beta, gamma=gamma, m=m)
 
 
 def contrast(m):
-    """`BaseLoss('contrastive', dict(m=0.5))` for `mixed_loss`: the mixed loss is contrastive, the clean one is ms"""
+    """contrastive mixed loss with margin m; the clean loss is still ms"""
     return with_kind('contrastive', m=m)
 
 
 def push():
-    """`1 / gamma log(1 + sum (1 - y) exp(gamma (s - m)))`: mixtures only push, without the term that pulls"""
+    """mixed loss with its negative term only, `1 / gamma log(1 + sum (1 - y) exp(gamma (s - m)))`"""
     real = train_metrix.mixed_loss
 
     def labelled_loss(s, y, valid, kind, beta, gamma, m):
         exponents = gamma * (s - m) + ((1 - y) * valid).log()                                   # (A, V)
         return F.pad(exponents, (1, 0)).logsumexp(dim=1) / gamma                                # exp(0) is the 1
 
-    def mixed_loss(*args):                                  # the clean loss keeps its pull
+    def mixed_loss(*args):                                  # the clean loss keeps its positive term
         with mock.patch.object(train_metrix, 'labelled_loss', labelled_loss):
             return real(*args)
     return dict(mixed_loss=mixed_loss)
 
 
 def mined():
-    """`valid & mined`: what is mixed for an anchor are a positive and a negative that the miner keeps (epsilon 0.39)"""
+    """mixed examples of pairs only that the miner keeps for the anchor (epsilon 0.39)"""
     real, real_labels = train_metrix.mixed_loss, train_metrix.pair_labels
 
     def mixed_loss(base, config, model, levels, y):
@@ -62,8 +62,8 @@ def mined():
 
 
 def released():
-    """The loss of the code released for ms with embedding mixing (github.com/billpsomas/metrix, b679703), in place of
-    both terms: mixtures only pull, and a mask meets wrong pairs, see `released_loss`"""
+    """loss of the code released for ms with embedding mixup (github.com/billpsomas/metrix, b679703), instead of clean
+    and mixed loss: mixed examples are positives only, and a mask selects wrong pairs, see `released_loss`"""
     def mixed_loss(base, config, model, levels, y):
         lam = torch.distributions.Beta(config.alpha, config.alpha).sample().item()              # one for the batch
         return released_loss(levels['embed'].float(), y, lam, **base.hyper)
@@ -71,14 +71,14 @@ def released():
 
 
 def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
-    """What the code that was released for ms computes of unit embeddings z (B, D) with classes y (B,)
+    """Loss of the code released for ms.  z (B, D) L2-normalized embeddings, y (B,) classes -> scalar
 
-    Anchor a keeps the positives P(a) and negatives N(a) of the miner. For each of its positives and each n of N(a)
-    there is a row (a, p, n), but p is always the least similar of P(a). Row r has the mixture v = unit(lam p + (1 -
-    lam) n). In the clean sums, lam and 1 - lam also multiply the 1 of log(1 + ...). Mixtures are positives only.
-    A mask of pairs (a, p), which are indices of images, is used on the table of all rows against all mixtures. So an
-    image a stands for row a, mostly of another anchor, and an image p for the mixture of row p, and only the first B
-    rows have any. The mean is over all M rows, of which only the first B have clean sums.
+    The miner selects positives P(a) and negatives N(a) of each anchor a. For each positive and each n in N(a) there is
+    a triplet (a, p, n), but p is always the least similar of P(a). Triplet r has the mixed embedding v = normalize(lam
+    p + (1 - lam) n), which is a positive only. In the clean sums, lam and 1 - lam also multiply the 1 of log(1 + ...).
+    The code has a mask of pairs (a, p) of images, but applies it to the matrix of all triplets and mixed embeddings.
+    So image a selects triplet a, mostly of another anchor, and image p selects the mixed embedding of triplet p. Only
+    the first B triplets are ever selected, and only they have clean sums, but the mean is over all M triplets.
     """
     B = len(y)
     s = z @ z.T                                                                                 # (B, B)
@@ -88,21 +88,21 @@ def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
     a, _, n = (positive[:, :, None] & negative[:, None]).nonzero().unbind(dim=1)                # (M,)
     p = s.masked_fill(~positive, float('inf')).argmin(dim=1)[a]                                 # (M,)
     v = F.normalize(lam * z[p] + (1 - lam) * z[n], dim=1)                                       # (M, D)
-    M = max(len(a), B)                                      # with fewer rows than images, that code fails
-    # What has no term stays 0.
+    M = max(len(a), B)                                      # with fewer triplets than images, that code fails
+    # Triplets without a term stay 0.
     pull = F.pad(lam * (1 + sum_p) * positive.any(dim=1), (0, M - B))                           # (M,)
     push = F.pad((1 - lam) * (1 + sum_n) * negative.any(dim=1), (0, M - B))                     # (M,)
-    row, column = torch.stack([a, p], dim=1).unique(dim=0).unbind(dim=1)                        # where the mask is true
-    inside = (row < len(a)) & (column < len(a))
-    row, column = row[inside], column[inside]               # an image is in one row at most, so each sum has one term
-    misplaced = (z[a[row]] * v[column]).sum(dim=1)          # of the anchor of a row and the mixture of another
-    mixed = torch.zeros_like(pull).index_add(0, row, 1 + (-beta * (misplaced - m)).exp())       # (M,)
+    r, q = torch.stack([a, p], dim=1).unique(dim=0).unbind(dim=1)                               # where the mask is true
+    inside = (r < len(a)) & (q < len(a))
+    r, q = r[inside], q[inside]                             # each r occurs once, so each sum has one term
+    misplaced = (z[a[r]] * v[q]).sum(dim=1)                 # anchor of triplet r, mixed embedding of triplet q
+    mixed = torch.zeros_like(pull).index_add(0, r, 1 + (-beta * (misplaced - m)).exp())         # (M,)
     logs = [t.where(t > 0, torch.ones_like(t)).log() for t in (pull + 0.4 * mixed, push)]       # log 0 counts as 0
     return (logs[0] / beta + logs[1] / gamma).mean()
 
 
 def with_features(change):
-    """Changes the features of a batch in training; those of an evaluation stay"""
+    """Change the features of a batch during training, but not in an evaluation."""
     real = common.Embedder.features
 
     def features(self, x):
@@ -112,18 +112,17 @@ def with_features(change):
 
 
 def dropout(p):
-    """`F.dropout(f, p)`: in training, a share p of the numbers of each vector is 0"""
+    """dropout of the features with probability p, during training"""
     return with_features(lambda f: F.dropout(f, p))
 
 
 def noise(sigma):
-    """`f + sigma / sqrt(c) * randn`: in training, vectors have noise of length sigma; theirs is 1, on average"""
+    """Gaussian noise of norm sigma, `sigma / sqrt(c) * randn`, added to the features (mean norm 1) during training"""
     return with_features(lambda f: f + sigma / f.shape[1] ** 0.5 * torch.randn_like(f))
 
 
 def smooth(epsilon):
-    """`proxy_anchor(s, y, 1 - y)`, label smoothing: an image has label 1 - epsilon with the proxy of its class, and
-    epsilon / (C - 1) with each other proxy"""
+    """label smoothing in Proxy-Anchor: label 1 - epsilon with the positive proxy, epsilon / (C - 1) with each other"""
     real = train_metrix.proxy_anchor
 
     def proxy_anchor(s, positive, negative, **hyper):
@@ -133,7 +132,7 @@ def smooth(epsilon):
 
 
 def scale(factor):
-    """`factor * clean_loss(...)`: a larger loss without another direction"""
+    """clean loss times a constant factor"""
     real = train_metrix.clean_loss
     return dict(clean_loss=lambda *args, **kwargs: factor * real(*args, **kwargs))
 
@@ -142,14 +141,14 @@ PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, re
 
 
 def run_patched(words):
-    """Runs NAME train_metrix.py FLAGS, a list of words"""
-    patch, *numbers = words[0].split(':') if words else ['']
+    """Run NAME train_metrix.py FLAGS, given as a list of words."""
+    patch, *arguments = words[0].split(':') if words else ['']
     if patch not in PATCHES or words[1:2] != ['train_metrix.py']:
         raise common.UsageError('--patched needs a patch and train_metrix.py; patches are ' + ', '.join(PATCHES))
     try:
-        replaced = PATCHES[patch](*map(float, numbers))
+        replaced = PATCHES[patch](*map(float, arguments))
     except (TypeError, ValueError):
-        raise common.UsageError(f'{words[0]}: {patch} takes other numbers, see tests/results/patches.py') from None
+        raise common.UsageError(f'{words[0]}: {patch} takes other arguments, see tests/results/patches.py') from None
     for function, replacement in replaced.items():
         setattr(train_metrix if hasattr(train_metrix, function) else common.Embedder, function, replacement)
     train_metrix.main(words[2:])

@@ -1,16 +1,16 @@
-"""Numbers of finished runs as Markdown tables. spec.py says which tables there are, and results.py makes the runs.
+"""Markdown tables of finished runs. spec.py reads which tables there are, results.py makes the runs.
 
 A run is a line of runs.jsonl:
 
-    command   with its repeat
-    columns   {'epoch': [0, 2, 4], 'R@1': [...], ...}, a number for each evaluation, the first before training; of s+,
-              s- and R@K with K > 1 only the last one, and where a table has `epochs`, of the minutes, too
-    steps     in an epoch
-    measured  {'alignment': 0.44, ...}, of the network when its training had ended; only in tables that are measured
+    command   including the repeat
+    columns   {'epoch': [0, 2, 4], 'R@1': [...], ...}: one value per evaluation, the first before training. s+, s- and
+              R@K with K > 1 have the last value only, as have the minutes of a table with `epochs`
+    steps     per epoch
+    measured  {'alignment': 0.44, ...}, metrics of the trained network; only for tables with `measured`
     commit, machine, torch
 
-In all functions, `runs` is {command: run}; `found`, by `runs_of`, is {row: {repeat: run}} for one table; and `number`
-is a function that takes a number from a run.
+In all functions, `runs` is {command: run}; `found`, from `runs_of`, is {row: {repeat: run}} of one table; `quantity`
+is a function run -> value, or None if the run lacks it.
 """
 import re
 from statistics import mean, variance
@@ -20,21 +20,21 @@ from spec import PAPER
 
 from eval import interval
 
-# What may be measured of a network, and with how many digits it is shown
-MEASURES = {'alignment': 2, 'uniformity': 2, 'utilization': 2, 'utilization, mixed': 2, 'P(Pos)': 2, 'Fig. 2': 2,
-            'NMI': 1}
+# {metric of a trained network: digits shown}
+METRICS = {'alignment': 2, 'uniformity': 2, 'utilization': 2, 'utilization, mixed': 2, 'P(Pos)': 2, 'Fig. 2': 2,
+           'NMI': 1}
 
 
-# ---- numbers of a run
+# ---- quantities of a run
 
 
 def is_old(run):
-    """Whether it was made with other batches and crops than today, see README.md: such a run has no R@K but R@1"""
+    """Whether a run was made with the earlier batches and crops (README.md). Such a run has no R@K except R@1."""
     return not any(key.startswith('R@') and key != 'R@1' for key in run['columns'])
 
 
 def before(key):
-    """What the network had before training"""
+    """Value before training"""
     return lambda run: run['columns'][key][0]
 
 
@@ -47,20 +47,20 @@ def gain(key):
 
 
 def gap(run):
-    """s+ - s-, of the last epoch"""
+    """s+ - s- after the last epoch"""
     return last('s+')(run) - last('s-')(run)
 
 
 def after(epoch, key):
-    """The number after this epoch; None if the run was not evaluated then"""
-    def number(run):
+    """Value after this epoch; None if the run was not evaluated then"""
+    def quantity(run):
         epochs = run['columns']['epoch']
         return run['columns'][key][epochs.index(epoch)] if epoch in epochs else None
-    return number
+    return quantity
 
 
 def best(run):
-    """The highest R@1 after any epoch"""
+    """Highest R@1 after any epoch"""
     return max(run['columns']['R@1'][1:])
 
 
@@ -69,41 +69,41 @@ def best_minus_last(run):
 
 
 def reached(key):
-    """The epoch, or the minutes, of the first evaluation that has 95 % of the last MAP@R"""
-    def number(run):
+    """Epoch or minutes of the first evaluation that has 95% of the last MAP@R"""
+    def quantity(run):
         evaluations = zip(run['columns'][key], run['columns']['MAP@R'])
         return next(value for value, map_at_r in evaluations if map_at_r >= 0.95 * last('MAP@R')(run))
-    return number
+    return quantity
 
 
 def measured(key, less=0):
-    """What was measured of the network, less a constant; None if it was not"""
-    def number(run):
+    """Metric of the trained network minus a constant; None if it was not measured"""
+    def quantity(run):
         found = run.get('measured', {}).get(key)
         return None if found is None else found - less
-    return number
+    return quantity
 
 
 def stop(run, epoch):
-    """The run as it was after an epoch"""
+    """The run, cut off after this epoch"""
     end = run['columns']['epoch'].index(epoch) + 1
     return run | dict(columns={key: values[:end] for key, values in run['columns'].items()})
 
 
-def at_equal_map_at_r(ours, theirs):
-    """R@1 at the end of a run, less that of another one where the MAP@R of that one last falls through the same value,
-    drawn straight between evaluations; None if it does not"""
-    wanted = last('MAP@R')(ours)
-    map_at_r, recall = theirs['columns']['MAP@R'], theirs['columns']['R@1']
+def at_matched_map_at_r(run, base):
+    """Final R@1 of a run minus the R@1 of its baseline at the same MAP@R: where the baseline's MAP@R last decreased
+    through the final MAP@R of the run, with linear interpolation. None if it never did."""
+    wanted = last('MAP@R')(run)
+    map_at_r, recall = base['columns']['MAP@R'], base['columns']['R@1']
     falls = [n for n in range(len(recall) - 1) if map_at_r[n] >= wanted > map_at_r[n + 1]]
     if not falls:
         return None
     n = falls[-1]
-    way = (map_at_r[n] - wanted) / (map_at_r[n] - map_at_r[n + 1])          # from evaluation n, 0, to the next one, 1
-    return last('R@1')(ours) - (recall[n] + way * (recall[n + 1] - recall[n]))
+    weight = (map_at_r[n] - wanted) / (map_at_r[n] - map_at_r[n + 1])       # 0 at evaluation n, 1 at n + 1
+    return last('R@1')(run) - (recall[n] + weight * (recall[n + 1] - recall[n]))
 
 
-# ---- numbers of a row
+# ---- values of one row of a table
 
 
 def runs_of(table, runs):
@@ -115,21 +115,21 @@ def runs_of(table, runs):
     return found
 
 
-def numbers(of_row, number):
-    """{repeat: number} of {repeat: run}"""
-    found = {repeat: number(run) for repeat, run in of_row.items()}
+def per_repeat(of_row, quantity):
+    """{repeat: run} -> {repeat: value}"""
+    found = {repeat: quantity(run) for repeat, run in of_row.items()}
     return {repeat: value for repeat, value in found.items() if value is not None}
 
 
-def differences(found, row, base, number):
-    """{repeat: difference}, for the repeats that both rows have"""
-    ours, theirs = (numbers(found.get(name, {}), number) for name in (row, base))
+def differences(found, row, base, quantity):
+    """{repeat: row minus base}, for the repeats that both have"""
+    ours, theirs = (per_repeat(found.get(name, {}), quantity) for name in (row, base))
     return {repeat: value - theirs[repeat] for repeat, value in ours.items() if repeat in theirs}
 
 
 def counted(values):
-    """The numbers that count, of {repeat: number}: all of them. But where several seeds are crossed with folds, there
-    is one for each seed, the mean over its folds, because folds share most of their images."""
+    """{repeat: value} -> the values that a confidence interval counts. If several seeds are combined with folds, each
+    seed counts once, by the mean over its folds, because most images are in several of its folds."""
     seeds = {}
     for repeat, value in values.items():
         seeds.setdefault(repeat.partition('--seed')[2], []).append(value)
@@ -137,7 +137,7 @@ def counted(values):
 
 
 def cell(values, digits=1, bold=False):
-    """Mean and 95 % interval as text; if `bold`, three numbers or more are in bold where the interval excludes 0."""
+    """Mean and 95% CI as text. With `bold`, it is bold if there are at least three values and the CI excludes 0."""
     if not values:
         return ''
     middle, half = interval(values)
@@ -151,9 +151,9 @@ def cell(values, digits=1, bold=False):
 
 class Column(NamedTuple):
     title: str
-    number: Callable
+    quantity: Callable
     digits: int = 1
-    compared: bool = True       # whether it is shown for differences, too
+    compared: bool = True       # whether differences of two rows show it as well
     interval: bool = True
 
 
@@ -171,29 +171,29 @@ BEST_EPOCH = [
     Column('last epoch', last('R@1')),
     Column('best epoch', best),
     Column('best - last', best_minus_last),
-    Column('epochs to 95 %', reached('epoch')),
-    Column('minutes to 95 %', reached('minutes'))]
+    Column('epochs to 95%', reached('epoch')),
+    Column('minutes to 95%', reached('minutes'))]
 
 
 def markdown(rows):
-    """Lines of Markdown of a table"""
+    """Markdown lines of a table"""
     lines = [f'| {" | ".join(map(str, cells))} |' for cells in rows]
     return [lines[0], '|---' * len(rows[0]) + '|', *lines[1:]]
 
 
 def grid(found, pairs, columns, title=''):
-    """A table of all rows, and of all pairs below them"""
+    """A table with a row for each name in `found`, and below them the differences `pairs`"""
     rows = [[title, 'runs', *(column.title for column in columns)]]
     for name, of_row in found.items():
         cells = []
         for column in columns:
-            values = counted(numbers(of_row, column.number))
+            values = counted(per_repeat(of_row, column.quantity))
             if values and not column.interval:
                 values = [mean(values)]
             cells.append(cell(values, column.digits))
         rows.append([name, len(of_row), *cells])
     for row, base in pairs:
-        values = [counted(differences(found, row, base, column.number)) for column in columns]
+        values = [counted(differences(found, row, base, column.quantity)) for column in columns]
         cells = [cell(of_column, column.digits, bold=True) if column.compared else ''
                  for of_column, column in zip(values, columns)]
         rows.append([f'{row} - {base}', max(map(len, values)), *cells])
@@ -201,7 +201,7 @@ def grid(found, pairs, columns, title=''):
 
 
 def with_commands(rows, table):
-    """Adds to a table what its writer gave: what a paper has, repeats of single rows, and commands"""
+    """Append the columns that are written by hand: values of a paper, repeats of single rows, commands."""
     by_hand = {}                                # {column: {row: cell}}
     for column in PAPER:
         by_hand[column] = {name: row.paper[column] for name, row in table.rows.items() if column in row.paper}
@@ -214,22 +214,23 @@ def with_commands(rows, table):
 
 
 def section(table, tables, runs):
-    """What a page has of a table, as lines: its settings, numbers, and where they come from"""
+    """Lines of a table on its page: its settings, its values, and what its runs took"""
     found = runs_of(table, runs)
     further = []
     columns = {column for row in table.rows.values() for column in row.paper}
     if 'paper' in columns:
-        first = beside_paper(table, found)
+        first = with_paper(table, found)
     elif 'paper, separated' in columns:
-        first = beside_paper_on_folds(table, found, runs)
+        first = with_paper_on_folds(table, found, runs)
     elif table.epochs:
         first = by_epoch(table, found, 'MAP@R')
-        second = with_equal_map_at_r(by_epoch(table, found, 'R@1'), table, found)
-        further = ['', *markdown(second), *(by_folds(table, tables, runs) if table.folds else [])]
+        if not any(tables.get(other.folds) is table for other in tables.values()):     # folds select by MAP@R only
+            further = ['', *markdown(with_matched_map_at_r(by_epoch(table, found, 'R@1'), table, found))]
+        further += selected_by_folds(table, tables, runs) if table.folds else []
     else:
         first = grid(found, table.pairs, LAST_EPOCH)
-        further = [*(measures(table, found) if table.measured else []), *best_epochs(table, found)]
-    return [table.settings, '', *markdown(with_commands(first, table)), '', where_run(found), *further, '']
+        further = [*(metrics(table, found) if table.measured else []), *best_epochs(table, found)]
+    return [table.settings, '', *markdown(with_commands(first, table)), '', where_run(found), *further]
 
 
 def by_epoch(table, found, key):
@@ -237,20 +238,20 @@ def by_epoch(table, found, key):
     return grid(found, table.pairs, columns, f'{key} after epoch')
 
 
-def with_equal_map_at_r(rows, table, found):
-    """Adds to the differences of R@1 by epoch that at equal MAP@R, where all pairs have it"""
-    equal = []
+def with_matched_map_at_r(rows, table, found):
+    """Append to the differences of R@1 the one at matched MAP@R, if it is defined for all pairs of runs."""
+    matched = []
     for row, base in table.pairs:
-        values = {repeat: at_equal_map_at_r(run, found[base][repeat]) for repeat, run in found[row].items()
+        values = {repeat: at_matched_map_at_r(run, found[base][repeat]) for repeat, run in found[row].items()
                   if repeat in found[base]}
-        equal.append('' if None in values.values() else cell(counted(values), bold=True))
-    if not any(equal):
+        matched.append('' if None in values.values() else cell(counted(values), bold=True))
+    if not any(matched):
         return rows
-    return [[*cells, text] for cells, text in zip(rows, ['at equal MAP@R', *[''] * len(found), *equal])]
+    return [[*cells, text] for cells, text in zip(rows, ['at matched MAP@R', *[''] * len(found), *matched])]
 
 
 def where_run(found):
-    """A sentence on all runs of a table"""
+    """One sentence about the runs of a table: number, time, machine"""
     every = [run for of_row in found.values() for run in of_row.values()]
     if not every:
         return 'Not run yet.'
@@ -260,58 +261,58 @@ def where_run(found):
     return f'{len(every)} runs of {span}, {hours} in all, each on {machines}.'
 
 
-def measures(table, found):
-    """What was measured of the networks of a table, as lines"""
+def metrics(table, found):
+    """Lines of a table with the metrics of the trained networks"""
     every = [run for of_row in found.values() for run in of_row.values()]
-    keys = [key for key in MEASURES if every and all(key in run.get('measured', {}) for run in every)]
+    keys = [key for key in METRICS if every and all(key in run.get('measured', {}) for run in every)]
     if not keys:
         return []
-    return ['', *markdown(grid(found, table.pairs, [Column(key, measured(key), MEASURES[key]) for key in keys]))]
+    return ['', *markdown(grid(found, table.pairs, [Column(key, measured(key), METRICS[key]) for key in keys]))]
 
 
 def best_epochs(table, found):
-    """What choosing the best epoch on the test set is worth, and how fast runs learn, as lines; [] on folds, and unless
-    all runs were evaluated often"""
+    """Lines of a table that compares last and best epoch, and says how fast the runs learn; [] for folds, and if a run
+    has fewer than five evaluations"""
     every = [run for of_row in found.values() for run in of_row.values()]
     on_folds = any('--fold' in repeat for row in table.rows.values() for repeat in row.repeats)
     if on_folds or not every or min(len(run['columns']['epoch']) for run in every) < 5:
         return []
-    return ['', 'R@1 of the same runs by the last epoch, and by the epoch that is best on the test set, which papers',
-            'often report (Reality Check, Section 2.3); and when a run first has 95 % of its last MAP@R:', '',
+    return ['', 'R@1 of these runs after the last epoch, and after the epoch that is best on the test set, which many',
+            'papers report (Reality Check, Section 2.3); and the first evaluation with 95% of the final MAP@R:', '',
             *markdown(grid(found, table.pairs, BEST_EPOCH))]
 
 
-# ---- what folds choose
+# ---- selection by cross-validation
 
 
 class Choice(NamedTuple):
-    on_folds: float         # the highest mean MAP@R of the method on the folds
-    steps_on_folds: int     # after which it has that
-    epoch: int              # in this table: the evaluation that is nearest in steps
-    steps: int              # and its steps; both are '' where the row has not been run
+    on_folds: float         # highest mean MAP@R of the method on the folds
+    steps_on_folds: int     # steps after which it is reached
+    epoch: int              # in this table: the evaluation nearest to it in steps
+    steps: int              # steps at this evaluation; both are '' if the row has not been run
 
 
 def method(row):
-    """Rows `METHOD @ SETTING` are settings of one method."""
+    """METHOD of a row `METHOD @ SETTING`: these rows are settings of one method"""
     return row.split(' @ ')[0]
 
 
 def candidates(folds, runs):
-    """[(row, steps, mean MAP@R)] of a table of folds: each row and each evaluation that all folds of it have"""
+    """[(row, steps, mean MAP@R)] of a table of folds, for each row and each evaluation that all its folds have"""
     found = []
     for row, of_row in runs_of(folds, runs).items():
         if len(of_row) < len(folds.rows[row].repeats):
             continue
         run = next(iter(of_row.values()))
         for epoch in run['columns']['epoch']:
-            values = numbers(of_row, after(epoch, 'MAP@R'))
+            values = per_repeat(of_row, after(epoch, 'MAP@R'))
             if len(values) == len(of_row):
                 found.append((row, epoch * run['steps'], mean(values.values())))
     return found
 
 
 def choose(table, tables, runs):
-    """{row: Choice}: for each method of a table, the row and the evaluation with the highest mean MAP@R on the folds"""
+    """{row: Choice}: for each method of a table, the setting and evaluation with the highest mean MAP@R on the folds"""
     best_of = {}                                # {method: candidate}
     for candidate in candidates(tables[table.folds], runs):
         name = method(candidate[0])
@@ -326,7 +327,7 @@ def choose(table, tables, runs):
 
 
 def nearest(table, of_row, steps):
-    """The epoch of the runs of a row that is nearest to a number of steps, and its steps"""
+    """Epoch of the evaluation of a row that is nearest to this number of steps, and its steps"""
     if not of_row:
         return '', ''
     run = next(iter(of_row.values()))
@@ -336,14 +337,14 @@ def nearest(table, of_row, steps):
 
 
 def stopped(table, tables, runs):
-    """{row: {repeat: run}}: the rows that folds choose, with their runs as they were after the chosen epoch"""
+    """{row: {repeat: run}}: the selected rows, with their runs cut off after the selected epoch"""
     found = runs_of(table, runs)
     return {row: {repeat: stop(run, choice.epoch) for repeat, run in found.get(row, {}).items()
                   if choice.epoch in run['columns']['epoch']} for row, choice in choose(table, tables, runs).items()}
 
 
-def by_folds(table, tables, runs):
-    """The rows that folds choose, at the epoch that they choose, as lines"""
+def selected_by_folds(table, tables, runs):
+    """Lines of a table with the selected rows at the selected epoch"""
     chosen, found = choose(table, tables, runs), stopped(table, tables, runs)
     if not chosen:
         return []
@@ -353,15 +354,15 @@ def by_folds(table, tables, runs):
     for cells in rows[1:]:
         choice = chosen.get(cells[0])
         cells[2:2] = [f'{choice.on_folds:.1f}', choice.steps_on_folds, choice.steps] if choice else ['', '', '']
-    return ['', f'At the epoch that has the highest mean MAP@R on the folds (`{table.folds}`), or rather the nearest',
-            'one in steps:', '', *markdown(rows)]
+    return ['', f'At the step with the highest mean MAP@R in cross-validation (`{table.folds}`), or the evaluation '
+            'nearest to it:', '', *markdown(rows)]
 
 
-# ---- papers
+# ---- tables of the papers
 
 
-def beside_paper(table, found):
-    """A table of seeds beside R@1 of a paper"""
+def with_paper(table, found):
+    """Our R@1 over seeds, and its difference to the paper's"""
     rows = grid(found, table.pairs, [Column('last epoch', last('R@1')), Column('best on the test set', best)])
     rows[0].append('last epoch - paper')
     for cells in rows[1:]:
@@ -371,8 +372,8 @@ def beside_paper(table, found):
     return rows
 
 
-def beside_paper_on_folds(table, found, runs):
-    """A table of folds, which eval.py has joined, beside R@1, RP and MAP@R of a paper"""
+def with_paper_on_folds(table, found, runs):
+    """Our R@1, RP and MAP@R over folds, which eval.py has joined, and the difference to the paper's R@1"""
     rows = [['', 'folds', 'separated: R@1, RP, MAP@R', 'R@1 - paper', 'concatenated: R@1, RP, MAP@R', 'R@1 - paper']]
     for name, row in table.rows.items():
         cells = [name, len(found[name])]
@@ -388,11 +389,11 @@ def beside_paper_on_folds(table, found, runs):
     return rows
 
 
-# ---- chance
+# ---- spread of seeds
 
 
 def spread(runs):
-    """How much R@1 and MAP@R of the same command move from seed to seed, as lines"""
+    """Lines of a table: standard deviation of R@1 and MAP@R over the seeds of the same command"""
     groups = {}                                 # {data: {command: [run of each seed]}}
     for command, run in runs.items():
         if '--seed' in command and '--fold' not in command and '--lr 1e-30' not in command:     # that learns nothing
@@ -403,13 +404,13 @@ def spread(runs):
     for data, commands in groups.items():
         repeated = [of_command for of_command in commands.values() if len(of_command) > 2]
         if repeated:
-            moves = [pooled_deviation([[last(key)(run) for run in of_command] for of_command in repeated])
+            deviations = [pooled_deviation([[last(key)(run) for run in of_command] for of_command in repeated])
                      for key in ('R@1', 'MAP@R')]
-            rows.append([data, len(repeated), sum(map(len, repeated)), *(f'{move:.2f}' for move in moves)])
+            rows.append([data, len(repeated), sum(map(len, repeated)), *(f'{value:.2f}' for value in deviations)])
     return markdown(rows)
 
 
 def pooled_deviation(groups):
-    """The standard deviation that groups of numbers share, each around its own mean"""
+    """Pooled standard deviation of groups of values, each around its own mean"""
     squares = sum((len(group) - 1) * variance(group) for group in groups)
     return (squares / sum(len(group) - 1 for group in groups)) ** 0.5

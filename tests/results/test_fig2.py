@@ -1,4 +1,4 @@
-"""fig2.py: how often mixtures act as positives, Metrix Eq. (11) and (25), and the utilization with mixed examples."""
+"""fig2.py: how often mixed embeddings act as positives, Metrix Eq. (11), (25); utilization with mixed examples."""
 import re
 import sys
 from math import log
@@ -18,36 +18,36 @@ import train_ms
 
 
 def test_metrix_eq11_and_metrix_eq25_by_hand(monkeypatch):
-    """The images of class 0 are at 0 and 40 degrees. Of the anchor at 40, the mixture at 42.1 is above the threshold
-    of Eq. (24), 0.76; of the anchor at 0, that at 40.7 is below its threshold, 0.80."""
+    """Class 0 has images at 0 and 40 degrees. For the anchor at 40, the mixed embedding at 42.1 is above the threshold
+    of Eq. (24), 0.76. For the anchor at 0, the mixed embedding at 40.7 is below its threshold, 0.80."""
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.tensor([0.25, 0.95]))
     z, y = on_circle(0, 40, 55), torch.tensor([0, 0, 1])
-    rows = fig2.positivity(z, y, [[0, 1, 2]] * 2)
+    bins = fig2.positivity(z, y, [[0, 1, 2]] * 2)
     v = F.normalize(torch.stack([0.25 * z[0] + 0.75 * z[2], 0.95 * z[1] + 0.05 * z[2]]), dim=1)
-    expect(rows, [[0.25, 0, 0, z[1] @ v[0], 2], [0.95, 1, 1, z[0] @ v[1], 2]],
+    expect(bins, [[0.25, 0, 0, z[1] @ v[0], 2], [0.95, 1, 1, z[0] @ v[1], 2]],
            'lambda, Metrix Eq. (11) and (25), mean s(a, v), number of pairs', 1e-6)
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.tensor([1e-38, 1.0]))     # as for a small alpha
-    ends = [(round(row[0], 2), row[-1]) for row in fig2.positivity(z, y, [[0, 1, 2]])]
-    assert ends == [(0.05, 1), (0.95, 1)], 'all pairs are counted'
+    edges = [(round(bin[0], 2), bin[-1]) for bin in fig2.positivity(z, y, [[0, 1, 2]])]
+    assert edges == [(0.05, 1), (0.95, 1)], 'all pairs are counted'
 
 
-def test_metrix_eq25_is_by_the_label_and_not_by_the_share_of_the_first_end(monkeypatch):
-    """Points at 0, 10 (class 0), 60 and 95 degrees (class 1), lambda 0.08: the mixtures lie near their ends of class 1,
-    for which they have label 0.92 and the threshold 0.796. The anchor at 95 has two at 0.76 and 0.77, below it; that at
-    60 has two at 0.87 and more."""
+def test_metrix_eq25_is_by_the_label_and_not_by_lambda(monkeypatch):
+    """Points at 0, 10 (class 0), 60 and 95 degrees (class 1), lambda 0.08: the mixed embeddings lie near class 1, for
+    which their label is 0.92 and the threshold 0.796. For the anchor at 95, two have similarities 0.76 and 0.77, below
+    the threshold. For the anchor at 60, two have similarities of at least 0.87, above it."""
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.08))
-    rows = fig2.positivity(on_circle(0, 10, 60, 95), torch.tensor([0, 0, 1, 1]), [[0, 1, 2, 3]])
-    assert [(round(row[0], 2), row[2], row[4]) for row in rows] == [(0.05, 1, 4), (0.95, 0.5, 4)]
+    bins = fig2.positivity(on_circle(0, 10, 60, 95), torch.tensor([0, 0, 1, 1]), [[0, 1, 2, 3]])
+    assert [(round(bin[0], 2), bin[2], bin[4]) for bin in bins] == [(0.05, 1, 4), (0.95, 0.5, 4)]
 
 
 def test_positivity_at_large_scales_is_the_same_in_float32():
-    """There most derivatives are so small that they would be 0 in float32; float64 keeps their signs."""
+    """Most derivatives would underflow to 0 in float32; float64 keeps their signs."""
     z, y = unit(24, dim=8, dtype=torch.float32), torch.arange(24) // 3
-    rows = []
+    found = []
     for embeddings in (z, z.double()):
         torch.manual_seed(0)
-        rows.append(fig2.positivity(embeddings, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3))
-    assert rows[0] == rows[1]
+        found.append(fig2.positivity(embeddings, y, [list(range(24))], 2.0, 300.0, 400.0, 0.3))
+    assert found[0] == found[1]
 
 
 def test_the_utilization_is_by_clean_and_mixed_examples_of_all_batches(run, small, monkeypatch, capsys):
@@ -64,33 +64,33 @@ def test_the_utilization_is_by_clean_and_mixed_examples_of_all_batches(run, smal
         return (torch.cdist(q, torch.cat(examples).float()) ** 2).amin(1).mean().item()
     assert len(mixed) == 10, 'five batches, for Fig. 2 and for the utilization'
     expect([float(x) for x in shown], [nearest(z), nearest(z, *mixed[5:])], 'Metrix Eq. (12), clean and mixed', 1e-3)
-    assert nearest(z, *mixed[5:]) < nearest(z, mixed[-1]) - 0.002, 'not the last batch alone'
+    assert nearest(z, *mixed[5:]) < nearest(z, mixed[-1]) - 0.002, 'not only the last batch'
 
 
-def test_the_hyper_parameters_are_those_of_the_run_unless_they_are_typed(run, small, monkeypatch):
+def test_hyperparameters_default_to_the_values_of_the_run(run, small, monkeypatch):
     run(train_metrix, *'--name start --epochs 0 --beta 7 --alpha 1.5'.split())
-    taken, drawn = [], []
+    taken, alphas = [], []
     monkeypatch.setattr(common, 'make_sampler', lambda *_: 30 * [[0]])
     monkeypatch.setattr(fig2, 'positivity', lambda z, y, batches, *hyper: taken.append((len(batches), *hyper)) or [])
-    monkeypatch.setattr(fig2, 'mixed_examples', lambda z, y, batches, alpha: drawn.append(alpha) or z)
+    monkeypatch.setattr(fig2, 'mixed_examples', lambda z, y, batches, alpha: alphas.append(alpha) or z)
     fig2.main(['runs/start'])
     fig2.main('runs/start/last.pt --gamma 50 --m 0.5 --alpha 3'.split())
     assert taken == [(20, 1.5, 7, 75, 0.77), (20, 3, 7, 50, 0.5)], '20 of 30 batches, alpha, beta, gamma, m'
-    assert drawn == [1.5, 3]
+    assert alphas == [1.5, 3]
     run(train_ms, '--name', 'ms', '--epochs', '0')
-    with pytest.raises(common.UsageError, match='runs/ms was made by train_ms.py'):
+    with pytest.raises(common.UsageError, match='runs/ms was trained by train_ms.py'):
         fig2.main(['runs/ms'])
 
 
-def test_fig2_prints_a_table_and_draws_the_figure(run, small, monkeypatch, capsys):
-    """With a stand-in for matplotlib; without it there is a hint, and without mixtures nothing to draw."""
+def test_fig2_prints_a_table_and_plots_the_figure(run, small, monkeypatch, capsys):
+    """A stub replaces matplotlib. Without matplotlib, a hint is printed."""
     files, curves = [], []
     axes = SimpleNamespace(plot=lambda *a: curves.extend(a), set=lambda **kw: None,
                            figure=SimpleNamespace(savefig=lambda path: files.append(str(path))))
     figure = SimpleNamespace(Figure=lambda: SimpleNamespace(subplots=lambda: axes))
     run(train_metrix, '--name', 'start', '--epochs', '0')
-    rows = [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)]
-    monkeypatch.setattr(fig2, 'positivity', lambda *_: rows)
+    bins = [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)]
+    monkeypatch.setattr(fig2, 'positivity', lambda *_: bins)
     for module, hint in ((figure, 'the figure: runs/start/positivity.png'), (None, 'pip install matplotlib')):
         monkeypatch.setitem(sys.modules, 'matplotlib', module and SimpleNamespace(figure=figure))
         monkeypatch.setitem(sys.modules, 'matplotlib.figure', module)
@@ -103,8 +103,8 @@ def test_fig2_prints_a_table_and_draws_the_figure(run, small, monkeypatch, capsy
     assert curves == [(0.25, 0.75), (0.1, 0.4), 'o-', (0.25, 0.75), (0.2, 0.5), 's--']
 
 
-def test_fig2_without_mixtures_draws_nothing(run, small, capsys):
-    """Batches of one class have none."""
+def test_fig2_without_mixed_examples_plots_nothing(run, small, capsys):
+    """Batches of one class have no mixed examples."""
     run(train_metrix, '--name', 'x', '--epochs', '0', '--batch-size', '5', '--per-class', '5', '--loss', 'proxy_anchor')
     capsys.readouterr()
     assert fig2.main(['runs/x']) == [] and 'the figure' not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The pages of results: their tables and pictures, what they specify, and the commands behind them."""
+"""The results pages: their tables and figures, what they specify, and the commands that make them."""
 import json
 import math
 import re
@@ -32,7 +32,7 @@ def table_of(rows, repeats, **more):
 
 
 def run_of(command='', steps=1, measured=None, **columns):
-    """A run; R and MAP stand for R@1 and MAP@R, plus and minus for s+ and s-"""
+    """A run. The keywords R, MAP, plus and minus are R@1, MAP@R, s+ and s-."""
     keys = dict(R='R@1', MAP='MAP@R', plus='s+', minus='s-')
     columns = {keys.get(key, key): values for key, values in columns.items()}
     length = len(next(iter(columns.values())))
@@ -43,8 +43,8 @@ def run_of(command='', steps=1, measured=None, **columns):
 # ---- tables
 
 
-def test_a_difference_is_that_of_the_row_to_its_base():
-    """A seed that only one of them has does not count."""
+def test_a_difference_is_row_minus_base():
+    """A seed that only one of the two rows has is ignored."""
     def run(before, last):
         values = [before, last]
         return run_of(R=values, MAP=values, plus=[n / 10 for n in values], minus=[0, 0])
@@ -58,29 +58,29 @@ def test_a_difference_is_that_of_the_row_to_its_base():
     assert any(line.startswith('| with | 2 | 1.0 | 7.5 ± 19.1 | 6.5 ± 19.1 |') for line in out)
     assert '| with - without | 1 |  | 2.0 |  |  | 2.0 |  |  |  | 0.20 |  |' in out
     assert '| not run | 0 |' + '  |' * 9 + ' `t.py --a 3` |' in out and '| not run - with | 0 |' + '  |' * 10 in out
-    assert tables.section(table._replace(measured=True), {}, {})[-2] == 'Not run yet.'
+    assert tables.section(table._replace(measured=True), {}, {})[-1] == 'Not run yet.'
     assert tables.cell([1, 1.1, 1.2], bold=True) == '**1.1 ± 0.2**' and tables.cell([1, -1], bold=True)[0] != '*'
 
 
-def test_the_best_epoch_on_the_test_set_beside_the_last(tmp_path):
-    """The first number of a run is that of the network before training, which is no epoch to choose."""
+def test_the_best_epoch_on_the_test_set_next_to_the_last(tmp_path):
+    """The evaluation before training is not a candidate for the best epoch."""
     def run(*recalls):
         minutes = [2 * epoch for epoch in range(5)]
         return run_of(R=list(recalls), MAP=[0, 1, 2, 3, 4], minutes=minutes, plus=[0] * 5, minus=[0] * 5)
     runs = {'t.py --a 1 --seed 0': run(9, 5, 8, 7, 6), 't.py --a 2 --seed 0': run(9, 1, 2, 3, 4)}
     table = table_of({'with': 't.py --a 1', 'without': 't.py --a 2'}, ['--seed 0'], pairs=[('with', 'without')])
-    assert tables.section(table, {}, runs)[-4:-1] == [
+    assert tables.section(table, {}, runs)[-3:] == [
         '| with | 1 | 6.0 | 8.0 | 2.0 | 4.0 | 8.0 |', '| without | 1 | 4.0 | 4.0 | 0.0 | 4.0 | 8.0 |',
         '| with - without | 1 | 2.0 | 4.0 | 2.0 | 0.0 | 0.0 |']
     runs['t.py --a 1 --seed 0']['columns']['MAP@R'][3] = 3.9
-    assert tables.section(table, {}, runs)[-4].endswith('| 3.0 | 6.0 |')
+    assert tables.section(table, {}, runs)[-3].endswith('| 3.0 | 6.0 |')
     pytest.importorskip('matplotlib')
-    draw.draw(table, runs, tmp_path / 'x.png')
+    draw.plot(table, runs, tmp_path / 'x.png')
     assert (tmp_path / 'x.png').exists()
 
 
 def test_a_table_by_epoch(tmp_path):
-    """Of two rows and three seeds, one of which the second row lacks"""
+    """Two rows and three seeds, one of which the second row lacks"""
     def run(*values):
         return run_of(epoch=[0, 2, 9], MAP=list(values), R=[2 * value for value in values])
     runs = {'t.py --a 1 --seed 0': run(9, 5, 8), 't.py --a 1 --seed 1': run(9, 7, 8),
@@ -94,50 +94,52 @@ def test_a_table_by_epoch(tmp_path):
     assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 1.0 ± 0.0 | 6.5 ± 6.4 |  |' in out, 'in MAP@R'
     assert '| ms, with - ms, without | 2 | 0.0 ± 0.0 | 2.0 ± 0.0 | 13.0 ± 12.7 | 0.0 ± 0.0 |' in out, 'in R@1'
     pytest.importorskip('matplotlib')
-    draw.draw(table, runs, tmp_path / 'x.png')
-    draw.draw_path(table, runs, tmp_path / 'path.png')
+    draw.plot(table, runs, tmp_path / 'x.png')
+    draw.plot_path(table, runs, tmp_path / 'path.png')
     assert (tmp_path / 'x.png').exists() and (tmp_path / 'path.png').exists()
 
 
-def test_r_at_1_where_map_at_r_is_the_same():
-    """The curve of the base rises through a MAP@R of 4 and falls through it, half way from 5 to 3, at an R@1 of 25.
-    Where a curve does not fall that far, there is no number, and none where one pair of a row has none."""
+def test_r_at_1_at_matched_map_at_r():
+    """The MAP@R of the base rises through 4 and falls through it half way from 5 to 3, where its R@1 is 25. If a curve
+    does not fall that far, there is no value, and no value for a row if one of its pairs has none."""
     base, row = run_of(MAP=[2, 6, 5, 3], R=[10, 60, 30, 20]), run_of(MAP=[2, 3, 5, 4], R=[10, 20, 30, 29])
-    assert tables.at_equal_map_at_r(row, base) == 4
-    assert tables.at_equal_map_at_r(base, row) is None
-    assert tables.at_equal_map_at_r(run_of(MAP=[2, 7], R=[1, 1]), base) is None
+    assert tables.at_matched_map_at_r(row, base) == 4
+    assert tables.at_matched_map_at_r(base, row) is None
+    assert tables.at_matched_map_at_r(run_of(MAP=[2, 7], R=[1, 1]), base) is None
     runs = {'t.py --a 1 --seed 0': row, 't.py --a 2 --seed 0': base}
     table = table_of({'with': 't.py --a 1', 'without': 't.py --a 2'}, ['--seed 0', '--seed 1'], epochs=[0, 1, 2, 3],
                      pairs=[('with', 'without'), ('without', 'with')])
     out = tables.section(table, {}, runs)
-    assert '| R@1 after epoch | runs | 0 | 1 | 2 | 3 | at equal MAP@R |' in out
+    assert '| R@1 after epoch | runs | 0 | 1 | 2 | 3 | at matched MAP@R |' in out
     assert '| with - without | 1 | 0.0 | -40.0 | 0.0 | 9.0 | 4.0 |' in out
     assert '| without - with | 1 | 0.0 | 40.0 | 0.0 | -9.0 |  |' in out
     assert '| with | 1 | 10.0 | 20.0 | 30.0 | 29.0 |  |' in out
     runs |= {'t.py --a 1 --seed 1': base, 't.py --a 2 --seed 1': row}
-    assert not any('equal' in line for line in tables.section(table, {}, runs))
+    assert not any('matched' in line for line in tables.section(table, {}, runs))
 
 
-def test_folds_choose_where_the_runs_of_a_table_are_shown():
-    """On two folds of 10 steps an epoch, the mean MAP@R is highest after epoch 2, so after 20 steps: that is epoch 1 of
-    runs with 22. A row without folds is left out, and so is one that lacks a fold."""
+def test_cross_validation_selects_the_epoch_that_a_table_shows():
+    """On two folds with 10 steps per epoch, the mean MAP@R is highest after epoch 2, or 20 steps. The nearest epoch of
+    runs with 22 steps per epoch is 1. A row is left out if it has no folds, or lacks one."""
     runs = {'t.py --a 1 --fold 0/2': run_of(steps=10, MAP=[1, 5, 4]),
             't.py --a 1 --fold 1/2': run_of(steps=10, MAP=[1, 2, 6]),
             't.py --a 1 --seed 0': run_of(steps=22, MAP=[1, 7, 3], R=[10, 70, 30]),
             't.py --a 2 --seed 0': run_of(steps=22, MAP=[1, 2, 9], R=[10, 20, 90])}
     both = {'folds': table_of({'x': 't.py --a 1'}, ['--fold 0/2', '--fold 1/2'], epochs=[0, 1, 2]),
-            'seeds': table_of({'x': 't.py --a 1', 'y': 't.py --a 2'}, ['--seed 0'], pairs=[('y', 'x')],
+            'runs': table_of({'x': 't.py --a 1', 'y': 't.py --a 2'}, ['--seed 0'], pairs=[('y', 'x')],
                               epochs=[0, 1, 2], folds='folds')}
-    assert tables.choose(both['seeds'], both, runs) == {'x': tables.Choice(5, 20, 1, 22)}
-    assert tables.section(both['seeds'], both, runs)[-2] == '| x | 1 | 5.0 | 20 | 22 | 7.0 | 70.0 |'
+    assert tables.choose(both['runs'], both, runs) == {'x': tables.Choice(5, 20, 1, 22)}
+    assert tables.section(both['runs'], both, runs)[-1] == '| x | 1 | 5.0 | 20 | 22 | 7.0 | 70.0 |'
+    on_folds, on_seeds = (tables.section(both[name], both, runs) for name in ('folds', 'runs'))
+    assert not any('R@1' in line for line in on_folds) and any('R@1 after epoch' in line for line in on_seeds)
     del runs['t.py --a 1 --fold 1/2']
-    assert tables.choose(both['seeds'], both, runs) == {}
-    assert not any('steps on folds' in line for line in tables.section(both['seeds'], both, runs))
+    assert tables.choose(both['runs'], both, runs) == {}
+    assert not any('steps on folds' in line for line in tables.section(both['runs'], both, runs))
 
 
-def test_folds_choose_setting_and_epoch_of_each_method_together():
-    """`b @ 2` is best after epoch 1. `b @ 1` has more then on one fold, but less in the mean, and stopped there.
-    The table of seeds has a row `b @ 1`, which is not shown, and none for `b @ 2`, which is wanted."""
+def test_cross_validation_selects_setting_and_epoch_of_each_method_together():
+    """`b @ 2` is best after epoch 1. `b @ 1` is better then on one fold, but worse on average, and stopped there. The
+    table of seeds has a row `b @ 1`, which is not selected, and lacks `b @ 2`, which is."""
     folds = {'a @ 1': ([1, 3, 2], [1, 3, 2]), 'b @ 1': ([1, 2, 3], [1, 9]), 'b @ 2': ([1, 7, 6], [1, 7, 6])}
     commands = {row: f't.py --row {row.replace(" @ ", "")}' for row in folds}
     runs = {f'{commands[row]} --fold {n}/2': run_of(steps=10, MAP=values)
@@ -151,11 +153,11 @@ def test_folds_choose_setting_and_epoch_of_each_method_together():
     assert tables.choose(of_seeds, both, runs) == {'a @ 1': tables.Choice(3, 10, 1, 10),
                                                    'b @ 2': tables.Choice(7, 10, '', '')}
     out = tables.section(of_seeds, both, runs)
-    assert out[-3:-1] == ['| a @ 1 | 1 | 3.0 | 10 | 10 | 4.0 | 40.0 |', '| b @ 2 | 0 | 7.0 | 10 |  |  |  |']
+    assert out[-2:] == ['| a @ 1 | 1 | 3.0 | 10 | 10 | 4.0 | 40.0 |', '| b @ 2 | 0 | 7.0 | 10 |  |  |  |']
 
 
-def test_seeds_that_are_crossed_with_folds_count_once():
-    """Seed 0 has differences 1 and 3 on two folds, seed 1 one of 5."""
+def test_seeds_that_are_combined_with_folds_count_once():
+    """Seed 0 has differences 1 and 3 on two folds, seed 1 has a difference of 5 on one."""
     values = {'--fold 0/2': 1, '--fold 1/2': 3, '--fold 0/2 --seed 1': 5}
     runs = {f't.py --a 1 {repeat}': run_of(R=[value]) for repeat, value in values.items()}
     runs |= {f't.py --a 2 {repeat}': run_of(R=[0]) for repeat in values}
@@ -165,11 +167,11 @@ def test_seeds_that_are_crossed_with_folds_count_once():
         return tables.counted(tables.differences(tables.runs_of(table, runs), 'with', 'without', tables.last('R@1')))
     assert differences() == [2, 5]
     del runs['t.py --a 1 --fold 0/2 --seed 1']
-    assert differences() == [1, 3], 'one seed: folds count'
+    assert differences() == [1, 3], 'with one seed, each fold counts'
 
 
-def test_how_much_seeds_move():
-    """Two commands with deviations 1 and 3 around their own means: sqrt((2 * 1 + 2 * 9) / 4). Folds do not count."""
+def test_the_spread_of_seeds_is_a_pooled_deviation():
+    """Two commands with deviations 1 and 3 around their own means: sqrt((2 * 1 + 2 * 9) / 4). Folds are ignored."""
     def runs_of(command, *values):
         return {f'{command} --seed {n}': run_of(R=[value], MAP=[0]) for n, value in enumerate(values)}
     runs = (runs_of('train_t.py --a 1', 1, 2, 3) | runs_of('train_t.py --a 2', 50, 53, 56)
@@ -181,8 +183,8 @@ def test_how_much_seeds_move():
 # ---- claims
 
 
-def claim_of(row, base='', there='3', **more):
-    return claims.Claim('a claim', 'a paper', there, 'x', row, base, what=f'`x`, {row} - {base}', **more)
+def claim_of(row, base='', reported='3', **more):
+    return claims.Claim('a claim', 'a paper', reported, 'x', row, base, what=f'`x`, {row} - {base}', **more)
 
 
 def judge(claim, runs):
@@ -193,35 +195,35 @@ def judge(claim, runs):
 
 
 def test_verdicts_on_claims():
-    """The interval of 1, 2, 3 is 2 ± 2.5, that of 2, 2.1, 2.2 is 2.1 ± 0.2."""
-    assert claims.verdict('2', [2, 2.1, 2.2]) == 'seen here'
-    assert claims.verdict('1', [2, 2.1, 2.2]) == 'seen here; more than there'
-    assert claims.verdict('3', [2, 2.1, 2.2]) == 'seen here; less than there'
-    assert claims.verdict('3', [1, 2, 3]) == 'not seen here', 'it holds 0 and the number of the paper'
-    assert claims.verdict('5', [1, 2, 3]) == 'not seen here; less than there'
-    assert claims.verdict('3', [-2, -2.1, -2.2]) == 'the other way here'
-    assert claims.verdict('-2', [-2, -2.1, -2.2]) == 'seen here'
-    assert claims.verdict('-0.5', [2, 2.1, 2.2]) == 'the other way here'
-    assert claims.verdict('-0.5', [-2, -2.1, -2.2]) == 'seen here; more than there'
-    assert claims.verdict('> 0', [2, 2.1, 2.2]) == 'seen here' != claims.verdict('> 0', [1, 2, 3])
-    assert claims.verdict('< 0', [-2, -2.1, -2.2]) == 'seen here'
+    """The 95% CI of 1, 2, 3 is 2 ± 2.5, and the CI of 2, 2.1, 2.2 is 2.1 ± 0.2."""
+    assert claims.verdict('2', [2, 2.1, 2.2]) == 'replicated'
+    assert claims.verdict('1', [2, 2.1, 2.2]) == 'replicated; larger than reported'
+    assert claims.verdict('3', [2, 2.1, 2.2]) == 'replicated; smaller than reported'
+    assert claims.verdict('3', [1, 2, 3]) == 'inconclusive', "it includes 0 and the paper's value"
+    assert claims.verdict('5', [1, 2, 3]) == 'inconclusive; smaller than reported'
+    assert claims.verdict('3', [-2, -2.1, -2.2]) == 'opposite sign'
+    assert claims.verdict('-2', [-2, -2.1, -2.2]) == 'replicated'
+    assert claims.verdict('-0.5', [2, 2.1, 2.2]) == 'opposite sign'
+    assert claims.verdict('-0.5', [-2, -2.1, -2.2]) == 'replicated; larger than reported'
+    assert claims.verdict('> 0', [2, 2.1, 2.2]) == 'replicated' != claims.verdict('> 0', [1, 2, 3])
+    assert claims.verdict('< 0', [-2, -2.1, -2.2]) == 'replicated'
 
 
-def test_a_gain_between_two_networks_below_no_training_says_so():
+def test_a_gain_between_two_networks_below_the_untrained_one_says_so():
     def runs_of(before, *last):
         return {n: run_of(R=[before, value], plus=[0, value]) for n, value in enumerate(last)}
     runs = {'with': runs_of(9, 5.0, 5.1), 'without': runs_of(9, 2.0, 2.2)}
     claim = claim_of('with', 'without', '> 0')
-    assert judge(claim, runs)[1:] == [2, 'seen here; both below no training']
-    assert judge(claim._replace(verdict='by construction'), runs)[2] == 'by construction; both below no training'
+    assert judge(claim, runs)[1:] == [2, 'replicated; both below the untrained network']
+    assert judge(claim._replace(verdict='other'), runs)[2] == 'other; both below the untrained network'
     runs['with'] = runs_of(9, 9.5, 9.6)
-    assert judge(claim, runs)[2] == 'seen here'
+    assert judge(claim, runs)[2] == 'replicated'
 
 
-def test_below_no_training_is_about_r_at_1_alone():
+def test_only_claims_on_r_at_1_are_compared_with_the_untrained_network():
     runs = {row: {n: run_of(R=[9, 1], measured=dict(alignment=value + n / 10)) for n in (0, 1)}
             for row, value in (('with', 5), ('without', 2))}
-    assert judge(claim_of('with', 'without', '> 0', quantity='alignment'), runs) == ['3.00 ± 0.00', 2, 'seen here']
+    assert judge(claim_of('with', 'without', '> 0', quantity='alignment'), runs) == ['3.00 ± 0.00', 2, 'replicated']
 
 
 def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one():
@@ -231,9 +233,9 @@ def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one():
                      1: run(1, 9.5, 9.4, 10, measured={'P(Pos)': 0.9})},
             'without': {0: run(1, 2, 3, 4), 1: run(1, 4, 4, 4)}}
     claim = claim_of('with', 'without')
-    assert judge(claim, runs) == ['12.0 ± 0.0', 2, 'seen here; more than there']
+    assert judge(claim, runs) == ['12.0 ± 0.0', 2, 'replicated; larger than reported']
     assert judge(claim._replace(quantity='R@1 after epoch 2'), runs)[0] == '11.8 ± 12.7', '12.8 and 10.8'
-    assert judge(claim_of('with', quantity='P(Pos) - 0.5', there='> 0'), runs)[0] == '0.35 ± 0.64', '0.3 and 0.4'
+    assert judge(claim_of('with', quantity='P(Pos) - 0.5', reported='> 0'), runs)[0] == '0.35 ± 0.64', '0.3 and 0.4'
     used = {'utilization': 0.5, 'utilization, mixed': 0.4}
     for command, number in (('t.py --mixup none', 0.5), ('t.py --mixup feature', 0.4)):
         assert claims.QUANTITIES['utilization by all examples'](run_of(command, R=[1], measured=used)) == number
@@ -241,8 +243,8 @@ def test_a_claim_is_a_difference_of_two_rows_or_a_quantity_of_one():
     assert judge(claim, runs) == ['', 1, 'not run yet']
 
 
-def test_a_claim_on_rows_that_folds_stop():
-    """Both rows are highest on the fold after epoch 1, where the difference is 3 for each seed; at the end it is -5."""
+def test_a_claim_on_rows_selected_by_cross_validation():
+    """Both rows are best on the fold after epoch 1, where the difference is 3 for each seed. Finally it is -5."""
     runs = {f't.py --a {row} --fold 0/2': run_of(MAP=[1, 2, 1]) for row in (1, 2)}
     for seed in (0, 1):
         runs[f't.py --a 1 --seed {seed}'] = run_of(MAP=[0, 0, 0], R=[1, 8 + seed, 1])
@@ -250,21 +252,21 @@ def test_a_claim_on_rows_that_folds_stop():
     rows = {'with': 't.py --a 1', 'without': 't.py --a 2'}
     both = dict(folds=table_of(rows, ['--fold 0/2']), x=table_of(rows, ['--seed 0', '--seed 1'], folds='folds'))
     claim = claim_of('with', 'without')
-    assert claims.judged(claim._replace(quantity='R@1 stopped by folds'), both, runs)[0] == '3.0 ± 0.0'
+    assert claims.judged(claim._replace(quantity='R@1 selected by cross-validation'), both, runs)[0] == '3.0 ± 0.0'
     assert claims.judged(claim, both, runs)[0] == '-5.0 ± 0.0'
 
 
 def test_verdicts_are_counted():
-    cells = [['a: x', 'p', '3', '1', 2, 'seen here; less than there', ''],
-             ['a: y', 'p', '3', '1', 2, 'not seen here', ''], ['b', 'p', '3', '1', 2, 'not seen here', '']]
+    cells = [['a: x', 'p', '3', '1', 2, 'replicated; smaller than reported', ''],
+             ['a: y', 'p', '3', '1', 2, 'inconclusive', ''], ['b', 'p', '3', '1', 2, 'inconclusive', '']]
     assert claims.count_verdicts(cells).startswith(
-        'These are 3 comparisons on 2 claims: 2 *not seen here*, 1 *seen here*.')
+        'These are 3 comparisons on 2 claims: 2 *inconclusive*, 1 *replicated*.')
 
 
 # ---- the pages of the project
 
 
-def test_the_pages_of_results_are_those_of_the_finished_runs():
+def test_the_results_pages_follow_from_the_finished_runs():
     specified, claimed = on_pages()
     runs = results.read_runs(results.RUNS)
     for page in results.pages():
@@ -272,27 +274,28 @@ def test_the_pages_of_results_are_those_of_the_finished_runs():
         assert text == page.read_text(), 'write it: python tests/results/results.py'
     others = [block.lines[0] for page in results.pages() for block in spec.blocks(page)
               if not block.lines[0].startswith('**Table')]
-    assert sorted(others) == sorted(spec.OTHERS), 'each stands on one page'
+    assert sorted(others) == sorted(spec.OTHERS), 'each is on one page'
     commands = [json.loads(line)['command'] for line in results.RUNS.read_text().splitlines()]
     shown = {f'{row.command} {repeat}' for table in specified.values() for row in table.rows.values()
              for repeat in row.repeats}
     joined = {f'eval.py {row.command}' for table in specified.values() for row in table.rows.values() if row.paper}
-    assert len(set(commands)) == len(commands) and set(commands) <= shown | joined
+    assert len(set(commands)) == len(commands)
+    assert len(set(commands) - shown - joined) == 62, 'runs of four former tables, which the text summarizes'
 
 
-def test_a_number_that_does_not_follow_from_the_runs_is_written_anew(tmp_path):
-    """A number of a table, or a verdict, that is changed by hand"""
+def test_a_value_that_does_not_follow_from_the_runs_is_corrected(tmp_path):
+    """A value of a table, or a verdict, was changed by hand."""
     specified, claimed = on_pages()
     runs = results.read_runs(results.RUNS)
     for name, right, wrong in [('fine-tuning.md', '| **1.2 ± 1.0** |', '| **1.3 ± 1.0** |'),
-                               ('README.md', '| the other way here |', '| not seen here |')]:
+                               ('README.md', '| opposite sign |', '| inconclusive |')]:
         text = (results.FOLDER / name).read_text()
         assert right in text
         (tmp_path / name).write_text(text.replace(right, wrong, 1))
         assert results.filled(tmp_path / name, specified, claimed, runs) == text
 
 
-def test_pages_link_to_pages_and_sections_that_there_are():
+def test_links_between_pages_lead_to_existing_pages_and_sections():
     texts = {page.name: page.read_text() for page in results.pages()}
     anchors = {name: {re.sub(r'[^\w -]', '', title.lower()).replace(' ', '-')
                       for title in re.findall(r'(?m)^#+ (.*)$', text)} for name, text in texts.items()}
@@ -304,8 +307,8 @@ def test_pages_link_to_pages_and_sections_that_there_are():
     assert all(name in texts['README.md'] for name in texts if name != 'README.md'), 'the first page links to all'
 
 
-def test_intervals_in_the_text_of_a_page_stand_in_a_table():
-    """Of any page; a loss has no sign in a text. Blocks of code show what eval.py prints."""
+def test_intervals_in_the_text_of_a_page_are_in_a_table():
+    """The table may be on any page. A text may give a loss without its sign. Blocks of code show output of eval.py."""
     text = '\n'.join(re.sub(r'(?s)```.*?```', '', page.read_text()) for page in results.pages())
     rows, others = [], []
     for line in text.splitlines():
@@ -317,15 +320,15 @@ def test_intervals_in_the_text_of_a_page_stand_in_a_table():
 
 
 @pytest.mark.parametrize('name', ['README.md', 'tests/course/README.md', *(f'{script}.py' for script in SCRIPTS)])
-def test_intervals_in_texts_stand_on_the_pages_of_results(name):
-    """A gain has a sign in README. Tables of eval.py, which have two digits, are examples of what it prints."""
+def test_intervals_in_other_texts_are_on_the_results_pages(name):
+    """README gives a gain with its sign. Intervals with two digits are examples of the output of eval.py."""
     text = '\n'.join(page.read_text() for page in results.pages())
-    for number in re.findall(r'-?\d+\.\d ± \d+\.\d\b', (ROOT / name).read_text()):
-        assert number in text, f'{name}: {number}'
+    for interval in re.findall(r'-?\d+\.\d ± \d+\.\d\b', (ROOT / name).read_text()):
+        assert interval in text, f'{name}: {interval}'
 
 
 def test_the_commands_of_the_pages_are_commands():
-    """Each row, as its script reads it"""
+    """The script of each row parses its command."""
     for name, table in on_pages()[0].items():
         for row in table.rows.values():
             args = results.read_flags(f'{row.command} {row.repeats[-1]}')
@@ -344,8 +347,8 @@ def test_a_command_that_its_script_does_not_understand_is_named_before_any_run(t
     assert trial.made == []
 
 
-def test_experiments_of_the_course_are_runs_on_the_pages_of_results():
-    """Whatever the order of the flags, and whether a default is typed"""
+def test_experiments_of_the_course_are_runs_on_the_results_pages():
+    """The order of flags, and explicit defaults, are ignored."""
     def read(command):
         patch, script, words = re.match(r'(?:.*--patched (\S+) )?(train_\w+)\.py(.*)', command).groups()
         args = vars(__import__(script).get_args(words.split()))
@@ -366,19 +369,20 @@ def test_experiments_of_the_course_are_runs_on_the_pages_of_results():
 
 
 def test_claims_in_the_readme_are_the_first_of_each_paper_and_their_repetitions():
-    """claim, paper, there, here, verdict; the page has the number of pairs and the table as well"""
+    """Columns of README: claim, source, paper, ours, verdict. The page also has the number of pairs and the table."""
     specified, claimed = on_pages()
     lines = claims.section(claimed, specified, results.read_runs(results.RUNS))
-    page = [[*cells[:4], cells[5]] for cells in (line[2:-2].split(' | ') for line in lines[4:-3])]
+    page = [[*cells[:4], cells[5]] for cells in (line[2:-2].split(' | ') for line in lines[4:-2])]
     papers = {}
     for row in page:
         papers.setdefault(row[1].split(',')[0], []).append(row)
     wanted = [row for rows in papers.values() for row in rows
               if row is rows[0] or row[0] == f'{rows[0][0]}, the same seeds on another machine']
     text = (ROOT / 'README.md').read_text()
-    shown = [line[2:-2].split(' | ') for line in text.splitlines() if re.search(r' here(; .*)? \|$', line)]
+    verdict = re.compile(r'\| (replicated|inconclusive|opposite sign)(; .*)? \|$')
+    shown = [line[2:-2].split(' | ') for line in text.splitlines() if verdict.search(line)]
     assert shown == wanted and len(papers) == 4 and len(page) == len(claimed)
-    comparisons, counts = re.match(r'These are (.*?): (.*?)\. ', lines[-2]).groups()
+    comparisons, counts = re.match(r'These are (.*?): (.*?)\. ', lines[-1]).groups()
     assert comparisons in ' '.join(text.split()) and counts in ' '.join(text.split())
 
 
@@ -399,10 +403,10 @@ MINE = """# Mine
 
 <!-- claims -->
 
-| claim | paper | there | table, difference |
+| claim | source | paper | table, difference |
 |---|---|---|---|
 | it helps | a paper | 3.6 | `mine`, push - none |
-| it is larger: a lot | a paper | < 0 | `mine`, push: MAP@R; another question |
+| it is larger: a lot | a paper | < 0 | `mine`, push: MAP@R; not comparable |
 
 <!-- end -->
 """
@@ -410,7 +414,7 @@ MINE = """# Mine
 
 @pytest.fixture
 def page(monkeypatch, tmp_path):
-    """A page in a folder of its own, of which results.py thinks that it is that of the pages"""
+    """A page in a temporary folder that results.py takes for the folder of the pages"""
     monkeypatch.setattr(results, 'FOLDER', tmp_path)
     monkeypatch.setattr(results, 'RUNS', tmp_path / 'runs.jsonl')
     (tmp_path / 'runs.jsonl').touch()
@@ -429,7 +433,7 @@ def test_a_page_says_which_runs_there_are(page):
                                                         '--fold 1/4 --seed 5', '--fold 1/4 --seed 6']
     assert specified['mine'].pairs == [('push', 'none')]
     assert claimed[0][:8] == ('it helps', 'a paper', '3.6', 'mine', 'push', 'none', 'R@1', '')
-    assert claimed[1][3:8] == ('mine', 'push', '', 'MAP@R', 'another question')
+    assert claimed[1][3:8] == ('mine', 'push', '', 'MAP@R', 'not comparable')
 
 
 def test_a_page_that_is_written_twice_stays_as_it_is_and_takes_a_new_row(page):
@@ -453,20 +457,20 @@ def test_a_page_that_is_written_twice_stays_as_it_is_and_takes_a_new_row(page):
     ('| push - none | |\n\n', '\n<!-- end -->\n\n**Table `mine`**\n\n| | c |\n|---|---|\n\n', 12,
      'there is a table `mine` already: page.md, line 3'),
     ('repeats `--seed 0..1`, ', '', 7, "row 'none' needs repeats"),
-    ('flags `--epochs 1`', 'flag `--epochs 1`', 3, 'flag is no setting'),
+    ('flags `--epochs 1`', 'flag `--epochs 1`', 3, 'flag is not a setting'),
     ('flags `--epochs 1`', 'flags --epochs 1', 3, 'a table begins with'),
-    ('flags `--epochs 1`', 'epochs `0, 1`', 3, 'epochs are numbers'),
-    ('flags `--epochs 1`', 'folds `yours`', 3, 'folds `yours` is no table'),
+    ('flags `--epochs 1`', 'epochs `0, 1`', 3, 'epochs are integers'),
+    ('flags `--epochs 1`', 'folds `yours`', 3, 'folds `yours` is not a table'),
     ('flags `--epochs 1`', 'measured `no`', 3, 'measured is `yes`'),
-    ('| | command |\n|---|---|\n', '', 3, 'a table has to follow'),
+    ('| | command |\n|---|---|\n', '', 3, 'a table must follow'),
     ('<!-- end -->\n\n<!-- claims', '<!-- claims', 3, 'does not end'),
     ('| | command |\n|---|---|\n', '| | paper | command |\n|---|---|---|\n', 7, "in the column 'paper'"),
     ('`mine`, push - none', '`yours`, push - none', 17, 'there is no table `yours`'),
     ('`mine`, push - none', '`mine`, push - nothing', 17, "no row 'nothing'"),
-    (': MAP@R', ': luck', 18, "'luck' is no quantity"),
-    (': MAP@R', ': R@1 stopped by folds', 18, 'names no folds'),
+    (': MAP@R', ': luck', 18, "'luck' is not a quantity"),
+    (': MAP@R', ': R@1 selected by cross-validation', 18, 'names no folds'),
     (': MAP@R', ': P(Pos) - 0.5', 18, 'is not measured'),
-    ('| 3.6 |', '| much |', 17, 'the difference there'),
+    ('| 3.6 |', '| much |', 17, 'the difference reported'),
     ('`mine`, push - none', 'mine: push - none', 17, 'the last cell'),
 ])
 def test_a_mistake_on_a_page_is_one_line_with_its_place(page, capsys, old, new, place, text):
@@ -485,7 +489,7 @@ def test_a_mistake_on_a_page_is_one_line_with_its_place(page, capsys, old, new, 
 
 @pytest.fixture
 def trial(monkeypatch, tmp_path):
-    """A file for runs, and a run that does nothing: {command: whether it succeeds}, which is True where not said"""
+    """Stub for runs, and a file for their lines. `outcome` is {command: whether it succeeds}, by default True."""
     outcome, made, file = {}, [], tmp_path / 'lines.jsonl'
     monkeypatch.setattr(results, 'ROOT', tmp_path)
     monkeypatch.setattr(results, 'RUNS', file)
@@ -496,8 +500,8 @@ def trial(monkeypatch, tmp_path):
         command = ' '.join(words)
         made.append((command, environment))
         if words[0] == 'eval.py':
-            rows = [{key: dict(mean=value, interval=None) for key, value in zip(('R@1', 'RP', 'MAP@R'), numbers)}
-                    | dict(setting=setting) for setting, numbers in (('a', (50, 20, 10)), ('b', (60, 30, 20)))]
+            rows = [{key: dict(mean=value, interval=None) for key, value in zip(('R@1', 'RP', 'MAP@R'), values)}
+                    | dict(setting=setting) for setting, values in (('a', (50, 20, 10)), ('b', (60, 30, 20)))]
             return SimpleNamespace(returncode=0, stdout='a line\n' + json.dumps(dict(rows=rows)))
         folder = tmp_path / 'runs' / words[-1].removeprefix('runs/')
         folder.mkdir(parents=True, exist_ok=True)
@@ -521,7 +525,7 @@ def test_a_table_of_two_rows_is_added_by_editing_one_page(trial, page, monkeypat
     results.main([])
     assert '| none | 2 | 1.0 | 60.0 ± 0.0 | 59.0 ± 0.0 |' in page.read_text()
     results.main(['mine'])
-    assert len(trial.made) == 5, 'nothing is made twice'
+    assert len(trial.made) == 5, 'no run is made twice'
 
 
 def test_a_line_has_the_columns_that_pages_show(trial):
@@ -548,10 +552,10 @@ def test_a_table_with_runs_of_other_batches_and_crops_gets_no_new_ones(trial):
     assert trial.made == []
     trial.file.write_text('')
     results.make(table._replace(rows={'x': table.rows['x']._replace(repeats=['--seed 0'])}), trial.file, 1)
-    assert results.make(table, trial.file, 1) == [] and len(trial.made) == 2, 'new runs are added to new ones'
+    assert results.make(table, trial.file, 1) == [] and len(trial.made) == 2, 'a table of new runs takes further ones'
 
 
-def test_vectors_are_stored_as_the_tables_read_them(monkeypatch, tmp_path, folder):
+def test_precomputed_features_are_written_as_the_tables_read_them(monkeypatch, tmp_path, folder):
     monkeypatch.setattr(results, 'ROOT', tmp_path)
     monkeypatch.setattr(results, 'IMAGES_OF', dict(birds='photos', others='not there'))
     (tmp_path / 'data').mkdir()
@@ -564,7 +568,7 @@ def test_vectors_are_stored_as_the_tables_read_them(monkeypatch, tmp_path, folde
     assert data.query.paths[0].endswith('car0/0.jpg')
 
 
-def test_a_run_that_was_stopped_goes_on_in_its_folder(trial):
+def test_an_interrupted_run_continues_in_its_folder(trial):
     table, folder = table_of({'x': 'train_ms.py'}, ['--seed 0', '--seed 1']), results.name_of('train_ms.py --seed 1')
     (results.ROOT / 'runs' / folder).mkdir(parents=True)
     (results.ROOT / 'runs' / folder / 'last.pt').touch()
@@ -574,7 +578,7 @@ def test_a_run_that_was_stopped_goes_on_in_its_folder(trial):
     assert second == f'train_ms.py --seed 1 --resume runs/{folder}'
 
 
-def test_papers_tables_go_past_a_failure_and_on_after_a_stop(trial, monkeypatch, capsys):
+def test_the_runs_of_a_papers_table_continue_after_a_failure_and_an_interruption(trial, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'a card')
@@ -582,7 +586,7 @@ def test_papers_tables_go_past_a_failure_and_on_after_a_stop(trial, monkeypatch,
     trial.outcome[bad] = False
     assert results.make(table, trial.file, jobs=2) == [bad]
     assert 'it went wrong' in capsys.readouterr().out
-    assert trial.made[0] == ('cub', results.ROOT / 'data'), 'the data are fetched first'
+    assert trial.made[0] == ('cub', results.ROOT / 'data'), 'the data are downloaded first'
     assert {environment['CUDA_VISIBLE_DEVICES'] for _, environment in trial.made[1:]} == {'0', '1'}
     assert len(trial.made) == 22 and results.missing(table, results.read_runs(trial.file)) == [bad]
     trial.outcome.clear()
@@ -615,17 +619,17 @@ def test_a_plan_says_what_is_missing(trial, capsys):
     assert not trial.made
 
 
-def test_a_trial_has_more_flags_and_files_of_its_own(trial, monkeypatch, tmp_path):
+def test_a_trial_has_more_flags_and_separate_files(trial, monkeypatch, tmp_path):
     monkeypatch.setattr(results, 'TRIAL', tmp_path / 'runs/trial.jsonl')
     results.main(['hse-cub', '--add', '--steps 3 --arch resnet18'])
     assert not trial.file.read_text()
     lines = (tmp_path / 'runs/trial.jsonl').read_text().splitlines()
     assert len(lines) == 24 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
-    assert '| npair, alone | 3 | 60.0 ± 0.0 |' in (tmp_path / 'runs/trial.md').read_text()
+    assert '| npair, no hybrids | 3 | 60.0 ± 0.0 |' in (tmp_path / 'runs/trial.md').read_text()
 
 
-def test_measures_are_read_from_what_the_analyses_print(monkeypatch):
-    """Of a script that does not mix, eval.py's alone"""
+def test_metrics_are_read_from_the_output_of_the_analyses(monkeypatch):
+    """For a script without mixup, only the metrics of eval.py are read."""
     printed = {'eval.py': 'a line\n' + json.dumps({'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60}),
                'tests/results/fig2.py': """P(Pos(a, v)) with beta 18, gamma 75, m 0.77: measured, and by Eq. (25)
   lambda  measured  Eq. (25)  mean s(a, v)  threshold     pairs
@@ -635,21 +639,21 @@ utilization, Eq. (12): 0.500 by clean examples, 0.400 by these and the mixed one
 the figure: runs/x/positivity.png
 """}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=0, stdout=printed[words[0]]))
-    done, measures = results.measure('runs/x/last.pt', True, {})
-    assert done.returncode == 0 and measures == dict(measured={
+    done, found = results.measure('runs/x/last.pt', True, {})
+    assert done.returncode == 0 and found == dict(measured={
         'alignment': 0.3, 'uniformity': -2, 'utilization': 0.5, 'NMI': 60, 'utilization, mixed': 0.4, 'P(Pos)': 0.6,
         'Fig. 2': pytest.approx(0.08)})
     assert results.measure('runs/x/last.pt', False, {})[1]['measured'].keys() == {
         'alignment', 'uniformity', 'utilization', 'NMI'}
     monkeypatch.setattr(results, 'start', lambda words, **_: SimpleNamespace(returncode=2, stdout=''))
-    assert results.measure('runs/x/last.pt', True, {})[0].returncode == 2, 'it is named as a run that failed'
+    assert results.measure('runs/x/last.pt', True, {})[0].returncode == 2, 'it is reported as a failed run'
 
 
 # ---- patches
 
 
 def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
-    """ms with embedding mixing, on twelve vectors of four classes"""
+    """ms with embedding mixup, on twelve vectors of four classes"""
     z = torch.nn.functional.normalize(torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), dim=1)
     y, hyper = torch.arange(12) // 3, dict(beta=18.0, gamma=75.0, m=0.77)
     config = train_metrix.MixupConfig('embed', 'pos-neg', None, 2.0)
@@ -658,9 +662,9 @@ def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
         torch.manual_seed(0)
         return train_metrix.mixed_loss(train_metrix.BaseLoss(kind, hyper), config, None, dict(embed=z), y).item()
 
-    def patched(name, *numbers):
+    def patched(name, *arguments):
         with monkeypatch.context() as context:
-            for function, replacement in patches.PATCHES[name](*numbers).items():
+            for function, replacement in patches.PATCHES[name](*arguments).items():
                 context.setattr(train_metrix, function, replacement)
             return loss()
     assert patched('softer', 2, 10, 0.5) == loss(hyper=dict(beta=2, gamma=10, m=0.5)) != loss()
@@ -676,11 +680,11 @@ def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
     torch.manual_seed(0)
     lam = torch.distributions.Beta(2.0, 2.0).sample().item()
     assert patched('released') == patches.released_loss(z, y, lam, **hyper).item()
-    assert patches.PATCHES['released']()['clean_loss']('ms', z, y) == 0, 'it is in place of both terms'
+    assert patches.PATCHES['released']()['clean_loss']('ms', z, y) == 0, 'it replaces clean and mixed loss'
 
 
-def test_patches_that_brake_change_a_training_step_as_they_say():
-    """Features without gradients, as in an evaluation, stay as they are"""
+def test_regularizing_patches_change_a_training_step_as_they_say():
+    """Features without gradients, as in an evaluation, are not changed."""
     model = common.Embedder('none', dim=400, pool='avg', input_shape=(400,))
     x = torch.randn(64, 400, generator=torch.Generator().manual_seed(0)) / 5
     f = model.features(x)
@@ -701,7 +705,7 @@ def test_patches_that_brake_change_a_training_step_as_they_say():
 
 
 def test_a_patch_replaces_a_function_of_the_script(monkeypatch):
-    """`softer` hands its three numbers to the mixed loss, whatever the flags say."""
+    """`softer` passes its three arguments to the mixed loss and ignores the flags."""
     seen = []
     monkeypatch.setattr(train_metrix, 'mixed_loss', lambda base, *args: seen.append((base.kind, base.hyper)))
     monkeypatch.setattr(train_metrix, 'main', lambda words: train_metrix.mixed_loss(
@@ -715,16 +719,16 @@ def test_a_patch_replaces_a_function_of_the_script(monkeypatch):
 
 
 def test_the_released_loss_of_ms_by_hand():
-    """Four unit vectors of two classes, (0, 1) and (2, 3), which all pass the miner. The rows (a, p, n) are (0, 1, 2),
-    (0, 1, 3), (1, 0, 2), (1, 0, 3), (2, 3, 0), (2, 3, 1), (3, 2, 0), (3, 2, 1). The mask has the places (0, 1), (1, 0),
-    (2, 3), (3, 2); rows 0 and 1 have anchor 0, rows 2 and 3 anchor 1."""
+    """Four unit vectors of two classes, (0, 1) and (2, 3), all kept by the miner. The triplets (a, p, n) are (0, 1, 2),
+    (0, 1, 3), (1, 0, 2), (1, 0, 3), (2, 3, 0), (2, 3, 1), (3, 2, 0), (3, 2, 1). The mask has entries (0, 1), (1, 0),
+    (2, 3), (3, 2); triplets 0 and 1 have anchor 0, triplets 2 and 3 anchor 1."""
     z = [(math.cos(t), math.sin(t)) for t in (0.0, 0.7, 0.3, 1.1)]
     beta, gamma, m, lam = 3.0, 5.0, 0.6, 0.3
 
     def cosine(a, v):
         return (z[a][0] * v[0] + z[a][1] * v[1]) / math.hypot(*v)
 
-    def mixture(p, n):
+    def mixed_embedding(p, n):
         return [lam * one + (1 - lam) * other for one, other in zip(z[p], z[n])]
 
     def plus(s):
@@ -735,16 +739,16 @@ def test_the_released_loss_of_ms_by_hand():
     pull = [lam * (1 + plus(cosine(a, z[p]))) for a, p in enumerate((1, 0, 3, 2))]
     push = [(1 - lam) * (1 + sum(minus(cosine(a, z[n])) for n in others))
             for a, others in enumerate([(2, 3), (2, 3), (0, 1), (0, 1)])]
-    # of anchor 0 and row 1, anchor 0 and row 0, anchor 1 and row 3, anchor 1 and row 2
-    mixed = [1 + plus(cosine(a, mixture(p, n))) for a, p, n in ((0, 1, 3), (0, 1, 2), (1, 0, 3), (1, 0, 2))]
+    # anchor 0 and triplet 1, anchor 0 and triplet 0, anchor 1 and triplet 3, anchor 1 and triplet 2
+    mixed = [1 + plus(cosine(a, mixed_embedding(p, n))) for a, p, n in ((0, 1, 3), (0, 1, 2), (1, 0, 3), (1, 0, 2))]
     wanted = sum(math.log(a + 0.4 * b) / beta + math.log(c) / gamma for a, b, c in zip(pull, mixed, push)) / 8
     found = patches.released_loss(torch.tensor(z, dtype=torch.float64), torch.tensor([0, 0, 1, 1]), lam, beta, gamma, m,
                                   epsilon=2)
     assert found.item() == pytest.approx(wanted, abs=1e-15) and wanted == pytest.approx(0.2022, abs=1e-4)
 
 
-def test_the_released_loss_of_few_rows_is_finite():
-    """One class, and classes of one image: no rows, and clean sums without a term"""
+def test_the_released_loss_of_few_triplets_is_finite():
+    """One class, or classes of one image, give no triplets, and clean sums without a term."""
     z = torch.eye(4, dtype=torch.float64).requires_grad_()
     for y in ([0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 1]):
         loss = patches.released_loss(z, torch.tensor(y), 0.3, 18.0, 75.0, 0.77)
