@@ -133,9 +133,8 @@ Leave them as they are; where a graded test needs one, it is there when the poin
 
 FLAWED = """# Find the mistake
 
-In each of these scripts one function is wrong; all else is as it should be. Read it beside its docstring, the equations
-at the top of the script, and the paper. Say in a sentence what is wrong, and for which input it shows. Mend the
-function, and hand in the whole script.
+In each of these scripts one function is wrong; everything else is right. Read it next to its docstring and the paper.
+Say in a sentence what is wrong, and for which input it shows. Correct the function, and submit the script.
 
 | script | one of these functions is wrong | from | minutes |
 |---|---|---|---|
