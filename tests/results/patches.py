@@ -2,10 +2,11 @@
 
 A patch is a function that returns the functions of train_metrix.py, or the methods of common.Embedder, which it
 replaces, by their names. `softer:2:10:0.5` gives the patch `softer` three numbers. The docstrings of the patches stand
-on the page that is named why.md.
+on the page that is named why.md; those of other_mixup.py are for Table 3 of Metrix.
 """
 from unittest import mock
 
+import other_mixup
 import torch
 import torch.nn.functional as F
 
@@ -139,15 +140,16 @@ def scale(factor):
 
 
 PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released, dropout, noise, smooth, scale)}
+ALL = PATCHES | other_mixup.PATCHES
 
 
 def run_patched(words):
     """Runs NAME train_metrix.py FLAGS, a list of words"""
     patch, *numbers = words[0].split(':') if words else ['']
-    if patch not in PATCHES or words[1:2] != ['train_metrix.py']:
-        raise common.UsageError('--patched needs a patch and train_metrix.py; patches are ' + ', '.join(PATCHES))
+    if patch not in ALL or words[1:2] != ['train_metrix.py']:
+        raise common.UsageError('--patched needs a patch and train_metrix.py; patches are ' + ', '.join(ALL))
     try:
-        replaced = PATCHES[patch](*map(float, numbers))
+        replaced = ALL[patch](*map(float, numbers))
     except (TypeError, ValueError):
         raise common.UsageError(f'{words[0]}: {patch} takes other numbers, see tests/results/patches.py') from None
     for function, replacement in replaced.items():

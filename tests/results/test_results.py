@@ -332,7 +332,7 @@ def test_the_commands_of_the_pages_are_commands():
             assert args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars'), name
             assert args.seed == 0 or row.repeats[-1].endswith(f'--seed {args.seed}'), name
             patch = re.search(r'--patched (\w+)', row.command)
-            assert not patch or patch[1] in patches.PATCHES
+            assert not patch or patch[1] in patches.ALL
     with pytest.raises(common.UsageError, match='--no-such'):
         results.read_flags('train_ms.py --no-such 3 --seed 0')
 
