@@ -4,7 +4,8 @@
     python tests/results/results.py pilots           makes the runs of this table that runs.jsonl lacks, and prints it
     python tests/results/results.py birds --jobs 2   two runs at a time, each on half of the cores
     python tests/results/results.py birds --jobs 0   only prints
-    python tests/results/results.py cub --plan       prints the commands that runs.jsonl lacks, their steps and images
+    python tests/results/results.py --plan           every table and figure of the papers: run, planned or left out
+    python tests/results/results.py cub --plan       prints the commands that runs.jsonl lacks, and what each takes
     python tests/results/results.py cub --jobs 4     on a machine with GPUs, each job has the next of them
     python tests/results/results.py cub --add '--steps 3 --arch resnet18'
                                                      a trial: more flags for all commands; runs and tables are written
@@ -45,7 +46,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import md5
-from importlib import import_module
 from pathlib import Path
 from queue import Queue
 
@@ -56,6 +56,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import claims
 import draw
 import patches
+import plans
 import spec
 import tables
 import torch
@@ -93,29 +94,6 @@ def missing(table, runs):
     return [command for command in dict.fromkeys(wanted) if command not in runs]
 
 
-def read_flags(command):
-    """The arguments that the script of a command reads from it; a mistake in its flags raises UsageError."""
-    script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
-    return import_module(script.removesuffix('.py')).get_args([*words, '--device', 'cpu'])
-
-
-def plan(name, table, runs):
-    """Prints what a table lacks: commands, and how many steps and images each takes; with folds, at most."""
-    commands, total = missing(table, runs), 0
-    for command in commands:
-        args = read_flags(command)
-        counts = common.DATASETS[args.dataset].get('counts')
-        size = ''
-        if counts:
-            images = counts['train'][0] * (3 / 4 if args.fold else 1)
-            steps = args.epochs * max(1, int(images // args.batch_size))
-            steps = min(steps, args.steps) if args.steps else steps
-            total += steps
-            size = f'{steps:,} steps, {steps * args.batch_size:,} images: '
-        print(f'{size}python {command}')
-    print(f'{name}: {len(commands)} runs' + (f', {total:,} steps' if total else ''))
-
-
 # ---- making runs
 
 
@@ -138,7 +116,7 @@ def make(table, file, jobs):
         raise common.UsageError(f'{table.place}: this table has runs with other batches and crops than new ones would '
                                 'have: delete their lines in runs.jsonl, or add a table')
     for command in commands:
-        read_flags(command)                     # so that a mistake in one of them is said before the first one runs
+        plans.read_flags(command)               # so that a mistake in one of them is said before the first one runs
     if any('--dataset cub' in command for command in commands):
         common.download('cub', ROOT / 'data')
     gpus = Queue()                              # the GPU that each job may take; None on a machine without
@@ -330,6 +308,8 @@ def main(argv=None):
     for name in options.tables:
         if name not in specified:
             raise common.UsageError(f'{name} is no table of the pages; these are {", ".join(specified)}')
+    if not options.tables and options.plan:
+        return plans.show_list(FOLDER / 'plan.md', specified, read_runs(RUNS))
     if not options.tables:
         return write_pages(specified, claimed)
     file, text = RUNS, []
@@ -341,7 +321,7 @@ def main(argv=None):
     failed = []
     for name in options.tables:
         if options.plan:
-            plan(name, specified[name], read_runs(file))
+            plans.show_table(name, missing(specified[name], read_runs(file)))
             continue
         if options.jobs:
             failed += make(specified[name], file, options.jobs)

@@ -220,6 +220,7 @@ def section(table, tables, runs):
     columns = {column for row in table.rows.values() for column in row.paper}
     if 'paper' in columns:
         first = beside_paper(table, found)
+        further = by_folds(table, tables, runs) if table.folds else []
     elif 'paper, separated' in columns:
         first = beside_paper_on_folds(table, found, runs)
     elif table.epochs:
@@ -373,7 +374,7 @@ def beside_paper(table, found):
 
 def beside_paper_on_folds(table, found, runs):
     """A table of folds, which eval.py has joined, beside R@1, RP and MAP@R of a paper"""
-    rows = [['', 'folds', 'separated: R@1, RP, MAP@R', 'R@1 - paper', 'concatenated: R@1, RP, MAP@R', 'R@1 - paper']]
+    rows = [['', 'runs', 'separated: R@1, RP, MAP@R', 'R@1 - paper', 'concatenated: R@1, RP, MAP@R', 'R@1 - paper']]
     for name, row in table.rows.items():
         cells = [name, len(found[name])]
         for n, setting in enumerate(('separated', 'concatenated')):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import claims
 import draw
 import patches
+import plans
 import pytest
 import results
 import spec
@@ -328,13 +329,13 @@ def test_the_commands_of_the_pages_are_commands():
     """Each row, as its script reads it"""
     for name, table in on_pages()[0].items():
         for row in table.rows.values():
-            args = results.read_flags(f'{row.command} {row.repeats[-1]}')
-            assert args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars'), name
+            args = plans.read_flags(f'{row.command} {row.repeats[-1]}')
+            assert args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars', 'sop', 'inshop'), name
             assert args.seed == 0 or row.repeats[-1].endswith(f'--seed {args.seed}'), name
             patch = re.search(r'--patched (\w+)', row.command)
             assert not patch or patch[1] in patches.ALL
     with pytest.raises(common.UsageError, match='--no-such'):
-        results.read_flags('train_ms.py --no-such 3 --seed 0')
+        plans.read_flags('train_ms.py --no-such 3 --seed 0')
 
 
 def test_a_command_that_its_script_does_not_understand_is_named_before_any_run(trial):
@@ -596,21 +597,21 @@ def test_papers_tables_go_past_a_failure_and_on_after_a_stop(trial, monkeypatch,
 
 def test_folds_of_the_reality_check_are_joined_by_eval(trial):
     table = on_pages()[0]['reality-check-cub']
-    bad = f'{table.rows["ms"].command} --fold 2/4'
+    bad = f'{table.rows["ms"].command} --fold 2/4 --seed 3'
     trial.outcome[bad] = False
     assert results.make(table, trial.file, jobs=1) == [bad]
     joined = [command for command, _ in trial.made if command.startswith('eval.py')]
-    assert len(joined) == 4 and all(command.count('runs/results-') == 4 for command in joined)
+    assert len(joined) == 13 and all(command.count('runs/results-') == 40 for command in joined)
     lines = tables.section(table, {}, results.read_runs(trial.file))
-    assert lines[4].startswith('| contrastive | 4 | 50.00, 20.00, 10.00 | -9.7 | 60.00, 30.00, 20.00 | -8.1 | '
-                               '59.73, 31.98, 21.18 | 68.13, 37.24, 26.53 | Reality Check, Table 4')
-    assert lines[5].startswith('| ms | 3 |  |  |  |  | 57.60, 30.84, 20.15 | 65.04, 35.40, 24.70 |')
+    assert lines[4].startswith('| contrastive | 40 | 50.00, 20.00, 10.00 | -9.7 | 60.00, 30.00, 20.00 | -8.1 | '
+                               '59.73, 31.98, 21.18 | 68.13, 37.24, 26.53 | `train_contrastive.py')
+    assert lines[15].startswith('| ms | 39 |  |  |  |  | 57.60, 30.84, 20.15 | 65.04, 35.40, 24.70 |')
 
 
 def test_a_plan_says_what_is_missing(trial, capsys):
     results.main(['cub', '--plan'])
     out = capsys.readouterr().out.splitlines()
-    assert '2,880 steps, 345,600 images: python train_proxy_anchor.py --dataset cub --seed 0' in out
+    assert '2,880 steps, 345,600 images, 0.8 h, 5 GB: python train_proxy_anchor.py --dataset cub --seed 0' in out
     assert len(out) == 22 and out[-1].startswith('cub: 21 runs, ')
     assert not trial.made
 
@@ -620,7 +621,7 @@ def test_a_trial_has_more_flags_and_files_of_its_own(trial, monkeypatch, tmp_pat
     results.main(['hse-cub', '--add', '--steps 3 --arch resnet18'])
     assert not trial.file.read_text()
     lines = (tmp_path / 'runs/trial.jsonl').read_text().splitlines()
-    assert len(lines) == 24 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
+    assert len(lines) == 27 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
     assert '| npair, alone | 3 | 60.0 ± 0.0 |' in (tmp_path / 'runs/trial.md').read_text()
 
 
