@@ -117,9 +117,12 @@ def soft_triple_loss(z, y, centers, s, gamma, tau, margin):
     to_centers = torch.einsum('bd,ckd->bck', z, c)                                  # (B, C, K)
     to_classes = ((to_centers / gamma).softmax(dim=2) * to_centers).sum(dim=2)      # (B, C)
     logits = s * (to_classes - margin * F.one_hot(y, len(c)).to(c.dtype))           # (B, C)
+    loss = F.cross_entropy(logits, y)
+    if tau == 0 or c.shape[1] == 1:
+        return loss
     k, other = torch.triu_indices(c.shape[1], c.shape[1], 1, device=c.device)
     apart = (2 + 1e-5 - 2 * (c[:, k] * c[:, other]).sum(dim=2)).sqrt()              # (C, pairs), with a slope at 0
-    return F.cross_entropy(logits, y) + tau * (apart.mean() if len(k) else 0)
+    return loss + tau * apart.mean()
 
 
 LOSSES = dict(triplet=triplet_loss, ntxent=ntxent_loss, fastap=fastap_loss, margin=margin_loss, arcface=arcface_loss,

@@ -117,8 +117,9 @@ def make(table, file, jobs):
                                 'have: delete their lines in runs.jsonl, or add a table')
     for command in commands:
         plans.read_flags(command)               # so that a mistake in one of them is said before the first one runs
-    if any('--dataset cub' in command for command in commands):
-        common.download('cub', ROOT / 'data')
+    for dataset in ('cub', 'sop'):              # the others have no address to download from
+        if any(f'--dataset {dataset}' in command for command in commands):
+            common.download(dataset, ROOT / 'data')
     gpus = Queue()                              # the GPU that each job may take; None on a machine without
     for job in range(jobs):
         gpus.put(job % torch.cuda.device_count() if torch.cuda.is_available() else None)

@@ -155,6 +155,20 @@ def test_folds_choose_setting_and_epoch_of_each_method_together():
     assert out[-3:-1] == ['| a @ 1 | 1 | 3.0 | 10 | 10 | 4.0 | 40.0 |', '| b @ 2 | 0 | 7.0 | 10 |  |  |  |']
 
 
+def test_folds_choose_a_setting_of_a_table_of_a_paper():
+    """CCL* in Table 2 of CCL, whose margin is not stated: on the folds, 0.2 is better."""
+    paper, runs = {'paper': '73.5'}, {}
+    commands = {f'CCL* @ {m}': f't.py --margin {m}' for m in (0.1, 0.2)}
+    for command, on_fold, on_test in zip(commands.values(), (5, 6), (70, 60)):
+        runs[f'{command} --fold 0/4'] = run_of(steps=10, MAP=[1, on_fold])
+        runs[f'{command} --seed 0'] = run_of(steps=10, MAP=[1, 2], R=[1, on_test])
+    rows = {name: spec.Row(command, ['--seed 0'], command, '', paper) for name, command in commands.items()}
+    both = dict(folds=table_of(commands, ['--fold 0/4']), seeds=spec.Table(rows, folds='folds'))
+    out = tables.section(both['seeds'], both, runs)
+    assert '| CCL* @ 0.1 | 1 | 70.0 | 70.0 | -3.5 | 73.5 | `t.py --margin 0.1` |' in out
+    assert out[-2] == '| CCL* @ 0.2 | 1 | 6.0 | 10 | 10 | 2.0 | 60.0 |' and 'CCL* @ 0.1' not in ''.join(out[-4:])
+
+
 def test_seeds_that_are_crossed_with_folds_count_once():
     """Seed 0 has differences 1 and 3 on two folds, seed 1 one of 5."""
     values = {'--fold 0/2': 1, '--fold 1/2': 3, '--fold 0/2 --seed 1': 5}
