@@ -2,10 +2,11 @@
 
 A patch is a function that returns replacements, by name, for functions of train_metrix.py or methods of
 common.Embedder. `softer:2:10:0.5` calls the patch `softer` with three arguments. The page why.md lists the patches by
-their docstrings.
+their docstrings; those of other_mixup.py are for Table 3 of Metrix.
 """
 from unittest import mock
 
+import other_mixup
 import torch
 import torch.nn.functional as F
 
@@ -138,15 +139,16 @@ def scale(factor):
 
 
 PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released, dropout, noise, smooth, scale)}
+ALL = PATCHES | other_mixup.PATCHES
 
 
 def run_patched(words):
     """Run NAME train_metrix.py FLAGS, given as a list of words."""
     patch, *arguments = words[0].split(':') if words else ['']
-    if patch not in PATCHES or words[1:2] != ['train_metrix.py']:
-        raise common.UsageError('--patched needs a patch and train_metrix.py; patches are ' + ', '.join(PATCHES))
+    if patch not in ALL or words[1:2] != ['train_metrix.py']:
+        raise common.UsageError('--patched needs a patch and train_metrix.py; patches are ' + ', '.join(ALL))
     try:
-        replaced = PATCHES[patch](*map(float, arguments))
+        replaced = ALL[patch](*map(float, arguments))
     except (TypeError, ValueError):
         raise common.UsageError(f'{words[0]}: {patch} takes other arguments, see tests/results/patches.py') from None
     for function, replacement in replaced.items():

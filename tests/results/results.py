@@ -4,7 +4,8 @@
     python tests/results/results.py birds            makes the missing runs of this table, and prints it
     python tests/results/results.py birds --jobs 2   two runs at a time, each on half of the cores
     python tests/results/results.py birds --jobs 0   only prints
-    python tests/results/results.py cub --plan       prints the missing commands, with their steps and images
+    python tests/results/results.py --plan           every table and figure of the papers: run, planned or left out
+    python tests/results/results.py cub --plan       prints the missing commands, and their estimated time and memory
     python tests/results/results.py cub --jobs 4     on a machine with several GPUs, one GPU per job
     python tests/results/results.py cub --add '--steps 3 --arch resnet18'
                                                      a trial: more flags for all commands; runs and tables are written
@@ -45,7 +46,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import md5
-from importlib import import_module
 from pathlib import Path
 from queue import Queue
 
@@ -56,6 +56,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import claims
 import draw
 import patches
+import plans
 import spec
 import tables
 import torch
@@ -93,29 +94,6 @@ def missing(table, runs):
     return [command for command in dict.fromkeys(wanted) if command not in runs]
 
 
-def read_flags(command):
-    """Arguments that the script parses from a command. An error in its flags raises UsageError."""
-    script, *words = re.sub(r'^tests/results/results.py --patched \S+ ', '', command).split()
-    return import_module(script.removesuffix('.py')).get_args([*words, '--device', 'cpu'])
-
-
-def plan(name, table, runs):
-    """Print the missing commands of a table, with their steps and images (with folds, the maximum)."""
-    commands, total = missing(table, runs), 0
-    for command in commands:
-        args = read_flags(command)
-        counts = common.DATASETS[args.dataset].get('counts')
-        size = ''
-        if counts:
-            images = counts['train'][0] * (3 / 4 if args.fold else 1)
-            steps = args.epochs * max(1, int(images // args.batch_size))
-            steps = min(steps, args.steps) if args.steps else steps
-            total += steps
-            size = f'{steps:,} steps, {steps * args.batch_size:,} images: '
-        print(f'{size}python {command}')
-    print(f'{name}: {len(commands)} runs' + (f', {total:,} steps' if total else ''))
-
-
 # ---- making runs
 
 
@@ -138,9 +116,10 @@ def make(table, file, jobs):
         raise common.UsageError(f'{table.place}: the runs of this table have other batches and crops than new runs: '
                                 'delete their lines in runs.jsonl, or write a new table')
     for command in commands:
-        read_flags(command)                     # to report an error in any command before the first run
-    if any('--dataset cub' in command for command in commands):
-        common.download('cub', ROOT / 'data')
+        plans.read_flags(command)               # to report an error in any command before the first run
+    for dataset in ('cub', 'sop'):              # the other datasets cannot be downloaded
+        if any(f'--dataset {dataset}' in command for command in commands):
+            common.download(dataset, ROOT / 'data')
     gpus = Queue()                              # GPU of each job; None on a machine without GPU
     for job in range(jobs):
         gpus.put(job % torch.cuda.device_count() if torch.cuda.is_available() else None)
@@ -330,6 +309,8 @@ def main(argv=None):
     for name in options.tables:
         if name not in specified:
             raise common.UsageError(f'{name} is not a table of the pages; these are {", ".join(specified)}')
+    if not options.tables and options.plan:
+        return plans.show_list(FOLDER / 'plan.md', specified, read_runs(RUNS))
     if not options.tables:
         return write_pages(specified, claimed)
     file, text = RUNS, []
@@ -341,7 +322,7 @@ def main(argv=None):
     failed = []
     for name in options.tables:
         if options.plan:
-            plan(name, specified[name], read_runs(file))
+            plans.show_table(name, missing(specified[name], read_runs(file)))
             continue
         if options.jobs:
             failed += make(specified[name], file, options.jobs)

@@ -220,6 +220,7 @@ def section(table, tables, runs):
     columns = {column for row in table.rows.values() for column in row.paper}
     if 'paper' in columns:
         first = with_paper(table, found)
+        further = selected_by_folds(table, tables, runs) if table.folds else []
     elif 'paper, separated' in columns:
         first = with_paper_on_folds(table, found, runs)
     elif table.epochs:
@@ -374,7 +375,7 @@ def with_paper(table, found):
 
 def with_paper_on_folds(table, found, runs):
     """Our R@1, RP and MAP@R over folds, which eval.py has joined, and the difference to the paper's R@1"""
-    rows = [['', 'folds', 'separated: R@1, RP, MAP@R', 'R@1 - paper', 'concatenated: R@1, RP, MAP@R', 'R@1 - paper']]
+    rows = [['', 'runs', 'separated: R@1, RP, MAP@R', 'R@1 - paper', 'concatenated: R@1, RP, MAP@R', 'R@1 - paper']]
     for name, row in table.rows.items():
         cells = [name, len(found[name])]
         for n, setting in enumerate(('separated', 'concatenated')):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import claims
 import draw
 import patches
+import plans
 import pytest
 import results
 import spec
@@ -154,6 +155,20 @@ def test_cross_validation_selects_setting_and_epoch_of_each_method_together():
                                                    'b @ 2': tables.Choice(7, 10, '', '')}
     out = tables.section(of_seeds, both, runs)
     assert out[-2:] == ['| a @ 1 | 1 | 3.0 | 10 | 10 | 4.0 | 40.0 |', '| b @ 2 | 0 | 7.0 | 10 |  |  |  |']
+
+
+def test_folds_choose_a_setting_of_a_table_of_a_paper():
+    """CCL* in Table 2 of CCL, whose margin is not stated: on the folds, 0.2 is better."""
+    paper, runs = {'paper': '73.5'}, {}
+    commands = {f'CCL* @ {m}': f't.py --margin {m}' for m in (0.1, 0.2)}
+    for command, on_fold, on_test in zip(commands.values(), (5, 6), (70, 60)):
+        runs[f'{command} --fold 0/4'] = run_of(steps=10, MAP=[1, on_fold])
+        runs[f'{command} --seed 0'] = run_of(steps=10, MAP=[1, 2], R=[1, on_test])
+    rows = {name: spec.Row(command, ['--seed 0'], command, '', paper) for name, command in commands.items()}
+    both = dict(folds=table_of(commands, ['--fold 0/4']), seeds=spec.Table(rows, folds='folds'))
+    out = tables.section(both['seeds'], both, runs)
+    assert '| CCL* @ 0.1 | 1 | 70.0 | 70.0 | -3.5 | 73.5 | `t.py --margin 0.1` |' in out
+    assert out[-1] == '| CCL* @ 0.2 | 1 | 6.0 | 10 | 10 | 2.0 | 60.0 |' and 'CCL* @ 0.1' not in ''.join(out[-4:])
 
 
 def test_seeds_that_are_combined_with_folds_count_once():
@@ -331,13 +346,13 @@ def test_the_commands_of_the_pages_are_commands():
     """The script of each row parses its command."""
     for name, table in on_pages()[0].items():
         for row in table.rows.values():
-            args = results.read_flags(f'{row.command} {row.repeats[-1]}')
-            assert args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars'), name
+            args = plans.read_flags(f'{row.command} {row.repeats[-1]}')
+            assert args.dataset in ('shapes', 'folder', 'vectors', 'cub', 'cars', 'sop', 'inshop'), name
             assert args.seed == 0 or row.repeats[-1].endswith(f'--seed {args.seed}'), name
             patch = re.search(r'--patched (\w+)', row.command)
-            assert not patch or patch[1] in patches.PATCHES
+            assert not patch or patch[1] in patches.ALL
     with pytest.raises(common.UsageError, match='--no-such'):
-        results.read_flags('train_ms.py --no-such 3 --seed 0')
+        plans.read_flags('train_ms.py --no-such 3 --seed 0')
 
 
 def test_a_command_that_its_script_does_not_understand_is_named_before_any_run(trial):
@@ -600,21 +615,21 @@ def test_the_runs_of_a_papers_table_continue_after_a_failure_and_an_interruption
 
 def test_folds_of_the_reality_check_are_joined_by_eval(trial):
     table = on_pages()[0]['reality-check-cub']
-    bad = f'{table.rows["ms"].command} --fold 2/4'
+    bad = f'{table.rows["ms"].command} --fold 2/4 --seed 3'
     trial.outcome[bad] = False
     assert results.make(table, trial.file, jobs=1) == [bad]
     joined = [command for command, _ in trial.made if command.startswith('eval.py')]
-    assert len(joined) == 4 and all(command.count('runs/results-') == 4 for command in joined)
+    assert len(joined) == 13 and all(command.count('runs/results-') == 40 for command in joined)
     lines = tables.section(table, {}, results.read_runs(trial.file))
-    assert lines[4].startswith('| contrastive | 4 | 50.00, 20.00, 10.00 | -9.7 | 60.00, 30.00, 20.00 | -8.1 | '
-                               '59.73, 31.98, 21.18 | 68.13, 37.24, 26.53 | Reality Check, Table 4')
-    assert lines[5].startswith('| ms | 3 |  |  |  |  | 57.60, 30.84, 20.15 | 65.04, 35.40, 24.70 |')
+    assert lines[4].startswith('| contrastive | 40 | 50.00, 20.00, 10.00 | -9.7 | 60.00, 30.00, 20.00 | -8.1 | '
+                               '59.73, 31.98, 21.18 | 68.13, 37.24, 26.53 | `train_contrastive.py')
+    assert lines[15].startswith('| ms | 39 |  |  |  |  | 57.60, 30.84, 20.15 | 65.04, 35.40, 24.70 |')
 
 
 def test_a_plan_says_what_is_missing(trial, capsys):
     results.main(['cub', '--plan'])
     out = capsys.readouterr().out.splitlines()
-    assert '2,880 steps, 345,600 images: python train_proxy_anchor.py --dataset cub --seed 0' in out
+    assert '2,880 steps, 345,600 images, 0.8 h, 5 GB: python train_proxy_anchor.py --dataset cub --seed 0' in out
     assert len(out) == 22 and out[-1].startswith('cub: 21 runs, ')
     assert not trial.made
 
@@ -624,7 +639,7 @@ def test_a_trial_has_more_flags_and_separate_files(trial, monkeypatch, tmp_path)
     results.main(['hse-cub', '--add', '--steps 3 --arch resnet18'])
     assert not trial.file.read_text()
     lines = (tmp_path / 'runs/trial.jsonl').read_text().splitlines()
-    assert len(lines) == 24 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
+    assert len(lines) == 27 and all('--steps 3 --arch resnet18 --seed' in line for line in lines)
     assert '| npair, no hybrids | 3 | 60.0 ± 0.0 |' in (tmp_path / 'runs/trial.md').read_text()
 
 
