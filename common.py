@@ -1728,8 +1728,8 @@ def parser(doc, notes='', file=None):
 def parse(parser, DEFAULTS, argv=None, uses=None):
     """Reads the command line twice: to learn which recipe is meant, and then with that recipe as the defaults.
 
-    DEFAULTS  a script's recipes: dicts of defaults for flags, one per dataset; further ones under (dataset, choice)
-              where a recipe also depends on the script's --loss or --variant
+    DEFAULTS  a script's recipes: dicts of defaults for flags, one per dataset; further ones under (dataset, loss)
+              where a recipe also depends on the script's --loss
     uses      {flag: {its value: the flags that it uses, in one text}}: a typed flag that only another value uses is
               an error, because a sweep over it would be a sweep of identical runs
     Returns what was typed and what the recipe says as a namespace; device is a torch.device. With torchrun, the
@@ -1737,8 +1737,8 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     """
     typed = parser.typed(argv)
     saved = saved_recipe(parser, typed) if 'resume' in typed else {}
-    choice = {name: parser.get_default(name) for name in ('loss', 'variant')}       # the script's own, if none is typed
-    row = recipe(choice | saved | typed, DEFAULTS) | saved
+    loss = dict(loss=parser.get_default('loss'))            # the script's own, if none is typed
+    row = recipe(loss | saved | typed, DEFAULTS) | saved
     if unknown := sorted(row.keys() - {action.dest for action in parser._actions}):
         raise UsageError(f'{parser.prog} has no flag for {", ".join(unknown)}')
     parser.set_defaults(**row)
@@ -1759,14 +1759,13 @@ def recipe(asked, DEFAULTS):
     """The defaults that follow from flags, a dict {flag: value}"""
     dataset = asked.get('dataset', 'shapes')
     weights = asked.get('weights', 'none')
-    choice = asked.get('loss') or asked.get('variant')
     if dataset == 'folder' and weights != 'none':           # photographs for pretrained weights
         dataset = 'cub'
     row = BASE[dataset]
     if 'protocol' in asked:                                 # it replaces the recipe that the script has for the dataset
         dataset = asked['protocol']
         row = row | PROTOCOL
-    row = row | DEFAULTS.get(dataset, {}) | DEFAULTS.get((dataset, choice), {})
+    row = row | DEFAULTS.get(dataset, {}) | DEFAULTS.get((dataset, asked.get('loss')), {})
     image_size = asked.get('image_size') or normalization(asked.get('arch', ''))[2]
     if image_size:
         row |= dict(image_size=image_size, resize=resize_for(row, image_size))

@@ -1,43 +1,18 @@
-"""train_hse.py -- Hybrid Species Embedding: images joined from several classes serve as anchors without a label.
+"""train_hse.py -- Hybrid Species Embedding: an image mixed from several classes is an anchor without a label.
 
 Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Learning. ICCV 2023.
+Images of two to four classes are mixed into a hybrid, which gets no label. L_Hy, HSE Eq. (9), pulls it to the nearest
+image of its source classes (easy weak positive) and pushes it from the nearest image of another class (hard negative).
+Pulling it to all weak positives could merge unrelated classes (Section 3.3.2).
 
-Idea
-    Join two to four images of different classes, the sources, into one image, the hybrid. It is hard to place: it
-    looks like each source and is of none of their classes. A fraction of each source's label would mean little,
-    because the part cut from an image may show only its background. So a hybrid has no label, and HSE asks for less:
-    it should be nearer to some image of its sources' classes than to any image of another class in the batch. The
-    hybrid and only one image of the sources' classes are pulled together, the one that is nearest anyway.
+    paper      code          flag            meaning
+    x_H        hybrids, h    --kind          (H, 3, S, S) mixed images; h: (H, D) their embeddings
+    x_A, x_B   sources       --num           (H, num) positions in the batch of the images that are mixed
+    Nsize      per_class     --per-class     images per class in a batch, and hybrids per set of classes
+    Cnum       combinations  --combinations  sets of `num` classes that are mixed, so H = Nsize Cnum
+    alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
 
-Equations
-    HSE Eq. (7)     x_hn, hard negative: of the images that are of no source's class, the nearest to x_H
-    HSE Eq. (8)     x_ewp, easy weak positive: of the images that are of a source's class, the nearest to x_H
-    HSE Eq. (9)     L_Hy = -alpha log( 1 / (1 + exp(s_hn) / exp(s_ewp)) )
-                    with the inner products s_hn = f(x_H) . f(x_hn) and s_ewp = f(x_H) . f(x_ewp)
-    HSE Eq. (10)    L = L_m + L_Hy, with L_m any loss on the labelled images
-
-Symbols
-    paper       here          flag            meaning
-    x_H         hybrids, h    --kind          (H, 3, S, S) images of H hybrids, (H, D) their embeddings
-    x_A, x_B    sources       --num           (H, num) positions in the batch of the `num` sources
-    f(x)        z             -               (B, D) L2-normalized embeddings of the labelled images
-    C(x)        y             -               (B,) labels
-    Nsize       per_class     --per-class     images per class in a batch
-    Cnum        combinations  --combinations  sets of `num` classes that are joined. Each gives Nsize hybrids:
-                                              hybrid r joins the r-th images of its classes. H = Nsize Cnum
-    alpha       alpha         --alpha         weight of L_Hy; 0: no hybrids, the baseline L = L_m
-    -           temperature   --temperature   divides the similarities in Eq. (9)
-
-Run
-    python train_hse.py                                          # offline, a few minutes on two CPU cores
-    python train_hse.py --alpha 0                                # the baseline
-    python train_hse.py --dataset cub --data data --loss epshn   # the benchmark, on a GPU
-
-Expect, R@1          shapes ms    birds ms      CUB epshn             Cars epshn
-    without hybrids  62.5 ± 5.1   55.9 ± 2.5    64.9 (16 per class)   83.1 (16 per class)
-    with hybrids     55.2 ± 2.8   56.7 ± 1.6    67.4 (8 per class)    85.4 (16 per class)
-    Shapes and 25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals). The others
-    are the paper's Table 2 (ResNet-50, 512 dimensions); on CUB with hybrids and 16 per class, it has 66.9.
+    python train_hse.py --dataset cub --data data --loss epshn    # on a GPU; without flags, offline on a CPU
 """
 from functools import partial
 from itertools import chain, repeat
@@ -49,39 +24,46 @@ import common
 
 
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
-    """L_Hy, HSE Eq. (9), averaged over the hybrids.
+    """The mean of L_Hy, HSE Eq. (9), over the hybrids:
 
-    h              (H, D) embeddings of the hybrids, L2-normalized like z
-    z              (B, D) those of the labelled images; both are upcast to at least float32
-    weak_positive  (H, B) bool, the images among which Eq. (8) chooses
-    negative       (H, B) bool, the images among which Eq. (7) chooses
-    alpha          >= 0, weight
-    temperature    > 0; 1 is Eq. (9) as printed, 0.1 the released code
-    returns        scalar >= 0. A hybrid without weak positives, or without negatives, counts as 0;
-                   without any hybrids the loss is 0, and so is its gradient
+    L_Hy = -alpha log( 1 / (1 + exp(s_hn) / exp(s_ewp)) )
+
+    s_hn = f(x_H) . f(x_hn) is the inner product with the hard negative, HSE Eq. (7): of the images of other classes,
+    the nearest to the hybrid x_H. s_ewp = f(x_H) . f(x_ewp) is the one with the easy weak positive, HSE Eq. (8): of the
+    images of source classes, the nearest to x_H. The nearest image is the one with the largest inner product, since
+    L2-normalized vectors have ||a - b||^2 = 2 - 2 a . b.
+
+    h              (H, D) L2-normalized embeddings f(x_H) of the hybrids
+    z              (B, D) L2-normalized embeddings of the labelled images
+    weak_positive  (H, B) bool, images of source classes: Eq. (8) chooses one
+    negative       (H, B) bool, images of other classes: Eq. (7) chooses one
+    temperature    > 0, divides the inner products; 1 is Eq. (9) as printed, 0.1 the released code
+    returns        scalar >= 0; half precision is upcast to float32. A hybrid without weak positives, or without
+                   negatives, has zero loss, but still counts in the mean. Without hybrids, loss and gradient are 0.
     """
     h, z = common.promote_dtypes(h, z)
     s = h @ z.T / temperature                                            # (H, B)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
-    # Eq. (9) is -alpha log(1 / (1 + exp(s_hn) / exp(s_ewp))). With t = s_ewp - s_hn, the argument of the logarithm is
-    # 1 / (1 + exp(-t)), the sigmoid of t. (The mean in the last line of Algorithm 1 includes the log-probability of
-    # s_hn, and would be least where s_ewp = s_hn, which cannot be meant.)
-    loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,)
+    # Algorithm 1 ends with -alpha * log_softmax([s_ewp, s_hn]).mean(), over both columns; its minimum is at
+    # s_ewp = s_hn. Eq. (9) is the first column only, which is computed here.
+    loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,) Eq. (9): sigmoid(t) = 1 / (1 + exp(-t))
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
 
 def most_similar(s, allowed):
-    """For each row of s, its largest allowed similarity, and whether any is allowed: (n, B), (n, B) -> (n,), (n,)
-    A row without an allowed entry returns one that is not allowed: a finite number, which can be multiplied by 0."""
+    """For each row of s, its largest allowed entry, and whether any is allowed.  (n, B), (n, B) -> (n,), (n,)
+    If no entry of a row is allowed, its first entry is returned. It is finite, so the caller can mask it by * 0; amax
+    would give -inf, and -inf * 0 is NaN."""
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
 
 def candidates(y, sources):
-    """For each hybrid, the labelled images among which Eq. (8) and Eq. (7) choose: its weak positives, which include
-    its sources, and its negatives.  y (B,), sources (H, num) -> (H, B), (H, B) bool"""
-    weak_positive = (y[sources][:, :, None] == y).any(dim=1)             # HSE Eq. (8): C(x) = C(x_A) or C(x) = C(x_B)
+    """For each hybrid, its weak positives (the sources are among them) and its negatives, as masks of the labelled
+    images.  y (B,), sources (H, num) -> (H, B), (H, B) bool"""
+    is_weak = y[sources][:, :, None] == y                                # (H, num, B)
+    weak_positive = is_weak.any(dim=1)                                   # HSE Eq. (8): C(x) = C(x_A) or C(x) = C(x_B)
     return weak_positive, ~weak_positive                                 # HSE Eq. (7): neither
 
 
@@ -92,72 +74,77 @@ def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
 
 
 # ---- hybrids
-
 KINDS = ['cutmix', 'mixup', 'gridmask']
 
 
 def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations=1, axis='top-bottom',
                  mask_size=50, superclasses=None, generator=None):
-    """Hybrids of a batch: `per_class` of them for each of `combinations` sets of `num` classes.
+    """Mixed sample data augmentation (MSDA): `per_class` hybrids for each of `combinations` sets of `num` classes.
 
-    Hybrid r of a combination joins image r of each of its classes; a class with fewer images uses its first
-    ones again. If there are fewer than `num` classes (of each superclass), no hybrid is made: H = 0.
+    Hybrid r of a set mixes image r of each of its classes; a class with fewer images uses its first ones again. A
+    superclass (if None: the batch) with fewer than `num` classes is skipped. If none is left, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
-    kind            cutmix: `num` strips of about equal size, above each other or side by side (axis);
-                    mixup: the mean; gridmask: square blocks of mask_size pixels, from the images in turn
-    superclasses    (B,): all classes of a hybrid are of the same one; None: of any
-    generator       draws the classes; None is torch's global one
+    kind            cutmix: `num` strips of about equal size, stacked vertically or side by side (axis);
+                    mixup: the mean; gridmask: square blocks of mask_size pixels, from the sources in turn
+    superclasses    (B,) or None: if given, only classes of one superclass are mixed
+    generator       for the choice of classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
     y = labels.cpu()                                # choosing takes many small steps, which a CPU does faster
-    sources = [y.new_empty(0, num)]
+    sources = [y.new_empty(0, num)]                 # for H = 0
     for classes in choose_classes(y, num, combinations, superclasses, generator):
-        members = [(y == c).nonzero()[:, 0] for c in classes]
-        sources.append(torch.stack([m[torch.arange(per_class) % len(m)] for m in members], dim=1))  # (per_class, num)
-    sources = torch.cat(sources).to(images.device)             # (H, num)
+        columns = []
+        for c in classes:
+            members = (y == c).nonzero()[:, 0]
+            columns.append(members[torch.arange(per_class) % len(members)])                 # (per_class,)
+        sources.append(torch.stack(columns, dim=1))                                         # (per_class, num)
+    sources = torch.cat(sources).to(images.device)                                          # (H, num)
     return blend(images[sources], kind, axis, mask_size), sources
 
 
 def choose_classes(y, num, combinations, superclasses=None, generator=None):
-    """Draws `combinations` sets of `num` different classes; with superclasses, each set is from one of them.
+    """Chooses `combinations` sets of `num` different classes; with superclasses, each set is from one of them.
 
-    The classes of each superclass are shuffled and cut into sets of `num`, and all sets are drawn in random order;
-    then again. So on SOP, where a batch has two classes of each of the 12 superclasses, each gives one combination.
-    y (B,), superclasses (B,) or None -> list of (num,)
+    The classes of each superclass are shuffled and cut into sets of `num`, and all sets are shuffled. This is repeated
+    until there are enough sets. On SOP a batch has 2 classes of each of 12 superclasses, so 12 combinations of num = 2
+    take one set from each.  y (B,), superclasses (B,) or None -> list of (num,)
     """
     superclasses = torch.zeros_like(y) if superclasses is None else superclasses.cpu()
-    pools = [y[superclasses == superclass].unique() for superclass in superclasses.unique()]
-    pools = [pool for pool in pools if len(pool) >= num]
+    usable = [y[superclasses == superclass].unique() for superclass in superclasses.unique()]
+    usable = [classes for classes in usable if len(classes) >= num]
     chosen = []
-    while pools and len(chosen) < combinations:
-        dealt = []
-        for pool in pools:
-            deck = pool[torch.randperm(len(pool), generator=generator)]
-            dealt += deck[:len(pool) // num * num].split(num)
-        chosen += [dealt[i] for i in torch.randperm(len(dealt), generator=generator)]
+    while usable and len(chosen) < combinations:
+        sets = []
+        for classes in usable:
+            shuffled = classes[torch.randperm(len(classes), generator=generator)]
+            sets += shuffled[:len(classes) // num * num].split(num)     # without a last, smaller set
+        chosen += [sets[i] for i in torch.randperm(len(sets), generator=generator)]
     return chosen[:combinations]
 
 
 def blend(parts, kind, axis, mask_size):
-    """Joins num images into one.  parts (H, num, 3, S, S) -> (H, 3, S, S)"""
+    """Mixes num images into one.  parts (H, num, 3, S, S) -> (H, 3, S, S)"""
     H, num, channels, height, width = parts.shape
     if kind == 'mixup':
         return parts.mean(dim=1)                    # with two images HSE Eq. (3) for lambda = 1/2
-    row = torch.arange(height)[:, None]
-    column = torch.arange(width)
-    owners = {'top-bottom': row * num // height,            # strips whose sizes differ by a pixel at most
-              'left-right': column * num // width,
-              'gridmask': (row // mask_size + column // mask_size) % num}   # the images in turn; with two a chessboard
-    owner = owners[axis if kind == 'cutmix' else kind]      # which of the num images gives each pixel
-    if owner.max() < num - 1:
+    row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij')      # (height, width) each
+    layout = axis if kind == 'cutmix' else kind
+    if layout == 'top-bottom':                      # source_index (height, width): which source gives each pixel
+        source_index = row * num // height
+    elif layout == 'left-right':
+        source_index = column * num // width
+    elif layout == 'gridmask':
+        source_index = (row // mask_size + column // mask_size) % num       # with two sources, a chessboard
+    else:
+        raise common.UsageError(f'{layout} is not a way to mix images')
+    if source_index.max() < num - 1:                # a source got no pixel
         raise common.UsageError(f'{kind} has no room for {num} images in {height} x {width} px: lower --mask-size')
-    owner = owner.to(parts.device).expand(H, 1, channels, height, width)
-    return parts.gather(1, owner).squeeze(1)                # (H, 3, S, S), each pixel from the image that owns it
+    source_index = source_index.to(parts.device).expand(H, 1, channels, height, width)
+    return parts.gather(1, source_index).squeeze(1)         # over dim num: (H, 3, S, S)
 
 
-# ---- base losses L_m: z (B, D) L2-normalized, y (B,) -> scalar. Their parameters have the names and the defaults of
-# their own scripts: alpha of multi_similarity_loss and of proxy_anchor_loss is not the weight of L_Hy.
+# ---- base losses L_m: z (B, D) L2-normalized, y (B,) -> scalar. Their own alpha is not the weight of L_Hy.
 
 
 def pairs(y):
@@ -168,7 +155,7 @@ def pairs(y):
 
 def log1p_sum_exp(t, keep):
     """For each row: log(1 + sum of exp(t) over the columns where keep is true).  (rows, columns) -> (rows,)"""
-    # exp(-inf) = 0 is added where keep is false. The 0 that pads a row is the exponent of the "1 +".
+    # A column of 0 is added, since exp(0) = 1 is the "1 +". Columns with keep false become -inf, and exp(-inf) = 0.
     return F.pad(t.masked_fill(~keep, float('-inf')), (1, 0)).logsumexp(dim=1)
 
 
@@ -179,26 +166,29 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
-    # "not >=" stands for "<", and "not <=" for ">": so a pair whose similarity is NaN stays, and shows in the loss.
-    positive = positive & ~(s - epsilon >= hardest_negative)
-    negative = negative & ~(s + epsilon <= hardest_positive)
+    # Keep a positive with s - epsilon < hardest negative, a negative with s + epsilon > hardest positive. Written as
+    # not >= and not <=, since comparisons with NaN are false, and a NaN pair should be kept so that the loss shows it.
+    positive &= ~(s - epsilon >= hardest_negative)
+    negative &= ~(s + epsilon <= hardest_positive)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha          # (B,)
     push = log1p_sum_exp(beta * (s - lam), negative) / beta             # (B,)
     return (pull + push).mean()
 
 
 def contrastive_loss(z, y, neg_margin=0.5):
-    """HSE Eq. (2), of one pair: y d^2 + (1 - y) [m - d]_+^2, with y = 1 for a positive pair and 0 for a negative one.
-    The released code does not square. Positive and negative pairs are averaged separately, each over those with a
-    non-zero loss; train_contrastive.py explains it."""
+    """HSE Eq. (2): d^2 for a positive pair (the paper's y = 1; here y are class labels), [m - d]_+^2 for a negative one
+    (y = 0). The released code has no squares. Positive and negative pairs are averaged separately, each over the pairs
+    with non-zero loss; train_contrastive.py explains it."""
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s           # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    floor = 16 * torch.finfo(d2.dtype).eps          # d2 up to this is rounding: distance and gradient are 0
+    # sqrt has an infinite gradient at 0, so d2 within rounding error of 0 is replaced by a constant 0, whose gradient
+    # is 0. clamp_min keeps the gradient of sqrt finite there too: where() multiplies it by 0, and 0 * inf is NaN.
+    floor = 16 * torch.finfo(d2.dtype).eps
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
-    pull = d.square() * positive                                         # HSE Eq. (2) for y = 1: d^2
-    push = (neg_margin - d).clamp_min(0).square() * negative             # HSE Eq. (2) for y = 0: [m - d]_+^2
+    pull = d.square() * positive                                         # HSE Eq. (2), first term
+    push = (neg_margin - d).clamp_min(0).square() * negative             # HSE Eq. (2), second term
     return sum(term.sum() / (term > 0).sum().clamp_min(1) for term in (pull, push))
 
 
@@ -207,17 +197,17 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     z, proxies = common.promote_dtypes(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                # (C, B)
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y         # (C, B)
-    pull = log1p_sum_exp(-alpha * (s - delta), positive)                # (C,), 0 for a class not in the batch
+    pull = log1p_sum_exp(-alpha * (s - delta), positive)                # (C,)
     push = log1p_sum_exp(alpha * (s + delta), ~positive)                # (C,)
     return pull.sum() / positive.any(dim=1).sum() + push.mean()
 
 
 def epshn_loss(z, y, temperature=0.1):
-    """Easy positive, semi-hard negative (Xuan et al., WACV 2020), averaged over the anchors that have both; else 0
+    """Easy positive, semi-hard negative (Xuan et al., 2020). Mean over the anchors that have both; 0 if no anchor has.
 
     The positive of an anchor is the most similar image of its class. Its negative is the most similar one of those
-    images of other classes that are less similar than this positive. With the similarities s_p and s_n to them, the
-    anchor adds -log sigmoid((s_p - s_n) / temperature), which has the form of HSE Eq. (9).
+    images of other classes that are less similar than the positive. With their similarities s_p and s_n, the anchor has
+    the loss -log sigmoid((s_p - s_n) / temperature), which has the form of HSE Eq. (9).
     """
     z = common.at_least_float32(z)
     s = z @ z.T                                                          # (B, B)
@@ -233,11 +223,10 @@ def npair_loss(z, y):
     Cross-entropy over cosines, averaged over the P classes that have two images or more in the batch."""
     z = common.at_least_float32(z)
     same = y[:, None] == y                                               # (B, B)
-    earlier = same.tril(-1).sum(dim=1)                                   # (B,) images of its class that come before
-    positive = (earlier == 1).nonzero()[:, 0]                            # (P,) the second image of each class
-    # (P,) the first image of that class: the only True in its row
-    anchor = (same[positive] & (earlier == 0)).int().argmax(dim=1)
-    s = z[anchor] @ z[positive].T                                        # (P, P)
+    rank = same.tril(-1).sum(dim=1)                 # (B,) 0 for the first image of a class, 1 for the second, ...
+    second = (rank == 1).nonzero()[:, 0]                                 # (P,)
+    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) columns, one in each row
+    s = z[first] @ z[second].T                                           # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
 
 
@@ -249,7 +238,7 @@ class SuperclassSampler:
     """Batches with equally many classes of every superclass: on SOP 12 x 2 classes x 5 images = 120."""
 
     def __init__(self, labels, superclasses, batch_size, per_class):
-        self.members = [(superclasses == superclass).nonzero()[:, 0].tolist() for superclass in superclasses.unique()]
+        self.members = [(superclasses == superclass).nonzero()[:, 0] for superclass in superclasses.unique()]
         if per_class < 1 or batch_size % (len(self.members) * per_class):
             raise common.UsageError(f'--batch-size must be a multiple of {len(self.members)} x --per-class, and '
                                     '--per-class at least 1')
@@ -261,17 +250,15 @@ class SuperclassSampler:
         return self.batches
 
     def __iter__(self):
-        # A sampler of one superclass may end before the epoch does. So it is started again and again.
+        # The sampler of a small superclass ends before the epoch does, so it is started again and again.
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
-            parts = [[members[i] for i in next(stream)] for members, stream in zip(self.members, streams)]
-            # Superclasses come in random order. Otherwise --hybrids replace, which drops the last images of a batch,
-            # would always drop those of the same superclasses.
-            yield [image for number in torch.randperm(len(parts)) for image in parts[number]]
+            parts = [members[next(stream)] for members, stream in zip(self.members, streams)]
+            # In random order: --hybrids replace drops the last images, which should not always be of one superclass.
+            yield torch.cat([parts[number] for number in torch.randperm(len(parts))]).tolist()
 
 
-# The recipe of each dataset: defaults of the flags, explained at common.BASE. The settings are those of HSE's released
-# commands, for all base losses; the batch sizes are those of Tables 2 and 3.
+# Training recipes, see common.BASE: HSE's released commands, for all base losses, and the batches of Tables 2 and 3
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=128, per_class=8,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, warmup=5,
            clip=10.0, proxy_lr_mult=100, mask_size=50)
@@ -284,10 +271,17 @@ DEFAULTS = {
     'inshop': SOP,                                  # the paper has no In-Shop
     'reality-check': dict(proxy_lr_mult=6000, mask_size=50),        # per_class stays 4: 1 gives one hybrid
 }
-# What depends on the base loss. On CUB and Cars the paper states alpha for ms (0.05) and for Proxy-Anchor (2; the
-# released command for Cars has 0.5, and batches of 30 classes x 4). On SOP alpha is that of the released commands.
-# In-Shop is like SOP, and what is not a benchmark like CUB. Where neither paper nor commands say anything, alpha is
-# 0.1, the default of the released flag. Batches and dimensions are the better ones of Table 2.
+# What depends on the base loss: (dataset, loss) overrides dataset, see common.parse.
+#     alpha; images in a batch / per class   paper (Tables 2, 3)     released command   default here
+#     ms             CUB, Cars               0.05; 80 / 5            not stated         0.05; 80 / 5
+#                    SOP                     not stated; 120 / 5     0.3; 120 / 5       0.3; 120 / 5
+#     proxy_anchor   CUB                     2; 128                  2; 128 / 8         2; 128 / 8
+#                    Cars                    2; 128                  0.5; 120 / 4       2; 128 / 8
+#                    SOP                     not stated; 120 / 5     2; 120             2; 120 / 5
+#     epshn          CUB, Cars               not stated; 128 / 8, 16 not stated         0.1; 128 / 8 on CUB, 16 on Cars
+#                    SOP                     not stated; 120 / 5     1; 120 / 5         1; 120 / 5
+#     npair          CUB, Cars               not stated; 128 / 8     not stated         0.1; 128 / 8 (dim 64, Table 2)
+# 0.1 is the released flag's default. In-Shop is like SOP, other datasets like CUB. In functions alpha is 1: no weight.
 for dataset in (*common.BASE, 'reality-check'):
     large = dataset in ('sop', 'inshop')
     DEFAULTS[dataset, 'ms'] = dict(alpha=0.3 if large else 0.05)
@@ -306,14 +300,14 @@ def get_args(argv=None):
     add('--loss', choices=list(LOSSES), default='ms', help='L_m')
     add('--alpha', type=common.at_least(0, float), default=0.1, help='weight of L_Hy; 0: no hybrids')
     add('--temperature', type=common.at_least(1e-3, float), default=0.1, help='in L_Hy; 1 is Eq. (9) as printed')
-    add('--kind', choices=KINDS, default='cutmix', help='how images are joined')
+    add('--kind', choices=KINDS, default='cutmix', help='how images are mixed')
     add('--num', type=int, choices=[2, 3, 4], default=2, help='number of classes in a hybrid')
     add('--combinations', type=common.at_least(1), default=1, help='Cnum, number of sets of classes per batch')
-    add('--axis', choices=['top-bottom', 'left-right'], default='top-bottom',
-        help='cutmix: strips above each other, or side by side')
+    add('--axis', choices=['top-bottom', 'left-right'], default='top-bottom', help='cutmix: stacked, or side by side')
     add('--mask-size', type=common.at_least(1), default=16, help='gridmask: side of the blocks, pixels')
     add('--hybrids', choices=['replace', 'append'], default='replace', help='instead of the last images, or after them')
-    add('--proxy-lr-mult', type=common.at_least(0, float), default=10.0, help='rate of the proxies, times --lr')
+    add('--proxy-lr-mult', type=common.at_least(0, float), default=10.0,
+        help='learning rate of the proxies, as a multiple of --lr')
     uses = {'loss': dict(proxy_anchor='proxy_lr_mult'), 'kind': dict(cutmix='axis', gridmask='mask_size')}
     args = common.parse(parser, DEFAULTS, argv, uses)
     check(args, parser.typed(argv))
@@ -321,23 +315,24 @@ def get_args(argv=None):
 
 
 def check(args, typed):
-    """Refuses flags that would have no effect, and hybrids that cannot be made."""
+    """Rejects flags that would have no effect, and hybrids that cannot be made."""
     if args.dataset == 'vectors':
         raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: take another script')
     if args.alpha == 0:
-        flags = ['temperature', 'kind', 'num', 'combinations', 'axis', 'mask_size', 'hybrids']
-        common.reject(typed, flags, '--alpha 0, which makes no hybrids')
+        common.reject(typed, 'temperature kind num combinations axis mask_size hybrids'.split(),
+                      '--alpha 0, which makes no hybrids')
     if args.loss != 'proxy_anchor':
         common.require_two_classes(args)
-    # Blocks may be so large that one of the images would not show. blend refuses that here, before anything is read.
+    # A dry run with 0 hybrids: blend raises UsageError if a source would get no pixel.
     blend(torch.empty(0, args.num, 3, args.image_size, args.image_size), args.kind, args.axis, args.mask_size)
 
 
 def check_batch(args, num_classes, num_superclasses):
-    """Refuses a batch with less than `num` classes of each superclass, or without a class for a hybrid's negative."""
-    # The hybrids of one combination are as many as the images of one class, and so they replace one class.
-    replaced = args.combinations * (args.hybrids == 'replace')
-    needed = max(args.num + 1 + replaced, args.num * num_superclasses)
+    """Rejects a batch with fewer than `num` classes of each superclass, or without a class for a hybrid's negatives."""
+    for_sources = args.num * num_superclasses
+    # Each set's hybrids replace the images of one class. Of the classes that stay, num are sources, one has negatives.
+    for_negatives = args.combinations * (args.hybrids == 'replace') + args.num + 1
+    needed = max(for_sources, for_negatives)
     in_batch = min(num_classes, args.batch_size // args.per_class) if args.per_class else 0
     if in_batch < needed:
         raise common.UsageError(f'hybrids need {needed} classes in a batch, {args.num} of each superclass, and there '
@@ -353,20 +348,19 @@ def main(argv=None):
     # A fold may lack whole superclasses, or have few classes of one. So with --fold they are not used.
     if superclasses is None or args.fold:
         superclasses = torch.zeros_like(labels)                             # (N,), one superclass
+    num_superclasses = len(superclasses.unique())
     if args.alpha > 0:
-        check_batch(args, num_classes, len(superclasses.unique()))
+        check_batch(args, num_classes, num_superclasses)
     superclass_of = labels.new_zeros(num_classes)                           # (C,)
     superclass_of[labels] = superclasses
-    sampler = None                                                          # the usual one
-    if superclasses.any():
-        sampler = SuperclassSampler(labels, superclasses, args.batch_size, args.per_class)
+    sampler = SuperclassSampler(labels, superclasses, args.batch_size, args.per_class) if num_superclasses > 1 else None
     model = common.build(args, data=data)
     groups = [dict(params=model.parameters())]
     loss_params = {}
     if args.loss == 'proxy_anchor':                 # proxies as in train_proxy_anchor.py
-        proxies = torch.randn(num_classes, model.dim) * (2 / num_classes) ** 0.5
-        loss_params['proxies'] = torch.nn.Parameter(proxies.to(args.device))                # (C, D)
-        groups.append(dict(params=[loss_params['proxies']], lr=args.lr * args.proxy_lr_mult))
+        proxies = torch.randn(num_classes, model.dim) * (2 / num_classes) ** 0.5            # (C, D)
+        proxies = loss_params['proxies'] = torch.nn.Parameter(proxies.to(args.device))
+        groups.append(dict(params=[proxies], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
     base_loss = partial(LOSSES[args.loss], **loss_params)
 
@@ -385,34 +379,40 @@ def main(argv=None):
 
 
 NOTES = """
-Why the hybrid is the anchor (Table 1). A hybrid as the anchor pulls a weak positive and pushes a negative, so it acts
-within and between classes. With weak positives as anchors, each source would pull the hybrid to its own class, and
-these pulls may conflict. With negatives as anchors, the hybrid would only be pushed away.
-What differs from the paper
-    1. Eq. (9) has no temperature. The released code divides the similarities by 0.1, and the values of alpha in its
-       commands belong to that. --temperature 1 is Eq. (9) as printed.
-    2. Algorithm 1, and the code on CUB and Cars, join the first classes of the batch and replace its last Nsize images,
-       which are of one class; by the text of Section 4, random images are replaced. Here, too, the last ones are
-       replaced, or none (--hybrids append), as in Table 3. But the joined classes are random, as Section 1 says.
-    3. The paper has BN-Inception for ms on CUB and Cars, and the learning rates of the base losses (Section 4); here
-       the network is a ResNet-50, and the rates are those of the released code.
-    4. GridMask: the paper does not say where the blocks are. With two images they form a chessboard here; with more,
-       each diagonal of blocks is from one image. Blocks of 250 px (Table 4) need --image-size 256.
-    5. --alpha 0 replaces no image, so the baseline's L_m sees the whole batch. The paper does not say what it did.
-    6. The text of Section 4.2.1 has 16 images per class for CUB and 8 for Cars; Table 2 has its best results with 8
-       and 16, which are the defaults.
+Why a hybrid has no label (Section 3.2). Mixup gives it a mixed label, Eq. (4). But a loss on pairs, as in Eq. (5), has
+to know whether a pair is positive or negative. Eq. (6) weights both terms by the mixed label, as Metrix does, but that
+fits Mixup only: the part that CutMix takes from an image may show only its background.
+Why the hybrid is the anchor (Table 1, Fig. 4). It pulls a weak positive and pushes a negative, so it acts within and
+between classes. With weak positives as anchors, each source class would pull the hybrid, and these pulls may conflict.
+With negatives as anchors, the hybrid would only be pushed away.
+R@1 of epshn without and with hybrids in Table 2: CUB 64.9, 67.4; Cars 83.1, 85.4. The 64.9 has 16 images per class, and
+the 67.4 has 8 (with 16 it is 66.9). So repeat the 64.9 with --alpha 0 --per-class 16.
+What differs from the paper, or is not stated in it
+    1. Eq. (9) has no temperature. The released code divides the inner products by 0.1, and its values of alpha belong
+       to that. --temperature 1 is Eq. (9) as printed.
+    2. Sources: Algorithm 1, and the code on CUB and Cars, mix the first classes of the batch; here they are random, as
+       in Section 1. Which of their images is not stated; here, as in the code, hybrid r mixes image r of each class.
+    3. Replaced images: Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, all of one class.
+       Section 4 says random ones. Here they are the last ones, or none (--hybrids append, as in Table 3).
+    4. For ms on CUB and Cars the paper has BN-Inception; here it is a ResNet-50. The paper takes the learning rates of
+       the base losses (Section 4); here they come from the released code.
+    5. GridMask: where the blocks are is not stated. Here the sources take turns along rows and columns. Blocks of
+       250 px (Table 4) need --image-size 256, and then 95% of the pixels come from one source.
+    6. --alpha 0 replaces no image, so L_m sees all images of the batch. What the paper's baseline did is not stated.
+    7. Section 4.2.1 has 16 images per class on CUB, 8 on Cars. In Table 2, 8 and 16 are better: the defaults of epshn.
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
-    7. It has CutMix of two images only, and on CUB and Cars it joins a left and a right half (--axis left-right). Here
-       CutMix joins a top and a bottom half by default, as the text says.
-    8. On SOP it may join two images of one class. Here the classes of a hybrid always differ. With Proxy-Anchor it
-       takes ten random images of each superclass, and negatives from the same ten. Here a batch has two classes of
-       each superclass, which a hybrid joins, so all its negatives come from other superclasses.
-    9. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less, and positives above 0.9999,
-       keeps negatives that are just as similar as the positive, and returns NaN if no anchor is left.
+    8. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). Here strips are
+       stacked vertically by default, as in Section 2.3.
+    9. On SOP the code may mix two images of one class; here the classes of a hybrid always differ. With Proxy-Anchor it
+       takes ten random images of each superclass, and the negatives of a hybrid are among these ten. Here a batch has
+       two classes of each superclass. A hybrid mixes both, so all its negatives are of other superclasses.
+   10. Its EPSHN drops an anchor whose positive or negative has a similarity of 0 or less. It leaves out positives above
+       0.9999. It keeps a negative that is exactly as similar as the positive. Without an anchor it returns NaN.
 Tables and figures of the paper
     Tables 2 and 3: --loss, --per-class and --alpha 0. Table 4: --loss epshn with --kind, --num and --mask-size. Fig. 2:
     tests/results/draw.py. Fig. 5: --arch resnet18 --batch-size 128 --per-class N, with losses that the text omits.
-    Fig. 6: --loss ms --combinations N.
+    Fig. 6: --loss ms --combinations N. Not reproduced: Fig. 1, 3 and 4 (diagrams), Fig. 7 (which part of a hybrid its
+    easy weak positive comes from) and Fig. 8 (t-SNE).
 """
 
 

@@ -203,7 +203,7 @@ def test_a_pile_of_photographs_is_searched_and_embedded(run, small, tmp_path):
 
 def test_saved_embeddings_have_unit_length(run, small, folder):
     """Also where those of the training have not"""
-    run(train_ccl, '--name', 'mine', '--variant', 'center_loss')
+    run(train_ccl, '--name', 'mine', '--loss', 'center_loss')
     evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
     saved, model = np.load('out.npz'), common.load_checkpoint('runs/mine', precision='fp32')
     z = common.embed(model, common.load_dataset('folder', folder, 32, 32).query)

@@ -11,8 +11,8 @@ SETTINGS = [(script, '') for script in SCRIPTS] + [
     ('train_metrix', f'--loss {loss} --mixup {mixup}') for loss in ('ms', 'contrastive', 'proxy_anchor', 'proxynca_pp')
     for mixup in ('input', 'feature', 'embed')] + [
     ('train_hse', f'--loss {loss}') for loss in ('contrastive', 'proxy_anchor', 'epshn', 'npair')] + [
-    ('train_hse', '--kind gridmask'), ('train_contrastive', '--form similarity'), ('train_ccl', '--variant cluster'),
-    ('train_ccl', '--variant center_loss --jitter 0.3'), ('train_proxynca_pp', '--loss proxynca'),
+    ('train_hse', '--kind gridmask'), ('train_contrastive', '--form similarity'), ('train_ccl', '--loss cluster'),
+    ('train_ccl', '--loss center_loss --jitter 0.3'), ('train_proxynca_pp', '--loss proxynca'),
     ('train_ms', '--freeze-bn --chunk 3'), ('train_ms', '--compile')]
 
 

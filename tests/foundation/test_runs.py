@@ -122,7 +122,7 @@ def test_the_summary_compares_with_the_network_before_training(run, small, monke
 
 @pytest.mark.parametrize('script, flags', [
     ('train_ms', '--epsilon off'), ('train_proxy_anchor', '--optimizer rmsprop --momentum 0.5'),
-    ('train_ccl', '--dropout 0.2'), ('train_ccl', '--variant center_loss --optimizer sgd --momentum 0.9'),
+    ('train_ccl', '--dropout 0.2'), ('train_ccl', '--loss center_loss --optimizer sgd --momentum 0.9'),
     ('train_metrix', '--mixup input embed'), ('train_hse', '--loss proxy_anchor')])
 def test_a_resumed_run_repeats_the_uninterrupted_one(run, small, capsys, script, flags):
     """Of three epochs, with another learning rate in each; the first part ends with the second epoch. What a step

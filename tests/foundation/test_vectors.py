@@ -209,7 +209,7 @@ def test_feature_mixing_mixes_the_vectors(vectors):
 # ---- runs
 
 @pytest.mark.parametrize('script, flags', [
-    (train_ms, []), (train_proxynca_pp, []), (train_ccl, ['--variant', 'cluster']),
+    (train_ms, []), (train_proxynca_pp, []), (train_ccl, ['--loss', 'cluster']),
     (train_metrix, ['--loss', 'proxy_anchor']), (train_metrix, ['--mixup', 'embed', '--dim', '4'])])
 def test_a_resumed_run_repeats_the_uninterrupted_one_and_eval_its_last_row(vectors, script, flags, capsys):
     flags = [*FLAGS, '--data', 'v', '--lr', '0.01', '--schedule', 'step', '--decay-epochs', '1', *flags]

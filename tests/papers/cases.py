@@ -168,13 +168,13 @@ CASES = {
         steps=[
             ('--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
              step(train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3)),
-            ('--variant stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3', step(
+            ('--loss stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3', step(
                 train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
-            ('--variant cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
+            ('--loss cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
              step(train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3)),
-            ('--variant proxynca --s 5 --dropout 0.5',
+            ('--loss proxynca --s 5 --dropout 0.5',
              step(train_ccl.scaled_proxynca_loss, 'centers', dropout=0.5, s=5)),
-            ('--variant center_loss --lam 0.7 --smoothing 0.3 --dropout 0.5', lambda x, y, t: train_ccl.center_loss(
+            ('--loss center_loss --lam 0.7 --smoothing 0.3 --dropout 0.5', lambda x, y, t: train_ccl.center_loss(
                 F.dropout(embed(x), 0.5), y, *t['classifier'].parameters(), t['centers'], 0.7, 0.3)),
             ('--dropout 0.5', step(train_ccl.center_contrastive_loss, 'centers', dropout=0.5, smoothing=0.1))],
         recipes='''
@@ -183,10 +183,10 @@ CASES = {
         sop       sgd    0.003  5e-4 0.99 100 128   0  cosine   10 0.5  0  0    512 avg     False  256  288  0.16 0
         inshop    sgd    0.006  5e-4 0.99 100 128   0  cosine   10 0.5  0  0    512 avg     False  256  288  0.16 0''',
         settings=[
-            ('shapes', '', dict(s=16, margin=0, lam=2, smoothing=0.1, mu=0.9, dropout=0, pool='avg', variant='ccl')),
-            ('shapes', '--variant center_loss', dict(lam=0.03)),
-            ('cub', '--variant center_loss', dict(lam=0.03, lr=0.02)),
-            ('cub', '--protocol reality-check --variant center_loss', dict(lam=0.03)),
+            ('shapes', '', dict(s=16, margin=0, lam=2, smoothing=0.1, mu=0.9, dropout=0, pool='avg', loss='ccl')),
+            ('shapes', '--loss center_loss', dict(lam=0.03)),
+            ('cub', '--loss center_loss', dict(lam=0.03, lr=0.02)),
+            ('cub', '--protocol reality-check --loss center_loss', dict(lam=0.03)),
             ('cub', '--protocol reality-check', dict(lam=2, center_lr_mult=4500)),
             ('cub cars', '', dict(dropout=0.2, smoothing=0.1, s=16, margin=0, lam=2)),
             ('sop inshop', '', dict(dropout=0))],
@@ -195,10 +195,10 @@ CASES = {
                 '--smoothing': '-0.1 < 0 0.999 < 1', '--mu': '-0.1 < 0 1 < 1.1', '--center-lr-mult': '-1 < 0',
                 '--dropout': '-0.1 < 0 0.999 < 1',
                 '--label-noise': 'other:0.1 longtail:1 symmetric < none symmetric:0 longtail:0.999'},
-        no_effect=['--variant cluster --center-lr-mult 2', '--variant center_loss --s 2',
-                   '--variant center_loss --margin 0.1', '--variant proxynca --smoothing 0.2', '--mu 0.5',
-                   '--variant stop_grad --mu 0.5', '--variant proxynca --lam 1'],
-        rates=[('', [0.01, 0.01]), ('--variant center_loss --center-lr-mult 3', [0.01, 0.03])],
+        no_effect=['--loss cluster --center-lr-mult 2', '--loss center_loss --s 2',
+                   '--loss center_loss --margin 0.1', '--loss proxynca --smoothing 0.2', '--mu 0.5',
+                   '--loss stop_grad --mu 0.5', '--loss proxynca --lam 1'],
+        rates=[('', [0.01, 0.01]), ('--loss center_loss --center-lr-mult 3', [0.01, 0.03])],
         starts=[('', 'centers', 1 / 20)]),
 
     'train_metrix': Case(

@@ -258,7 +258,13 @@ def test_the_noise_is_that_of_the_seed_and_dissolved_classes_have_no_centre(befo
 
 def test_centres_that_could_not_move_are_refused():
     with pytest.raises(common.UsageError, match='--lam 0: the centres would never move'):
-        train_ccl.get_args(['--variant', 'stop_grad', '--lam', '0'])
+        train_ccl.get_args(['--loss', 'stop_grad', '--lam', '0'])
+
+
+def test_variant_is_another_name_of_the_flag_loss():
+    """Its recipe is found as well."""
+    args = train_ccl.get_args(['--variant', 'center_loss'])
+    assert (args.loss, args.lam) == ('center_loss', 0.03)
 
 
 @pytest.mark.parametrize('momentum', [0.0, 0.9])
@@ -269,7 +275,7 @@ def test_nesterov_only_with_momentum(before_training, momentum):
 
 def test_cluster_centres_are_running_means_without_a_gradient(before_training):
     """They are means of embeddings without dropout, which is for the loss alone."""
-    held = before_training(train_ccl, '--variant', 'cluster', '--mu', '0.5', '--dropout', '0.5')
+    held = before_training(train_ccl, '--loss', 'cluster', '--mu', '0.5', '--dropout', '0.5')
     images, labels, centers = torch.rand(8, 3, 32, 32), torch.arange(8) % 2, held.loss_params['centers']
     before, z = centers.clone(), held.model.eval()(images).detach()
     held.step(images, labels).backward()
@@ -279,6 +285,6 @@ def test_cluster_centres_are_running_means_without_a_gradient(before_training):
 
 
 def test_center_loss_has_raw_embeddings_of_a_head_as_torch_initialises_it(before_training):
-    model = before_training(train_ccl, '--variant', 'center_loss').model
+    model = before_training(train_ccl, '--loss', 'center_loss').model
     assert model.linear.bias.any(), 'kaiming has a bias of 0'
     assert not torch.allclose(model.eval()(torch.rand(4, 3, 32, 32)).norm(dim=1), torch.ones(4), atol=1e-3)
