@@ -303,9 +303,7 @@ class BalancedSampler(Sampler):
             """Removes `number` items from the beginning of a queue. If it is too short, the items that are not in it
             are shuffled and appended first; or all items if none is missing, which are fewer than `number` then."""
             while len(queue) < number:
-                others = [item for item in items if item not in queue]
-                if not others:
-                    others = items
+                others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
             return [queue.pop(0) for _ in range(number)]
 
