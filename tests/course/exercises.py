@@ -37,7 +37,7 @@ class Exercise(NamedTuple):
 
     @property
     def tests(self):
-        others = {'common.py': 'tests/foundation/test_retrieval.py', 'eval.py': 'tests/evaluation/test_measures.py',
+        others = {'common.py': 'tests/foundation/test_retrieval.py', 'eval.py': 'tests/evaluation/test_metrics.py',
                   'train_triplet.py': 'tests/course/test_triplet.py'}
         return others.get(self.script, f'tests/papers/{self.script.replace("train_", "test_")}')
 

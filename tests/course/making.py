@@ -115,7 +115,7 @@ Begin with `pip install -r requirements.txt`. The tests fail until the functions
 `python -m pytest` runs all of them. A test that fails names equation and input, and says what was expected.
 {others}
 What holds for every loss: classes may have any numbers from 0 on and come in any order; the order of the images
-does not matter; arguments stay as they are; half precision is raised to float32, and float64 stays; and the
+does not matter; arguments stay as they are; half precision is upcast to float32, and float64 stays; and the
 backward pass ends in finite gradients, also where the loss is 0, the batch has one class or one image, or images
 are equal.
 

@@ -53,7 +53,7 @@ def test_each_exercise_names_what_there_is():
         assert all(f'def test_{word.removeprefix("test_")}' in tests for word in exercise.graded.split(' or '))
 
 
-def test_unknown_names_are_refused(tmp_path, capsys):
+def test_unknown_names_are_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         handout.main(['make', str(tmp_path / 'out'), 'hybrid_los'])
     assert error.value.code == 2 and not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ import common
 def triplet_loss(z, y, margin=0.1, hardest=False):
     """Triplet loss on Euclidean distances, Reality Check Eq. (2), averaged over the triplets that cost something.
 
-    z        (B, D) embeddings of unit length; half precision is raised to float32
+    z        (B, D) embeddings of unit length; half precision is upcast to float32
     y        (B,)   class labels, any integers
     margin   >= 0, m: a negative should be farther from the anchor than the positive by this
     hardest  of each anchor and positive, only the triplet with the nearest negative; otherwise all triplets

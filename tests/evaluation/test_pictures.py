@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder, on_circle, rows_of
+from conftest import log_of, make_folder, on_circle
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -78,7 +78,7 @@ def test_queries_that_nothing_can_match_are_no_failures(tmp_path):
 
 def test_a_photo_is_searched_in_all_images_but_itself(tmp_path, monkeypatch, small, capsys):
     monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
+    make_folder(tmp_path / 'birds', 'abcd', per_class=3)
     train_ms.main('--dataset folder --data birds --epochs 0 --image-size 24 --resize 32 --device cpu --name mine'
                   .split())
     capsys.readouterr()
@@ -143,7 +143,7 @@ def test_a_file_of_embeddings_is_searched_like_its_folder_and_only_photos_are_em
 @pytest.mark.parametrize('change', [
     lambda saved: saved['embedder'].update(pool='avg'), lambda saved: saved['transform'].update(resize=40),
     lambda saved: saved['model']['linear.bias'].add_(0.1)])
-def test_embeddings_of_another_network_are_refused(run, small, change):
+def test_embeddings_of_another_network_are_rejected(run, small, change):
     """Be it another in its pooling, its transform or its weights; or a file that does not say whose they are"""
     run(train_ms, '--name', 'mine')
     evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'x.npz', *EVAL])
@@ -173,13 +173,13 @@ def test_a_photo_is_searched_in_all_images_of_a_folder(run, small, folder, capsy
 
 def test_a_network_that_was_trained_on_all_classes_searches_and_embeds_them(run, small, tmp_path, capsys):
     """train/ alone: all classes train, and none is left to evaluate. --whole evaluates them with a warning."""
-    draw_folder(tmp_path / 'x/train', 'abc', per_class=4)
+    make_folder(tmp_path / 'x/train', 'abc', per_class=4)
     row = run(train_ms, '--data', 'x', '--name', 'mine', '--epochs', '2', '--steps', '4')
     out = capsys.readouterr().out
     assert '12 training images of 3 classes, no test images, so nothing will be evaluated' in out
     assert 'All classes were trained on' in out and '--data gallery.npz --query IMAGE' in out
-    assert [(one['epoch'], one['loss'] is None) for one in rows_of('mine')] == [(0, True), (1, False), (2, False)]
-    assert row == rows_of('mine')[-1] and row['loss'] is not None and row['images_per_second'] > 0 and 'R@1' not in row
+    assert [(one['epoch'], one['loss'] is None) for one in log_of('mine')] == [(0, True), (1, False), (2, False)]
+    assert row == log_of('mine')[-1] and row['loss'] is not None and row['images_per_second'] > 0 and 'R@1' not in row
     flags = ['--checkpoint', 'runs/mine', *EVAL]
     with pytest.raises(common.UsageError, match='x has no test set: --whole evaluates all its images'):
         evaluation.main(flags)
@@ -193,7 +193,7 @@ def test_a_network_that_was_trained_on_all_classes_searches_and_embeds_them(run,
 def test_a_pile_of_photographs_is_searched_and_embedded(run, small, tmp_path):
     """Images in no folders of classes; nothing is measured, since all are of one class."""
     run(train_ms, '--name', 'mine')
-    draw_folder(tmp_path / 'x', ['pile'], per_class=5)
+    make_folder(tmp_path / 'x', ['pile'], per_class=5)
     flags = ['--checkpoint', 'runs/mine', '--data', 'x/pile', *EVAL]
     found = evaluation.main([*flags, '--query', 'x/pile/0.jpg', '--top', '9'])['nearest']
     assert sorted(row['path'] for row in found) == [f'x/pile/{i}.jpg' for i in range(1, 5)]

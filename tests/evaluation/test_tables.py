@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder, unit
+from conftest import make_folder, unit
 from PIL import Image
 
 import common
@@ -24,14 +24,14 @@ FP32 = ['--checkpoint', 'runs/mine', *EVAL]
 def birds(tmp_path, monkeypatch, small):
     """A flat folder, a network that was trained on its first half, as runs/mine, and the row of its training"""
     monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'birds', 'abcdef', per_class=4)
+    make_folder(tmp_path / 'birds', 'abcdef', per_class=4)
     return train_ms.main('--dataset folder --data birds --steps 2 --device cpu --image-size 32 --batch-size 6 '
                          '--per-class 2 --resize 40 --name mine --precision fp32'.split())
 
 
 def test_eval_repeats_the_last_row_and_ends_with_one_json_line(tmp_path, birds, capsys):
     """Of a folder without test/, the second half of the classes is evaluated; with --whole, all classes."""
-    draw_folder(tmp_path / 'cars', 'cklm', per_class=4)
+    make_folder(tmp_path / 'cars', 'cklm', per_class=4)
     result = evaluation.main(FP32)
     captured = capsys.readouterr()
     assert '12 queries of 3 classes, with themselves as the gallery' in captured.out and captured.err == ''
@@ -53,8 +53,8 @@ def test_the_ks_are_those_of_the_flag_and_1(birds):
 
 def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, small, tmp_path, capsys):
     """The usual layout of a classifier: train/ and test/ with the same classes"""
-    draw_folder(tmp_path / 'x/train', 'abc', per_class=4)
-    draw_folder(tmp_path / 'x/test', 'abcd', per_class=3, seed=1)
+    make_folder(tmp_path / 'x/train', 'abc', per_class=4)
+    make_folder(tmp_path / 'x/test', 'abcd', per_class=3, seed=1)
     row = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
     assert '3 of its classes are in the training set as well' in capsys.readouterr().out
     assert evaluation.main(FP32)['R@1'] == row['R@1']
@@ -90,7 +90,7 @@ def test_the_analysis_is_of_the_test_set_and_by_the_training_images_of_the_netwo
                 'utilization': torch.cdist(z.double(), training.double()).square().amin(dim=1).mean().item(),
                 'threshold': threshold, 'balanced accuracy': accuracy}
     assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-5)
-    draw_folder(tmp_path / 'cars', 'mnop', per_class=2, seed=5)
+    make_folder(tmp_path / 'cars', 'mnop', per_class=2, seed=5)
     cars = evaluation.main([*FP32, '--analyse', '--data', 'cars'])
     z = common.embed(model, load('folder', 'cars', 40, 32).query)
     assert cars['utilization'] == pytest.approx(evaluation.utilization(z, training))
@@ -111,7 +111,7 @@ def test_a_training_photo_in_another_file_is_counted_and_named(birds, capsys):
 def test_one_query_of_each_class(run, small, tmp_path):
     """There are no two queries of one class, so nothing is said of their similarity; the threshold is about matches."""
     for part, classes, per_class in (('train', 'tu', 4), ('query', 'xy', 1), ('gallery', 'xy', 3)):
-        draw_folder(tmp_path / 'one' / part, classes, per_class, seed=per_class)
+        make_folder(tmp_path / 'one' / part, classes, per_class, seed=per_class)
     row = run(train_ms, '--name', 'mine', '--data', 'one', '--batch-size', '4')
     assert 's+' not in row and -1 <= row['s-'] <= 1
     result = evaluation.main(['--checkpoint', 'runs/mine', '--analyse', *EVAL])
@@ -200,8 +200,8 @@ def test_where_and_how_a_network_computes_is_no_recipe(run, small):
 
 def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
     """Other classes or epochs; networks of two datasets; runs on all classes or of another n beside folds"""
-    draw_folder(tmp_path / 'other' / 'train', 'mnop', per_class=4)
-    draw_folder(tmp_path / 'other' / 'test', 'uvwx', per_class=4, seed=1)
+    make_folder(tmp_path / 'other' / 'train', 'mnop', per_class=4)
+    make_folder(tmp_path / 'other' / 'test', 'uvwx', per_class=4, seed=1)
     for name, flags in (('elsewhere', ['--data', str(tmp_path / 'other'), '--seed', '1']),
                         ('whole', []), ('third', ['--fold', '1/3'])):
         run(train_ms, '--name', name, '--precision', 'fp32', '--batch-size', '6', *flags)
@@ -230,7 +230,7 @@ def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
 def test_queries_and_a_gallery_by_two_folds(run, small, tmp_path):
     """Networks of two folds, joined: the queries are searched in the gallery, which is joined in the same way."""
     for part, classes, per_class in (('train', 'abcdefgh', 3), ('query', 'mno', 2), ('gallery', 'mnop', 3)):
-        draw_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
+        make_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
     for fold in '01':
         run(train_ms, '--data', 'shop', '--fold', f'{fold}/2', '--name', fold, '--precision', 'fp32')
     rows = evaluation.main(['--checkpoint', 'runs/0', 'runs/1', *EVAL])['rows']

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 import common
 import train_ccl
@@ -139,7 +139,7 @@ def test_ccl_eq5_without_overflow():
 def test_ccl_eq5_in_half_precision():
     """The tolerance is that of x: of half precision, it is not quite of unit length."""
     z, y, centers = images_and_centers()
-    expect_raised(lambda z, centers: center_contrastive_loss(z, y, centers, smoothing=0.1, margin=0.1), 'CCL Eq. (5)',
+    expect_upcast(lambda z, centers: center_contrastive_loss(z, y, centers, smoothing=0.1, margin=0.1), 'CCL Eq. (5)',
                   z, centers, tolerance=5e-3)
 
 
@@ -256,7 +256,7 @@ def test_the_noise_is_that_of_the_seed_and_dissolved_classes_have_no_centre(befo
     assert torch.equal(one.data.query.labels, before_training(train_ccl).data.query.labels), 'the test set stays'
 
 
-def test_centres_that_could_not_move_are_refused():
+def test_centres_that_could_not_move_are_rejected():
     with pytest.raises(common.UsageError, match='--lam 0: the centres would never move'):
         train_ccl.get_args(['--variant', 'stop_grad', '--lam', '0'])
 

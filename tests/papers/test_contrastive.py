@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 from common import UsageError
 from train_contrastive import contrastive_loss, contrastive_similarity_loss, distances, get_args
@@ -70,7 +70,7 @@ def test_rc_eq1_of_any_batch():
 
 def test_rc_eq1_in_half_precision():
     z, y = four_points()
-    expect_raised(lambda z: contrastive_loss(z, y), 'Reality Check Eq. (1)', z)
+    expect_upcast(lambda z: contrastive_loss(z, y), 'Reality Check Eq. (1)', z)
 
 
 def test_hse_eq1_and_hse_eq2_by_hand():
@@ -147,7 +147,7 @@ def test_metrix_eq1_of_one_class_is_the_pull_and_of_different_ones_the_push():
 
 def test_metrix_eq1_in_half_precision():
     z, y = four_points()
-    expect_raised(lambda z: contrastive_similarity_loss(z, y), 'Metrix Eq. (1)', z)
+    expect_upcast(lambda z: contrastive_similarity_loss(z, y), 'Metrix Eq. (1)', z)
 
 
 @pytest.mark.parametrize('flags, values', [('--form similarity --reduction', ['mean', 'sum']),

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 import common
 import train_hse
@@ -123,7 +123,7 @@ def test_hse_eq9_without_overflow(dtype, temperature):
 
 
 def test_hse_eq9_in_half_precision():
-    expect_raised(lambda h, z: hybrid_loss(h, z, *masks(WEAK, WEAK)), 'HSE Eq. (9)', on_circle(70, 20),
+    expect_upcast(lambda h, z: hybrid_loss(h, z, *masks(WEAK, WEAK)), 'HSE Eq. (9)', on_circle(70, 20),
                   on_circle(*IMAGES))
 
 
@@ -195,7 +195,7 @@ def test_the_generator_decides_and_the_global_one_is_left_alone():
 
 
 @pytest.mark.parametrize('kind, reason', [('gridmask', 'no room for 2 images'), ('cutout', 'cutout')])
-def test_what_does_not_fit_is_refused(kind, reason):
+def test_what_does_not_fit_is_rejected(kind, reason):
     with pytest.raises((ValueError, KeyError), match=reason):
         blend(torch.zeros(1, 2, 3, 8, 8), kind, 'top-bottom', mask_size=8)
 
@@ -249,7 +249,7 @@ def test_epshn_without_overflow():
 
 def test_epshn_in_half_precision():
     y = torch.tensor([5, 2, 5, 2, 5])
-    expect_raised(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 30, 45, 130, 91))
+    expect_upcast(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 30, 45, 130, 91))
 
 
 def test_npair_by_hand():
@@ -323,7 +323,7 @@ def test_a_fold_may_lack_superclasses_and_does_without_them(run, small, monkeypa
     ('--kind mixup --axis left-right', '--axis has no effect with --kind mixup'),
     ('--mask-size 8', '--mask-size has no effect with --kind cutmix'),
     ('--kind gridmask --mask-size 64', 'no room for 2'), ('--kind gridmask --mask-size 63 --num 4', 'no room for 4')])
-def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
+def test_flags_that_do_not_fit_each_other_are_rejected(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_hse.get_args(flags.split())
 
@@ -331,7 +331,7 @@ def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
 @pytest.mark.parametrize('flags, needed, classes', [
     ('--num 3', 5, 4), ('--combinations 2', 5, 4), ('--per-class 0', 4, 0),
     ('--num 4 --combinations 2 --batch-size 64', 7, 6), ('--combinations 4', 7, 4)])
-def test_a_batch_with_no_negative_left_is_refused(run, small, flags, needed, classes):
+def test_a_batch_with_no_negative_left_is_rejected(run, small, flags, needed, classes):
     """The batch has 4 classes, the dataset 6. Hybrids replace one class for each combination."""
     with pytest.raises(common.UsageError, match=f'hybrids need {needed} classes in a batch, .* there are {classes}:'):
         run(train_hse, *flags.split())

@@ -9,7 +9,7 @@ import torch
 from cases import CASES
 from conftest import unit
 from torch.distributions import Beta
-from worked import expect_raised
+from worked import expect_upcast
 
 import train_ccl
 import train_contrastive
@@ -37,11 +37,11 @@ def test_degenerate_batches_are_finite(name):
 
 
 @every_loss
-def test_half_precision_is_raised_to_float32(name):
+def test_half_precision_is_upcast_to_float32(name):
     """Positives opposed, negatives equal: exp() of the logits overflows float16."""
     z = torch.tensor([[1.0, 0], [-1, 0], [1, 0], [0.6, 0.8], [0, 1]])
     p, y = torch.tensor([[-1.0, 0], [1, 0], [0.8, 0.6]]), torch.tensor([0, 0, 1, 1, 2])
-    expect_raised(lambda z, p: LOSSES[name](z, y, p), name, z, p)
+    expect_upcast(lambda z, p: LOSSES[name](z, y, p), name, z, p)
 
 
 @every_loss
@@ -81,7 +81,7 @@ def test_copies_agree_with_their_originals(copy, original):
         assert torch.allclose(*(torch.autograd.grad(loss, z)[0] for loss in (one, other)), atol=1e-12)
 
 
-def test_an_unknown_reduction_is_refused():
+def test_an_unknown_reduction_is_rejected():
     for loss in (train_contrastive.contrastive_similarity_loss, partial(train_metrix.clean_loss, 'contrastive')):
         with pytest.raises(ValueError, match='reduction'):
             loss(unit(3), torch.tensor([0, 0, 1]), reduction='max')

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
 from torch.distributions import Beta
-from worked import Largest, expect, expect_raised
+from worked import Largest, expect, expect_upcast
 
 import common
 import train_metrix
@@ -114,7 +114,7 @@ def test_metrix_eq7_in_half_precision():
     valid = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1]]).bool()
     s = torch.tensor([[0.9, 0.8, 0.4, -0.2], [0.7, 0.95, 0.1, 0.85]], dtype=torch.float64)
     for kind in ('ms', 'contrastive'):
-        expect_raised(lambda s, kind=kind: labelled_loss(s, y, valid, kind), f'Metrix Eq. (7), {kind},', s)
+        expect_upcast(lambda s, kind=kind: labelled_loss(s, y, valid, kind), f'Metrix Eq. (7), {kind},', s)
 
 
 def test_metrix_eq7_leaves_its_arguments_and_takes_masks_for_labels():
@@ -249,14 +249,14 @@ def test_metrix_eq4_feature_of_any_pairs():
 
 def test_metrix_eq4_feature_in_half_precision():
     f, i, j, lam = maps_and_pairs(torch.float32)
-    expect_raised(lambda f: mix_features(f, i, j, lam.to(f.dtype) if f.dtype == torch.float64 else lam),
+    expect_upcast(lambda f: mix_features(f, i, j, lam.to(f.dtype) if f.dtype == torch.float64 else lam),
                   'Metrix Eq. (4), features', f.relu())
 
 
 def test_metrix_eq4_embedding_in_half_precision():
     i, j = cross_class_pairs(Y)
     lam = shares(len(i), dtype=torch.float32)
-    expect_raised(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
+    expect_upcast(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
 
 
 # ---- labels
@@ -636,7 +636,7 @@ def test_the_choice_of_plan(flags, expected):
     ('--proxy-lr-mult 3', '--proxy-lr-mult has no effect with --loss ms'),
     ('--mixup none --pairs anc-neg', '--pairs has no effect with --mixup none'),
     ('--pairs pos-pos --hard-negatives 5', '--hard-negatives has no effect with --pairs pos-pos')])
-def test_what_the_paper_does_not_define_is_refused(flags, reason):
+def test_what_the_paper_does_not_define_is_rejected(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_metrix.get_args(flags.split())
 

@@ -73,6 +73,6 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
 
 
 @pytest.mark.parametrize('flags', ['', '--dataset folder', '--dataset cub --weights none'])
-def test_the_protocol_is_refused_without_pretrained_weights(flags):
+def test_the_protocol_is_rejected_without_pretrained_weights(flags):
     with pytest.raises(common.UsageError, match='--protocol reality-check fine-tunes.*pretrained weights'):
         train_ms.get_args(['--protocol', 'reality-check', *flags.split()])

@@ -33,7 +33,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from conftest import draw_folder
+from conftest import make_folder
 
 import common
 import train_ms
@@ -60,7 +60,7 @@ def write(path, content):
 
 
 def draw(*classes):
-    draw_folder(Path('x'), classes, per_class=4)
+    make_folder(Path('x'), classes, per_class=4)
 
 
 def load():
