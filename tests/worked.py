@@ -56,9 +56,9 @@ def expect_upcast(loss, what, *tensors, tolerance=1e-4):
 
 
 def expect_sound(loss, what, z, y, *vectors):
-    """Requirements on every loss(z, y, *vectors), of embeddings z (B, D), classes y (B,), and proxies, centres or hybrids:
-    the order of the batch does not matter, arguments are not modified, float64 stays float64, and the gradients are
-    finite for any batch, even if the loss is 0."""
+    """Requirements on every loss(z, y, *vectors), with embeddings z (B, D) of classes y (B,), and proxies, centres or
+    hybrids: the order of the batch does not matter, arguments are not modified, float64 stays float64, and the
+    gradients are finite for any batch, even if the loss is 0."""
     __tracebackhide__ = True
     value, gradients = value_and_gradients(loss, what, z, y, *vectors)
     if vectors and not len(vectors[0]):

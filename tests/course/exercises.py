@@ -170,8 +170,8 @@ def center_contrastive_loss(draw):
 # ---- week 7: mixtures
 
 
-@exercise('train_metrix.py', 'metrix_eq7_ or metrix_eq9_over_', 'Metrix Eq. (7), which is (9) over mixtures', week=7,
-          level=1, minutes=30)
+@exercise('train_metrix.py', 'metrix_eq7_ or metrix_eq9_over_', 'Metrix Eq. (7), which is (9) over mixed examples',
+          week=7, level=1, minutes=30)
 def labelled_loss(draw):
     anchors, examples = draw.sizes('anchors and examples')
     kind = draw.deal('kind', 'ms', 'contrastive', 'proxy_anchor', 'binomial', 'lifted', 'nca', 'proxynca_pp', 'ms')

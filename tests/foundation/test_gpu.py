@@ -26,7 +26,7 @@ def trained(run, script, device, precision, flags=''):
 
 
 @pytest.mark.parametrize('script, flags', SETTINGS)
-def test_three_steps_on_a_gpu_equal_those_on_the_cpu(run, small, monkeypatch, script, flags):
+def test_three_steps_on_a_gpu_match_the_cpu(run, small, monkeypatch, script, flags):
     monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
     expected, record = trained(run, script, 'cpu', 'fp32', flags)
     found, other = trained(run, script, 'cuda', 'fp32', flags)
@@ -42,6 +42,6 @@ def test_the_loss_in_bfloat16_is_close_to_float32(run, small, script):
     assert other['loss'] == pytest.approx(record['loss'], rel=0.05)
 
 
-def test_retrieval_metrics_on_a_gpu_equal_those_on_the_cpu():
+def test_retrieval_metrics_on_a_gpu_match_the_cpu():
     z, y = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 20
     assert common.retrieval_metrics(z.cuda(), y) == pytest.approx(common.retrieval_metrics(z, y), abs=1e-3)

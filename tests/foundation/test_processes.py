@@ -28,7 +28,7 @@ def weights(run):
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
-def test_four_updates_by_two_processes_equal_those_by_one(trained, script):
+def test_four_updates_by_two_processes_match_those_by_one(trained, script):
     """Weights after plain gradient descent in float64 agree, and so do the metrics of the evaluations."""
     one, two, _ = trained
     (expected, records), (found, others) = weights(one / 'runs' / script), weights(two / 'runs' / script)

@@ -213,7 +213,7 @@ def test_mean_similarities_by_hand():
 
 
 @pytest.mark.parametrize('gallery', [False, True])
-def test_retrieval_with_many_ties_equals_a_plain_loop(gallery):
+def test_retrieval_with_many_ties_matches_a_plain_loop(gallery):
     """Similarities of vectors of +-1/2 are exact, so many are equal; the other vectors are random."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randint(2, (90, 4), generator=generator) - 0.5

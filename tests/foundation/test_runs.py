@@ -314,8 +314,7 @@ def images_of(classes, per_class=6):
 
 
 def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, monkeypatch, small, capsys):
-    """The example in the docstring of common.Dataset runs. The run has the name of the dataset, and is resumed with this
-    dataset."""
+    """The example in the docstring of common.Dataset works. Its run has the name of the dataset, and can be resumed."""
     monkeypatch.chdir(tmp_path)
     lines = [line.strip() for line in common.Dataset.__doc__.splitlines()]
     code = '\n'.join(line[4:] for line in lines if line.startswith(('>>> ', '... ')))

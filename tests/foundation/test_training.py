@@ -168,7 +168,7 @@ def test_thirty_steps_raise_recall_on_unseen_classes(tmp_path, monkeypatch, smal
 
 @pytest.mark.parametrize('name, kind', [('adam', torch.optim.Adam), ('adamw', torch.optim.AdamW),
                                         ('sgd', torch.optim.SGD), ('rmsprop', torch.optim.RMSprop)])
-def test_optimizers_are_fused_if_possible_and_equal_those_of_torch(before_training, name, kind):
+def test_optimizers_are_fused_if_possible_and_match_those_of_torch(before_training, name, kind):
     options = dict(momentum=0.9) if name in ('sgd', 'rmsprop') else {}
     flags = [f'--{flag}={value}' for flag, value in options.items()]
     held = before_training(train_ms, '--optimizer', name, '--lr', '0.01', '--weight-decay', '0.1', *flags)
