@@ -22,7 +22,7 @@ class Case(NamedTuple):
     recipes: str = ''       # of the four benchmarks, from papers and released code: a line of values, see KEYS
     settings: list = []     # [(datasets, flags, values)]: flags of the method, and recipes that depend on flags
     per_class: tuple = (4, 4)           # images per class: on shapes and folders, and with --protocol reality-check
-    limits: dict = {}       # {flag: values}: allowed ones, with the limits, between the signs <, and rejected ones outside
+    limits: dict = {}       # {flag: values}: allowed ones between the signs <, with the limits; rejected ones outside
     no_effect: list = []    # flags, the last of which has no effect with the others and the defaults
     rates: list = [('', [0.01])]        # [(flags, learning rates)]: of the network, and of proxies or centres
     starts: list = []       # [(flags, name, size)]: standard deviation of the initial proxies or centres of six classes

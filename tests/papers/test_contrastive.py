@@ -116,7 +116,7 @@ def test_metrix_eq1_by_hand(reduction):
                -2 * c[50] / n + (c[20] - 0.3),               # 50: 70 is 20 degrees away
                -c[110] + (2 * (c[70] - 0.3) + c[20] - 0.3) / m,
                -c[110],                                      # 180
-               0]                                            # 270: no positive, no active negative; it counts in the mean
+               0]                                            # 270: no positive, no active negative; still counted
     expect(contrastive_similarity_loss(z, y, 0.3, reduction), sum(anchors) / 6,
            f'Metrix Eq. (1) at 0, 0, 50 (class 0), 70, 180 (5), 270 degrees (2), margin 0.3, {reduction}')
 

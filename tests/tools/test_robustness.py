@@ -1,11 +1,11 @@
-"""A sample of tests/tools/soak.py, but none that needs processes of its own."""
+"""A sample of tests/tools/robustness.py, without the group that starts processes."""
 import pytest
-import soak
+import robustness
 
 
-@pytest.mark.filterwarnings('ignore:Tag data')                # PIL on a damaged TIFF
-@pytest.mark.parametrize('group', [name for name in soak.GROUPS if name != 'faults'])
+@pytest.mark.filterwarnings('ignore:Tag data')                # PIL, for a corrupted TIFF
+@pytest.mark.parametrize('group', [name for name in robustness.GROUPS if name != 'faults'])
 def test_a_sample_of_the_group(group, small):
-    cases = list(soak.GROUPS[group]())[::dict(annotations=1, checkpoints=3, folders=3).get(group, 7)]
-    wrong = {what: reason for what, *case in cases if (reason := soak.attempt(*case))}
+    cases = list(robustness.GROUPS[group]())[::dict(annotations=1, checkpoints=3, folders=3).get(group, 7)]
+    wrong = {what: reason for what, *case in cases if (reason := robustness.attempt(*case))}
     assert len(cases) > 5 and not wrong
