@@ -63,15 +63,15 @@ def test_the_images_of_a_grid_are_printed(tmp_path, capsys):
 
 
 def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
-    """Eight of 24 queries, which are sorted by class, are shown at equal distances."""
+    """Eight of 24 queries, which are sorted by class, are shown at regular intervals."""
     _, shown = grid(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)
-    assert [row[0] for row in shown] == [0, 3, 6, 9, 13, 16, 19, 23]
+    assert [tiles[0] for tiles in shown] == [0, 3, 6, 9, 13, 16, 19, 23]
 
 
 def test_queries_without_a_match_are_not_shown_as_failures(tmp_path):
     """Images 2 and 3 are the only ones of their classes. --top may exceed the number of images."""
     _, shown = grid(tmp_path / 'x.png', (0, 90, 91, 180), [0, 0, 1, 2], 9, hardest=True)
-    assert sorted(row[0] for row in shown) == [0, 1] and [len(row) for row in shown] == [4, 4]
+    assert sorted(tiles[0] for tiles in shown) == [0, 1] and [len(tiles) for tiles in shown] == [4, 4]
 
 
 # ---- queries and saved embeddings
@@ -91,9 +91,9 @@ def test_a_photo_is_compared_with_all_images_except_itself(tmp_path, monkeypatch
     s = z @ z[place]
     s[place] = -2
     expected = s.topk(3)
-    assert [row['path'] for row in nearest] == [images.paths[i] for i in expected.indices]
-    assert [row['similarity'] for row in nearest] == pytest.approx(expected.values.tolist(), abs=1e-3)
-    assert [row['label'] for row in nearest] == [row['path'].split('/')[1] for row in nearest]
+    assert [result['path'] for result in nearest] == [images.paths[i] for i in expected.indices]
+    assert [result['similarity'] for result in nearest] == pytest.approx(expected.values.tolist(), abs=1e-3)
+    assert [result['label'] for result in nearest] == [result['path'].split('/')[1] for result in nearest]
     out = capsys.readouterr().out
     assert out.count('photos/') >= 3 and pixels_of('runs/mine/query.png').shape == (24 + 12, 4 * (24 + 10) + 2, 3)
 
@@ -104,7 +104,7 @@ def test_a_photo_that_is_not_in_the_gallery(run, small, folder, tmp_path, capsys
     Image.open(folder / 'test' / 'car1' / '2.jpg').resize((90, 70)).save(tmp_path / 'photo.png')
     flags = ['--checkpoint', 'runs/mine', '--query', 'photo.png', *EVAL]
     found = evaluation.main([*flags, '--top', '99', '--sheet', 'found.png'])['nearest']
-    assert len({row['path'] for row in found}) == len(found) == 46 and (tmp_path / 'found.png').exists()
+    assert len({result['path'] for result in found}) == len(found) == 46 and (tmp_path / 'found.png').exists()
     shutil.copytree(folder / 'test', tmp_path / 'gallery')
     Image.open(folder / 'test' / 'car1' / '2.jpg').save(tmp_path / 'gallery' / 'car1' / 'query.png')
     data = ['--data', 'gallery', '--sheet', 'gallery/car1/query.png']
@@ -135,9 +135,9 @@ def test_a_file_of_embeddings_is_searched_like_its_folder_and_only_photos_are_em
     assert embedded == [2] and pixels_of('runs/mine/query.png').shape == (2 * (32 + 10) + 2, 6 * (32 + 10) + 2, 3)
     for one, other in zip(found, single, strict=True):
         assert one['query'] == other['query']
-        for row, same in zip(one['nearest'], other['nearest'], strict=True):
-            assert row == same | dict(similarity=pytest.approx(same['similarity'], abs=2e-4))
-    assert photos[1] not in [row['path'] for row in found[1]['nearest']]
+        for result, same in zip(one['nearest'], other['nearest'], strict=True):
+            assert result == same | dict(similarity=pytest.approx(same['similarity'], abs=2e-4))
+    assert photos[1] not in [result['path'] for result in found[1]['nearest']]
 
 
 @pytest.mark.parametrize('change', [
@@ -193,12 +193,12 @@ def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, t
 
 
 def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path):
-    """Images that are not in folders of classes can be searched. No metrics are computed, since there is one class."""
+    """Images that are not in folders of classes can be a gallery. No metrics are computed, since there is one class."""
     run(train_ms, '--name', 'mine')
     make_folder(tmp_path / 'x', ['pile'], per_class=5)
     flags = ['--checkpoint', 'runs/mine', '--data', 'x/pile', *EVAL]
     found = evaluation.main([*flags, '--query', 'x/pile/0.jpg', '--top', '9'])['nearest']
-    assert sorted(row['path'] for row in found) == [f'x/pile/{i}.jpg' for i in range(1, 5)]
+    assert sorted(result['path'] for result in found) == [f'x/pile/{i}.jpg' for i in range(1, 5)]
     assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(checkpoint='runs/mine', dataset='folder')
     assert np.load('x.npz')['embeddings'].shape == (5, 16)
 

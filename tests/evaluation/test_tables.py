@@ -137,7 +137,7 @@ def test_interval_by_hand(monkeypatch):
 
 
 def test_concatenation_gives_each_network_the_same_weight():
-    """Each part is L2-normalized first, and so is the result: its cosine similarities are the means of those of the
+    """Each part is L2-normalized first, and so is the result: its cosine similarities are the means over the
     parts."""
     a, b = unit(5, dim=4, seed=1), unit(5, dim=6, seed=2)
     z = evaluation.concatenate([100 * a, 0.01 * b])

@@ -110,7 +110,7 @@ def test_cars_as_a_folder_per_class(tmp_path, monkeypatch):
 
 
 def test_published_counts_and_ks():
-    """The numbers of images and classes, and the K of Recall@K, are those of the papers."""
+    """The counts of images and classes, and the K of Recall@K, are as published."""
     published = dict(
         cub=dict(train=(5864, 100), query=(5924, 100)), cars=dict(train=(8054, 98), query=(8131, 98)),
         sop=dict(train=(59551, 11318), query=(60502, 11316)),

@@ -145,7 +145,7 @@ def test_the_message_on_missing_data_names_the_flag(tmp_path, dataset, hint):
 
 def test_the_flag_is_not_saved_with_a_run(site, small, tmp_path):
     flags = ('--dataset cub --device cpu --image-size 18 --weights none --batch-size 4 --per-class 2 --name mine '
-             '--warmup 0').split()
+             '--freeze-backbone-epochs 0').split()
     with pytest.raises(UsageError, match='cub cannot be loaded'):
         train_ms.main(flags)
     train_ms.main([*flags, '--epochs', '1', '--download'])

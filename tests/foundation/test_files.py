@@ -70,7 +70,7 @@ def test_a_checkpoint_has_its_test_transform(small, tmp_path):
 
 
 def test_a_checkpoint_embeds_an_image_as_the_run_did(run, folder):
-    """The embeddings of a real ResNet-18 are those of common.embed."""
+    """A real ResNet-18 is loaded, and embeds an image as common.embed does."""
     run(train_ms, '--name', 'mine', '--precision', 'fp32')
     model = common.load_checkpoint('runs/mine/last.pt', precision='fp32')
     z = common.embed(model, common.load_dataset('folder', folder, 32, 32).query)

@@ -260,7 +260,7 @@ def test_test_images_are_resized_and_their_centre_is_cropped(height, width):
 
 @pytest.mark.parametrize('resize', [None, 30])
 def test_training_crops_are_taken_from_the_original_or_the_resized_image(resize):
-    """The crop boxes equal those of torchvision's RandomResizedCrop with the same seed."""
+    """The crop boxes equal the boxes of torchvision's RandomResizedCrop with the same seed."""
     images = Images([noise(40, 60), noise(80, 50, 1)], ['a', 'b'], train_transform=make_train_transform(
         16, min_crop=0.2, flip=False, resize=resize))
     for i in (0, 1):

@@ -56,12 +56,12 @@ def test_precision_applies_only_to_the_trunk(small, precision):
     assert F.cosine_similarity(*grads, dim=0) > 0.99
 
 
-@pytest.mark.parametrize('warmup', [0, 2])
+@pytest.mark.parametrize('frozen', [0, 2])
 @pytest.mark.parametrize('freeze', [True, False])
 def test_frozen_batchnorm_keeps_its_statistics_and_trains_its_affine_weights_with_the_trunk(
-        before_training, freeze, warmup):
+        before_training, freeze, frozen):
     """Without --freeze-bn, the statistics change even while the trunk is frozen. An epoch has three steps."""
-    held, seen = before_training(train_ms, '--epochs', '4', '--steps', '0', '--warmup', str(warmup),
+    held, seen = before_training(train_ms, '--epochs', '4', '--steps', '0', '--freeze-backbone-epochs', str(frozen),
                                  '--freeze-bn' if freeze else '--no-freeze-bn', '--epsilon', 'off'), []
 
     def step(x, y):
@@ -71,7 +71,7 @@ def test_frozen_batchnorm_keeps_its_statistics_and_trains_its_affine_weights_wit
     for number, (before, after) in enumerate(zip(seen, seen[1:])):
         same = {name: torch.equal(before[name], after[name]) for name in before}
         assert same['bn1.running_mean'] == same['bn1.running_var'] == freeze
-        assert same['bn1.weight'] == same['bn2.bias'] == same['conv1.weight'] == (number < 3 * warmup), f'step {number}'
+        assert same['bn1.weight'] == same['bn2.bias'] == same['conv1.weight'] == (number < 3 * frozen), f'step {number}'
 
 
 def test_imagenet_weights_are_the_first_version(monkeypatch):
@@ -243,7 +243,7 @@ def test_any_module_as_trunk_is_trained_resumed_reloaded_and_evaluated(folder, t
         record = common.train(args, model, data, lambda x, y: train_ms.multi_similarity_loss(model(x), y), optimizer)
         return model, data, record
     train(*flags, str(folder), '--schedule', 'constant', '--steps', '3', '--name', 'mine')
-    uninterrupted, _, _ = train(*flags, str(folder), '--schedule', 'constant', '--name', 'whole')
+    uninterrupted, _, _ = train(*flags, str(folder), '--schedule', 'constant', '--name', 'full')
     model, data, record = train('--resume', 'runs/mine', '--steps', '6')
     assert all(torch.equal(value, uninterrupted.state_dict()[name]) for name, value in model.state_dict().items())
     again = common.load_checkpoint('runs/mine', precision='fp32', trunk=Patches(pooled))

@@ -37,12 +37,12 @@ def ranked(hits, r):
                                                 (list(range(1, 11)), 100, 100)])
 def test_rc_eq3_map_at_r_as_in_table_3(hits, rp, map_at_r):
     expect_metrics(ranked(hits, r=10), {'R@1': 100, 'RP': rp, 'MAP@R': map_at_r},
-               f'Reality Check Eq. (3): one query, R = 10, matches at the ranks {hits}')
+                   f'Reality Check Eq. (3): one query, R = 10, matches at the ranks {hits}')
 
 
 def test_rc_eq4_by_hand_precision_counts_only_at_matches():
     expect_metrics(ranked([2, 3], r=3), {'R@1': 0, 'RP': 200 / 3, 'MAP@R': 100 * (0 + 1 / 2 + 2 / 3) / 3},
-               'Reality Check Eq. (4): one query, R = 3, matches at the ranks 2 and 3')
+                   'Reality Check Eq. (4): one query, R = 3, matches at the ranks 2 and 3')
 
 
 @pytest.mark.parametrize('ks', [(1, 2, 4), (2,), (3, 1)])
@@ -59,19 +59,19 @@ def test_rc_eq3_by_hand_of_five_queries(ks):
     found = retrieval_metrics(points(10, 0, 34, 7, 30), torch.tensor([2, 5, 2, 5, 5]), ks=ks)
     recall = {1: 20, 2: 60, 3: 80, 4: 100}
     expect_metrics(found, {f'R@{k}': recall[k] for k in ks} | {'RP': 100 * (1 / 2 + 1 / 2) / 5,
-                                                           'MAP@R': 100 * (1 / 2 + 1 / 4) / 5},
-               f'Reality Check Eq. (3): 0, 7, 30 (class 5), 10, 34 degrees (class 2), ks {ks}')
+                                                               'MAP@R': 100 * (1 / 2 + 1 / 4) / 5},
+                   f'Reality Check Eq. (3): 0, 7, 30 (class 5), 10, 34 degrees (class 2), ks {ks}')
 
 
 def test_collapsed_embeddings_score_about_chance():
-    """R@8 is not 0, since the gallery is searched in a shuffled order: 8 of 199 images, of which 3 match."""
+    """R@8 is not 0, since ties are broken by a permutation: it retrieves 8 of 199 images, of which 3 match."""
     found = retrieval_metrics(torch.ones(200, 3), torch.arange(50).repeat_interleave(4))
     assert abs(found['R@8'] - 100 * (1 - math.comb(196, 8) / math.comb(199, 8))) < 5
     assert max(found['R@1'], found['MAP@R']) < 5, 'equal embeddings are not hits'
 
 
 def test_retrieval_of_collapsed_embeddings_is_not_better_than_chance():
-    """Ties are broken by a fixed permutation, so the result is reproducible, and sorted classes are no advantage."""
+    """Ties are broken by a fixed permutation, so the result is reproducible, and not better for sorted classes."""
     z, y = torch.ones(200, 3), torch.arange(50).repeat_interleave(4)
     found, again = (retrieval_metrics(z, y) for _ in range(2))
     chance = 100 * (1 - math.comb(196, 8) / math.comb(199, 8))
@@ -85,7 +85,7 @@ def test_retrieval_from_a_gallery_as_long_as_the_queries():
     """With a separate gallery, image i of the gallery is not query i, and is not excluded."""
     found = retrieval_metrics(points(0, 40, 80), torch.tensor([5, 2, 0]), points(1, 41, 81), torch.tensor([5, 2, 0]))
     expect_metrics(found, dict.fromkeys(['R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R'], 100),
-               'queries at 0, 40, 80 degrees of classes 5, 2, 0, a gallery at 1, 41, 81 degrees of the same classes')
+                   'queries at 0, 40, 80 degrees of classes 5, 2, 0, a gallery at 1, 41, 81 of the same classes')
 
 
 def test_retrieval_excludes_a_query_by_its_index():
@@ -98,7 +98,7 @@ def test_retrieval_excludes_a_query_by_its_index():
 def test_retrieval_of_a_query_without_a_match_is_a_miss_and_is_counted():
     found = retrieval_metrics(points(0, 90, 5), torch.tensor([2, 7, 2]), ks=(1, 2))
     expect_metrics(found, {'R@1': 200 / 3, 'R@2': 200 / 3, 'RP': 100, 'MAP@R': 100, 'unmatched': 1},
-               'rule 3: 0, 5 (class 2), 90 degrees (class 7)')
+                   'rule 3: 0, 5 (class 2), 90 degrees (class 7)')
 
 
 def test_retrieval_where_no_query_has_a_match():
@@ -106,17 +106,17 @@ def test_retrieval_where_no_query_has_a_match():
     gallery = points(0, 30, 60, 90), torch.tensor([0, 1, 0, 1])
     found = retrieval_metrics(points(0, 9), torch.tensor([7, 8]), *gallery)
     expect_metrics(found, {'R@1': 0, 'R@2': 0, 'R@4': 0, 'R@8': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 2},
-               'rule 3: queries of classes 7, 8, a gallery of classes 0, 1, 0, 1')
+                   'rule 3: queries of classes 7, 8, a gallery of classes 0, 1, 0, 1')
 
 
 @pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
 @pytest.mark.parametrize('query', [0, 20])
 def test_retrieval_of_two_that_tie_puts_the_other_class_first(query, labels):
-    """At equal similarities non-matches come first, in any order of the search. A difference of 1e-4 is not a tie."""
+    """Non-matches come first among ties, in any order of the search. A difference of 1e-4 is not a tie."""
     labels = torch.tensor(labels)
     found = retrieval_metrics(points(query), torch.tensor([0]), points(20, 20), labels, ks=(1, 2))
     expect_metrics(found, {'R@1': 0, 'R@2': 100, 'RP': 0, 'MAP@R': 0},
-               f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels.tolist()}')
+                   f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels.tolist()}')
     found = retrieval_metrics(points(0), torch.tensor([0]), points(*(20 + 0.02 * labels)), labels, ks=(1,))
     expect(found['R@1'], 100, 'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.02 (class 1)')
 
@@ -129,7 +129,7 @@ def test_retrieval_of_a_match_that_is_hardly_nearer_finds_it(ks):
 
 
 def test_retrieval_of_many_queries():
-    """4,400 queries are searched in two blocks. Classes of 4 come first and of 2 last, so R differs between blocks."""
+    """4,400 queries take two blocks. Classes of 4 come first and of 2 last, so R differs between blocks."""
     labels = torch.cat([torch.arange(500).repeat_interleave(4), 500 + torch.arange(1200).repeat_interleave(2)])
     generator = torch.Generator().manual_seed(0)
     centres = F.normalize(torch.randn(1700, 32, generator=generator), dim=1)
@@ -214,7 +214,7 @@ def test_mean_similarities_by_hand():
 
 @pytest.mark.parametrize('gallery', [False, True])
 def test_retrieval_with_many_ties_matches_a_plain_loop(gallery):
-    """Similarities of vectors of +-1/2 are exact, so many are equal; the other vectors are random."""
+    """Similarities of vectors of +-1/2 are exact, and many are equal; the other vectors are random."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randint(2, (90, 4), generator=generator) - 0.5
     z[:55] = F.normalize(torch.randn(55, 4, generator=generator), dim=1)
@@ -278,7 +278,7 @@ def test_retrieval_with_another_search_function():
     z, y = points(0, 180, 80), torch.tensor([0, 1, 1])
     found = retrieval_metrics(z, y, z[:2], torch.tensor([1, 0]), ks=(1,), search=farthest)
     expect_metrics(found, {'R@1': 200 / 3, 'RP': 200 / 3, 'MAP@R': 200 / 3},
-               'queries at 0, 180 and 80 degrees, the least similar of 0 and 180: 2 of 3 have the class of the query')
+                   'queries at 0, 180 and 80 degrees, the least similar of 0 and 180: 2 of 3 are matches')
 
 
 # ---- evaluation of a network

@@ -178,7 +178,7 @@ def test_before_training_the_metrics_are_those_of_the_vectors_at_any_scale(vecto
 
 @pytest.mark.parametrize('script', [script for script in SCRIPTS if script != 'train_hse'])        # it needs images
 def test_each_script_starts_with_the_metrics_of_the_vectors(vectors, script):
-    """The metrics before training equal those of the vectors, even with LayerNorm before the head."""
+    """Before training, the metrics equal the metrics of the vectors, even with LayerNorm before the head."""
     data = load(vectors)
     raw = common.retrieval_metrics(data.query.items, data.query.labels)
     record = __import__(script).main([*FLAGS, '--data', 'v', '--name', 'zero', '--epochs', '0'])

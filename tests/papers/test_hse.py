@@ -81,8 +81,8 @@ def test_hse_eq9_by_hand():
 
 
 def test_hse_eq9_closed_form_gradient():
-    """The derivative with respect to s_hn is alpha/T sigmoid(s_hn - s_ewp) over two hybrids; that of s_ewp is its
-    negative."""
+    """The derivative with respect to s_hn is alpha/T sigmoid(s_hn - s_ewp) over two hybrids, and
+    its negative for s_ewp."""
     (t, z), (u, h) = moving(*IMAGES), moving(70, 20)
     hybrid_loss(h, z, *masks(WEAK, WEAK), alpha=0.7, temperature=0.5).backward()
     by_s = torch.zeros(2, 6, dtype=torch.float64)
@@ -230,8 +230,8 @@ def test_epshn_of_any_batch():
 
 
 def test_epshn_closed_form_gradient():
-    """The derivative with respect to s_n is sigmoid((s_n - s_p) / T) / T over the number of anchors; that of s_p is its
-    negative."""
+    """The derivative with respect to s_n is sigmoid((s_n - s_p) / T) / T over the number of anchors, and
+    its negative for s_p."""
     t, z = moving(0, 100, 40)
     epshn_loss(z, torch.tensor([5, 2, 5]), temperature=0.5).backward()
     by_s = torch.zeros(3, 3, dtype=torch.float64)
@@ -243,7 +243,7 @@ def test_epshn_closed_form_gradient():
 
 def test_epshn_is_numerically_stable():
     """The negative of the anchor at 0 is slightly less similar than its easy positive. For the anchors at 10 and 80 the
-    negative is more similar than the positive, so they have no loss."""
+    negative is more similar than the positive, so their loss is 0."""
     loss = epshn_loss(on_circle(0, 10.1, 10, 80), torch.tensor([5, 2, 5, 5]), temperature=1e-3)
     at_0 = log(1 + exp((cos(radians(10.1)) - cos(radians(10))) / 1e-3))
     expect(loss, at_0, 'EPSHN at 0, 10, 80 (class 5), 10.1 degrees (class 2), temperature 0.001')

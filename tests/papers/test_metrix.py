@@ -129,8 +129,8 @@ def test_metrix_eq7_keeps_its_arguments_and_takes_masks_for_labels():
 
 
 def test_metrix_eq9_over_mixed_examples_by_hand():
-    """Of two mixed examples, only the first is valid for the second anchor. The weight of an example as a positive is
-    its label y, and 1 - y as a negative. The loss of an anchor is a sum over its examples, not a mean."""
+    """The first anchor has two mixed examples, the second anchor only the first. The weight of an example as a positive
+    is its label y, and 1 - y as a negative. The loss of an anchor is a sum over its examples, not a mean."""
     s = torch.tensor([[0.6, 0.9], [0.2, 0.8]], dtype=torch.float64)
     y = torch.tensor([[0.3, 0.8], [0.7, 0.2]], dtype=torch.float64)
     valid = torch.tensor([[True, True], [True, False]])
@@ -203,7 +203,7 @@ def expect_direct_pooling(f, i, j, lam, pool):
     p, gradient = with_gradient(direct, f, i, j, lam, pool)
     found, its_gradient = with_gradient(mix_features, f, i, j, lam, pool)
     expect(found, p, f'Metrix Eq. (4), {pool}, of maps {list(f.shape)}')
-    expect(its_gradient, gradient, f'the gradient of Metrix Eq. (4), {pool}: that of the first maximum')
+    expect(its_gradient, gradient, f'the gradient of Metrix Eq. (4), {pool}: the first maximum')
 
 
 @pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
@@ -386,8 +386,8 @@ def test_metrix_eq15_by_hand():
 
 
 def test_metrix_eq15_closed_form_gradient():
-    """The derivative with respect to s is the fraction of a mixed example in the 1 + sum of exponentials of the
-    negative term, minus its fraction in that of the positive term."""
+    """The derivative with respect to s is the weighted exponential of an example over 1 + the sum of all, for the
+    negative term, minus the same for the positive term."""
     s, y = two_mixed_examples()
     pull, push = train_metrix.ms(s, y, 1 - y, 2, 9, 0.7)
     (pull.sum() + push.sum()).backward()
@@ -431,8 +431,8 @@ def test_metrix_eq15_of_any_order_and_unchanged_arguments():
 
 def test_metrix_eq9_and_metrix_eq10_by_hand(before_training, monkeypatch):
     """Points are at 0, 20 (class 0), 90, 130 degrees (class 1). With lambda 1/2, mixed examples are midway: at 45 (0
-    and 90), 65 (0, 130), 55 (20, 90) and 75 degrees (20, 130). An anchor has those of its positive and a negative: the
-    anchor at 0 has 55 and 75. Both terms, -cosine and max(0, cosine - 0.5), have weight 1/2."""
+    and 90), 65 (0, 130), 55 (20, 90) and 75 degrees (20, 130). An anchor has the mixes of its positive and a negative:
+    the anchor at 0 has 55 and 75. Both terms, -cosine and max(0, cosine - 0.5), have weight 1/2."""
     def loss_of_mixed(degrees_from_anchor):
         return -cosine(degrees_from_anchor) / 2 + max(0, cosine(degrees_from_anchor) - 0.5) / 2
     at_0 = loss_of_mixed(55) + loss_of_mixed(75)
@@ -505,7 +505,7 @@ def mixed_by_loops(kind, embed, z, y, proxies, pairs, k, lam):
     return total / len(anchors)
 
 
-# Hyper-parameters of PRINTED, and those of the miner and proxynca_pp in the loops
+# Hyper-parameters as in PRINTED and in the loops
 HYPER = {'contrastive': '--m 0.3 --reduction sum --pool max', 'ms': '--beta 3 --gamma 4 --m 0.3 --epsilon 0.02',
          'proxy_anchor': '--proxy-alpha 3 --delta 0.3 --pool avg', 'proxynca_pp': '--temperature 0.3'}
 MIXUP = ['--mixup input', '--mixup feature', '--mixup embed']

@@ -89,7 +89,7 @@ def test_metrix_eq2_miner_keeps_no_pair_of_an_anchor_without_positives_or_negati
 
 
 def test_metrix_eq2_miner_takes_an_exact_duplicate_for_a_positive():
-    """An anchor is excluded by its index, not by a similarity of 1. With epsilon 2 all pairs are kept, except those of
+    """An anchor is excluded by its index, not by a similarity of 1. With epsilon 2 all pairs are kept, except for
     the anchor without positives."""
     y = torch.tensor([5, 2, 5])
     positive, negative = mine(on_circle(0, 90, 0) @ on_circle(0, 90, 0).T, y, 2.0)

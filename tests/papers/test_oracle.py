@@ -84,7 +84,7 @@ BATCHES = {'balanced': [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], 'unbalanced': [0, 0
 @pytest.mark.parametrize('labels', BATCHES)
 @pytest.mark.parametrize('name', PAIRS)
 def test_value_and_gradients_match_the_other_library(name, labels):
-    """Their losses normalize the embeddings, so gradients of embeddings are compared without the radial component."""
+    """The other library normalizes embeddings, so gradients of embeddings are compared without the radial component."""
     y = torch.tensor(BATCHES[labels])
     for seed in range(3):
         results = []

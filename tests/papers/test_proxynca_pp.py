@@ -32,7 +32,7 @@ def powers(scale):
 def test_proxynca_pp_by_hand():
     """A softmax of squared distances over T, with the positive proxy in the denominator, and a mean over the batch"""
     distances = [[(2 - 2 * c) / 0.5 for c in s(image, *PROXIES)] for image in IMAGES]
-    expected = sum(-log(exp(-d[own]) / sum(exp(-d) for d in d)) for d, own in zip(distances, LABELS)) / 4
+    expected = sum(-log(exp(-d[target]) / sum(exp(-d) for d in d)) for d, target in zip(distances, LABELS)) / 4
     expect(proxynca_pp_loss(*images_and_proxies(), 0.5), expected, f'ProxyNCA++ {WHERE}, T = 0.5')
 
 
@@ -41,8 +41,8 @@ def test_proxynca_pp_closed_form_gradient():
     near."""
     (t, z), (u, p) = moving(*IMAGES), moving(*PROXIES)
     proxynca_pp_loss(z, torch.tensor(LABELS), 3 * p).backward()
-    by_s = [[18 / 4 * (e / sum(row) - (k == own)) for k, e in enumerate(row)]
-            for row, own in zip(powers(18), LABELS)]
+    by_s = [[18 / 4 * (e / sum(row) - (k == target)) for k, e in enumerate(row)]
+            for row, target in zip(powers(18), LABELS)]
     expect_gradients(by_s, f'ProxyNCA++ {WHERE}, T = 1/9', images=t, proxies=u)
 
 
@@ -82,7 +82,7 @@ def test_eps_reaches_the_optimizers_that_have_one(before_training):
 def test_pa_eq1_by_hand(temperature):
     """The loss is a sum over the batch, with only negative proxies in the denominator. The logits 2 s / T are s for
     T = 2."""
-    expected = sum(-log(row[own] / (sum(row) - row[own])) for row, own in zip(powers(2 / temperature), LABELS))
+    expected = sum(-log(row[target] / (sum(row) - row[target])) for row, target in zip(powers(2 / temperature), LABELS))
     loss = proxynca_loss(*images_and_proxies(), temperature)
     expect(loss, expected, f'Proxy-Anchor Eq. (1) {WHERE}, T = {temperature}')
 
@@ -114,6 +114,6 @@ def test_pa_eq3_closed_form_gradient():
     these."""
     (t, z), (u, p) = moving(*IMAGES), moving(*PROXIES)
     proxynca_loss(z, torch.tensor(LABELS), 3 * p).backward()
-    by_s = [[-1 if k == own else e / (sum(row) - row[own]) for k, e in enumerate(row)]
-            for row, own in zip(powers(1), LABELS)]
+    by_s = [[-1 if k == target else e / (sum(row) - row[target]) for k, e in enumerate(row)]
+            for row, target in zip(powers(1), LABELS)]
     expect_gradients(by_s, f'Proxy-Anchor Eq. (3) {WHERE}', images=t, proxies=u)

@@ -60,7 +60,7 @@ def seconds(work):
 
 
 def in_turn(works, repeats):
-    """{name: median seconds}; the functions run in turn, after one warmup round."""
+    """{name: median seconds}; the functions run in turn, after a first round that is not counted."""
     rounds = [{name: seconds(work) for name, work in works.items()} for _ in range(repeats + 1)]
     return {name: statistics.median(times[name] for times in rounds[1:]) for name in works}
 

@@ -1,7 +1,7 @@
 """Mutation tests with a list of mutants that no tool makes from the syntax tree. Run manually, not by pytest.
 
     python tests/tools/mutants.py                     # all of them
-    python tests/tools/mutants.py train_hse warm-up   # those whose file or entry has one of these words
+    python tests/tools/mutants.py train_hse frozen    # those whose file or entry has one of these words
 
 mutation.py, next to this file, changes operators, constants and arguments everywhere. The list, mutants.txt, has other
 changes: a detached gradient, a function or flag replaced by another, a value of a recipe. A heading names a file and

@@ -259,8 +259,7 @@ def faults():
 def retrieval():
     """Small retrieval problems, many with ties, against brute force"""
     def error(seed, gallery, equal):
-        """The largest error of a metric. With `equal`, vectors are along the axes, so many cosine similarities are
-        equal."""
+        """The largest error of a metric. With `equal`, vectors are along the axes: many similarities are equal."""
         rng = np.random.default_rng(seed)
         n, g, dim = int(rng.integers(2, 14)), int(rng.integers(1, 14)), int(rng.integers(1, 5))
 
@@ -274,7 +273,7 @@ def retrieval():
             x, xy = embeddings(g)
         ours = common.retrieval_metrics(q.float(), qy, *((x.float(), xy) if gallery else ()))
         s = torch.cosine_similarity(q[:, None], x, dim=2).numpy().round(12)
-        # At equal similarities, non-matches come first.
+        # Ties rank non-matches first.
         ranked = [sorted((-s[i, j], bool(qy[i] == xy[j])) for j in range(len(x)) if gallery or j != i)
                   for i in range(n)]
         hits = [np.array([match for _, match in ranking]) for ranking in ranked]

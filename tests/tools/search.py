@@ -5,11 +5,11 @@
     python tests/tools/search.py train_ms.py --dataset cub --data data --protocol reality-check --storage sqlite:///ms.db
     python tests/tools/search.py train_mine.py --range alpha 0.1 10 --range margin 0 1
 
---range searches a flag of any script, between two limits. If both are positive and their ratio is at least 100, its
-logarithm is searched. Without --range, the RANGES below are used for the seven scripts. All flags that are not listed
-here are passed to the script. With --storage, an interrupted search continues when it is started again, and machines
-that use the same database add to the same trials. Each run saves two checkpoints in runs/, of 0.3 GB each for a
-ResNet-50; they may be deleted during the search. Not collected by pytest.
+--range searches a flag of any script, between two limits. If both are positive and their ratio is at least 100, the
+search is on a logarithmic scale. Without --range, the RANGES below are used for the seven scripts. All flags that are
+not listed here are passed to the script. With --storage, an interrupted search continues when it is started again, and
+machines that use the same database add to the same trials. Each run saves two checkpoints in runs/, of 0.3 GB each for
+a ResNet-50; they may be deleted during the search. Not collected by pytest.
 """
 import argparse
 import importlib
@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import common  # noqa: E402
 
-# {script: {flag: (lowest, highest, whether the logarithm is searched)}}. The ranges of ms are from the documentation
-# of the Reality Check's code, except for --beta, whose best values there were 48 to 157.
+# {script: {flag: (lowest, highest, logarithmic)}}. The ranges of ms are from the documentation of the Reality Check's
+# code, except for --beta, whose best values there were 48 to 157.
 RANGES = {
     'train_contrastive.py': {'--pos-margin': (-1, 1, False), '--neg-margin': (0, 2, False)},
     'train_ms.py': {'--alpha': (0.01, 50, True), '--beta': (1, 200, True), '--lam': (0, 1, False),
