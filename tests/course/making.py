@@ -117,7 +117,7 @@ Requirements on every loss: class labels may be any integers >= 0, in any order;
 matter; arguments are not modified; half precision is upcast to float32, and float64 stays float64; gradients are
 finite, even if the loss is 0, the batch has one class or one image, or images are equal.
 
-Each test function counts one point, if it passes for all its parameters. A test may take {seconds} seconds, and all
+Each test function gives a point, if it passes for all its parameters. A test may take {seconds} seconds, and all
 tests together {limit}; those that have passed by then count. One more point is for random inputs of other sizes, types
 and hyper-parameters, on which values and gradients must equal those of the original. Worked examples are the tests
 named `by_hand` or `closed_form_gradient`. If an equation has worked examples and none passes, the formula is wrong,

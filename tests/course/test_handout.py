@@ -93,7 +93,7 @@ def submissions(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_graded_with_a_table_and_feedback(submissions, tmp_path, capsys):
-    """A test function counts one point, for any number of parameters. Printed paths are relative to the folder."""
+    """A test function gives a point, for any number of parameters. Printed paths are relative to the folder."""
     handout.main(['grade', 'positivity_threshold', str(submissions), '--csv', str(tmp_path / 'grades.csv'),
                   '--feedback', str(tmp_path / 'feedback'), '--seed', '7'])
     seed, right, wrong, leaves, broken = capsys.readouterr().out.splitlines()

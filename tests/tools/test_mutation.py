@@ -17,7 +17,7 @@ def test_names_are_converted_to_those_of_mutmut_and_back():
     assert mutation.function_of('common.xǁEmbedderǁhead__mutmut_12') == 'common.Embedder.head'
 
 
-def test_functions_with_known_equivalent_mutants_exist():
+def test_functions_of_known_mutants_without_effect_exist():
     for function in mutation.EQUIVALENT:
         module, name = function.split('.', 1)
         assert hasattr(importlib.import_module(module), name.split('.')[0]), function
