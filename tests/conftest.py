@@ -1,4 +1,4 @@
-"""What several test files share: points on a circle, small images, a small network, ways to run a script."""
+"""Shared by the test files: points on a circle, small images, a small network, and ways to run a script."""
 import json
 import math
 import os
@@ -15,11 +15,11 @@ from torch import nn
 
 ROOT = Path(__file__).parents[1]
 # the scripts; worker.py; the course; cases.py
-sys.path[:0] = [str(ROOT), *(str(ROOT / 'tests' / room) for room in ('foundation', 'course', 'papers'))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / 'tests' / name) for name in ('foundation', 'course', 'papers'))]
 
 import common  # noqa: E402
 
-# Annotation files, photographs and weights, none of which are in the project; some tests skip without them.
+# Annotation files, photographs and weights, which are not part of the project; some tests are skipped without them.
 REAL_DATA = Path(os.environ.get('MINDML_DATA', ROOT / 'data'))
 SCRIPTS = sorted(path.stem for path in ROOT.glob('train_*.py'))
 
@@ -29,7 +29,7 @@ def pytest_configure(config):
 
 
 def on_circle(*degrees, dtype=torch.float64):
-    """Unit vectors at these angles, so that every cosine is the cosine of a difference of angles."""
+    """Unit vectors at these angles in degrees: the cosine similarity of two is the cosine of their difference."""
     return torch.tensor([[math.cos(math.radians(d)), math.sin(math.radians(d))] for d in degrees], dtype=dtype)
 
 
@@ -39,8 +39,8 @@ def unit(n, dim=6, seed=0, dtype=torch.float64):
     return torch.nn.functional.normalize(z, dim=1)
 
 
-def draw_folder(root, classes, per_class, size=24, seed=0):
-    """Noise around one colour per class, as JPEG files of slightly different widths."""
+def make_folder(root, classes, per_class, size=24, seed=0):
+    """Write JPEG files, noise around one colour per class, of slightly different widths. Returns root."""
     generator = torch.Generator().manual_seed(seed)
     for number, name in enumerate(classes):
         colour = torch.rand(3, 1, 1, generator=generator) * 255
@@ -60,13 +60,13 @@ def numbered(classes, per_class=2):
 
 
 def small_embedder(arch='resnet18', **options):
-    """The same network at each call"""
+    """A network with the same random weights at each call"""
     torch.manual_seed(0)
     return common.Embedder(arch, dim=8, weights='none', **options)
 
 
-def rows_of(name):
-    """The log of a run"""
+def log_of(name):
+    """The records in the log of a run, one dict per evaluated epoch"""
     return [json.loads(line) for line in open(f'runs/{name}/log.jsonl')]
 
 
@@ -74,8 +74,8 @@ def rows_of(name):
 def folder(tmp_path_factory):
     """6 training classes of 5 images, 4 test classes of 4"""
     root = tmp_path_factory.mktemp('folder')
-    draw_folder(root / 'train', [f'bird{i}' for i in range(6)], per_class=5)
-    draw_folder(root / 'test', [f'car{i}' for i in range(4)], per_class=4, seed=1)
+    make_folder(root / 'train', [f'bird{i}' for i in range(6)], per_class=5)
+    make_folder(root / 'test', [f'car{i}' for i in range(4)], per_class=4, seed=1)
     return root
 
 
@@ -96,13 +96,13 @@ class SmallNet(nn.Module):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A small network for every ResNet, where what is tested does not depend on the trunk."""
+    """Replaces every ResNet by a small network, for tests that do not depend on the trunk."""
     monkeypatch.setattr(torchvision.models, 'get_model', lambda arch, weights=None: SmallNet())
 
 
 @pytest.fixture
 def run(folder, tmp_path, monkeypatch):
-    """run(module, *flags): two steps of a script on the small folder, in a directory of its own."""
+    """run(module, *flags): two steps of a script on the small folder, in a temporary directory"""
     monkeypatch.chdir(tmp_path)
 
     def run(module, *flags):
@@ -113,7 +113,7 @@ def run(folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def before_training(run, small, monkeypatch):
-    """before_training(module, *flags): runs main up to the shared loop, and returns what the loop would get: args,
+    """before_training(module, *flags): runs main up to the shared loop, and returns the arguments of the loop: args,
     model, data, step, optimizer, loss_params and sampler"""
     def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
         return SimpleNamespace(args=args, model=model, data=data, step=step, optimizer=optimizer,

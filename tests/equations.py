@@ -1,13 +1,13 @@
-"""From an equation of a paper to the lines that compute it, and to its tests.
+"""Finds the lines that compute an equation of a paper, and its tests.
 
-    python tests/equations.py               # every numbered equation of the five papers, and of further scripts
-    python tests/equations.py metrix        # of one of them: rc, pa, metrix, ccl, hse
+    python tests/equations.py               # all numbered equations of the five papers, and of further scripts
+    python tests/equations.py metrix        # equations of one paper: rc, pa, metrix, ccl, hse
     python tests/equations.py metrix 24     # one equation: its lines, and its tests with their source
-    python -m pytest -k metrix_eq24_        # runs its tests; the "_" at the end keeps out other numbers
+    python -m pytest -k metrix_eq24_        # runs its tests; "_" at the end excludes longer numbers
 
-rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines and tests are looked up anew each time: lines by
-`Eq. (n)` in comments and in docstrings of functions, tests by their names. The name of a paper is what the docstring of
-a script has before an equation, as in `Metrix Eq. (4)`, so a new script needs no entry here.
+rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines are found by `Eq. (n)` in comments
+and in docstrings of functions, tests by their names. The name of a paper is the text before an equation in the
+docstring of a script, as in `Metrix Eq. (4)`, so a new script needs no entry here.
 """
 import argparse
 import ast
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 STEP = 'a step towards (24); tested as a property'
 REASONING = 'a step of reasoning; tested as a property'
 FIG2 = 'measured by tests/results/fig2.py'
-# What each equation of the five papers says. Where no line computes it, why, after a bar. Others need not stand here.
+# What each equation of the five papers says; if no line computes it, the reason after a bar. Others need no entry.
 SAYS = {
     'rc': ['contrastive loss of distances', 'triplet loss | an exercise: tests/course/train_triplet.py',
            'MAP@R of one query', 'precision at a match, else 0'],
@@ -33,13 +33,13 @@ SAYS = {
                'the mixed examples of an anchor', 'mixed loss', 'clean plus w times mixed loss',
                f'probability of acting as positive | {FIG2}', 'utilization', 'mixed loss of positive-negative pairs',
                'mixed contrastive loss', 'mixed Multi-Similarity',
-               f'chain rule through the similarity | {REASONING}', f'Eq. (15) for one mixture | {STEP}',
+               f'chain rule through the similarity | {REASONING}', f'Eq. (15) for one mixed example | {STEP}',
                f'derivative of Eq. (17) | {STEP}', f'Eq. (18) rearranged | {STEP}',
                f'Eq. (19) without fractions | {STEP}', f'Eq. (20) multiplied out | {STEP}',
                f'Eq. (21) solved for the exponential | {STEP}', f'logarithm of Eq. (22) | {STEP}',
                'threshold of positivity', 'probability of acting as positive'],
     'ccl': ['contrast by a memory bank | earlier work; Eq. (2) is tested to have its form',
-            'contrast by centres; squared distance', 'squared distance to the own centre',
+            'contrast by centres; squared distance', 'squared distance to the centre of its class',
             'squared distance by the cosine', 'CCL', 'cross-entropy', 'centre loss', 'NSoftmax', 'Proxy-NCA',
             'contrast by similarities', 'large margin',
             f'bounds of a sum of exponentials | {REASONING}', f'bounds of the contrast | {REASONING}',
@@ -47,13 +47,13 @@ SAYS = {
     'hse': ['Euclidean distance', 'contrastive loss, squared', 'Mixup of two images',
             'mixed label | left out: a hybrid has no label',
             'Eq. (2) for a hybrid | left out: the paper argues that it has no label',
-            'Eq. (2) with mixed labels | left out: the way of Metrix, see train_metrix.py',
+            'Eq. (2) with mixed labels | left out: this is the approach of Metrix, see train_metrix.py',
             'hard negative of a hybrid', 'easy weak positive of a hybrid', 'hybrid loss', 'sum of both losses',
             'the same with contrastive loss'],
 }
-# `Metrix Eq. (4)` in the docstring of a script. `Eq. (n)` without a name is of the paper that is named first.
+# `Metrix Eq. (4)` in the docstring of a script. `Eq. (n)` without a name belongs to the paper that is named first.
 NAMED = re.compile(r'([A-Z][\w+]*(?:[ -][A-Z][\w+]*)*)\s+Eq\. \(')
-COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # with all its lines: a name and `Eq.` may stand on two
+COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # all lines of a comment: a name and `Eq.` may be on two
 
 
 def key(name):
@@ -70,12 +70,12 @@ def heads():
 
 
 def cited(text, file):
-    """{(paper, number)} in a text of a file: `Eq. (2), (4)` and `Eq. (2) and (4)` are two, `Eq. (2) to (4)` three."""
+    """{(paper, number)} in a text: `Eq. (2), (4)` and `Eq. (2) and (4)` are two, `Eq. (2) to (4)` are three."""
     found, own = set(), NAMED.findall(heads()[file])[:1]
     names = '|'.join(sorted({name for head in heads().values() for name in NAMED.findall(head)}))
     pattern = rf"(?:({names})(?:'s)?\s+)?Eqs?\. (\(\d+\)(?:(?:, | and |/| to |-)\(\d+\))*)"
-    for name, numbers in re.findall(pattern, text):
-        for low, high in re.findall(r'\((\d+)\)(?:(?: to |-)\((\d+)\))?', numbers):
+    for name, listed in re.findall(pattern, text):
+        for low, high in re.findall(r'\((\d+)\)(?:(?: to |-)\((\d+)\))?', listed):
             found |= {(key(paper), n) for paper in ([name] if name else own)
                       for n in range(int(low), int(high or low) + 1)}
     return found
@@ -92,7 +92,7 @@ def lines():
                   ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         for comment in COMMENT.finditer(source):
             first = source[:comment.start()].count('\n')
-            if first >= tree.body[0].end_lineno:                        # behind the docstring of the file
+            if first >= tree.body[0].end_lineno:                        # after the docstring of the file
                 places.append((first + 1, source.splitlines()[first].strip(), re.sub(r'\n *# *', ' ', comment[0])))
         for number, line, text in sorted(places):
             for equation in cited(text, file):
@@ -119,11 +119,11 @@ def tests():
 def where(places):
     """file:line,line of each file"""
     files = groupby(places, itemgetter(0))
-    return ' '.join(f'{file}:{",".join(str(line) for _, line, _ in rows)}' for file, rows in files)
+    return ' '.join(f'{file}:{",".join(str(line) for _, line, _ in group)}' for file, group in files)
 
 
 def equations():
-    """{paper: {number: (what it says, why no line computes it)}}: of the five papers all, of others what is cited"""
+    """{paper: {number: (what it says, why no line computes it)}}: all of the five papers, of others those cited"""
     found = {paper: {n: tuple(text.partition(' | ')[::2]) for n, text in enumerate(texts, 1)}
              for paper, texts in SAYS.items()}
     for paper, number in sorted(lines().keys() | tests().keys()):

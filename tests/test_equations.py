@@ -1,6 +1,4 @@
-"""Each numbered equation of the papers has its line and its test; tests/equations.py finds them.
-
-That each script has its rows, its lines and its tests: test_project.py.
+"""Each numbered equation of the papers has a line and a test, which tests/equations.py finds. See also test_project.py.
 """
 import re
 
@@ -15,7 +13,7 @@ def test_every_equation_of_the_five_papers_has_lines_or_a_reason_and_a_test():
         assert number in equations.equations()[paper], f'{paper} has no equation ({number})'
     for paper in equations.SAYS:
         for number, (says, why) in equations.equations()[paper].items():
-            assert bool(why) != ((paper, number) in lines), f'{paper} ({number}) {says}: lines, or a reason why none'
+            assert bool(why) != ((paper, number) in lines), f'{paper} ({number}) {says}: either lines or a reason'
             assert (paper, number) in tests or 'left out' in why, f'{paper} ({number}) {says} has no test'
 
 

@@ -1,4 +1,4 @@
-"""The shape of the project: what imports what, which words stand where, how long functions are."""
+"""The structure of the project: imports, words that common.py must not contain, length of functions."""
 import ast
 import re
 
@@ -10,7 +10,7 @@ from conftest import ROOT, SCRIPTS
 
 
 def lacks(script):
-    """Yields what a script lacks, of what a script of a paper needs"""
+    """Yields what is missing for a script of a paper"""
     file, test_file, case = f'{script}.py', f'tests/papers/test_{script.removeprefix("train_")}.py', CASES.get(script)
     if not (ROOT / test_file).exists():
         yield f'a test file, {test_file}'
@@ -27,19 +27,20 @@ def lacks(script):
         yield 'the name of its paper, as in `Metrix Eq. (4)`, in its docstring'
     at_lines = {equation for equation, places in equations.lines().items() if file in {place[0] for place in places}}
     in_head = equations.cited(equations.heads()[file], file)
-    yield from (f'a line with Eq. ({n}) of {paper}, which its head names' for paper, n in sorted(in_head - at_lines))
+    yield from (f'a line with Eq. ({n}) of {paper}, which its docstring names'
+                for paper, n in sorted(in_head - at_lines))
     yield from (f'a test named test_{paper}_eq{n}_..., for the line with Eq. ({n})'
                 for paper, n in sorted(at_lines - equations.tests().keys()))
 
 
 def test_every_script_has_what_a_script_of_a_paper_needs():
-    """All that is missing, in one list; .github/CONTRIBUTING.md says how it is added."""
+    """The failure lists all that is missing; .github/CONTRIBUTING.md explains how to add it."""
     missing = [f'{script}.py lacks {what}' for script in SCRIPTS for what in lacks(script)]
     if missing:
         pytest.fail('\n'.join(missing), pytrace=False)
 
 
-def test_all_that_a_script_lacks_is_named(monkeypatch):
+def test_everything_that_a_script_lacks_is_named(monkeypatch):
     monkeypatch.setattr(equations, 'tests', dict)
     monkeypatch.setitem(CASES, 'train_ms', Case(steps=CASES['train_ms'].steps, recipes='  cub x\n sop x\ninshop x'))
     assert [*lacks('train_ms')] == [
@@ -65,7 +66,7 @@ def test_common_names_no_method():
 def test_functions_are_short_and_a_script_begins_with_its_loss_and_imports_no_other(name):
     text = (ROOT / f'{name}.py').read_text()
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    first = {f: f.body[1 if ast.get_docstring(f) else 0].lineno for f in functions}            # after the docstring
+    first = {f: f.body[1 if ast.get_docstring(f) else 0].lineno for f in functions}            # without the docstring
     assert [f.name for f in functions if f.end_lineno - first[f] >= 45] == []
     assert not re.search(r'^\s*(from|import) +train_', text, re.M)
     if name in SCRIPTS:

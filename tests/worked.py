@@ -1,4 +1,4 @@
-"""What worked examples share: angles to differentiate by, and comparisons that say what was expected."""
+"""Assertions for worked examples, which state what was expected, and gradients with respect to angles."""
 import itertools
 from math import radians
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def expect(got, expected, what, tolerance=1e-9):
-    """Raises an error unless both are equal up to rounding. It names `what` was computed, and shows both values."""
+    """Fails unless both are equal within the tolerance. The message has `what` was computed, and both values."""
     __tracebackhide__ = True
     got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, expected))
     if got.shape == expected.shape and torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
@@ -21,44 +21,44 @@ def expect(got, expected, what, tolerance=1e-9):
 
 
 def rounded(x):
-    """A number, or the numbers of a list, with nine digits"""
+    """A value, or a list of values, rounded to nine digits"""
     return [rounded(part) for part in x] if x.dim() else float(f'{x.item():.9g}')
 
 
 def moving(*degrees):
-    """Angles (B,) to differentiate by, and the points at them on the circle (B, 2)"""
+    """Angles (B,) in radians that require gradients, and the points on the unit circle at these angles (B, 2)"""
     t = torch.tensor([radians(d) for d in degrees], dtype=torch.float64, requires_grad=True)
     return t, torch.stack([t.cos(), t.sin()], dim=1)
 
 
 def expect_gradients(by_s, what, tolerance=1e-9, **angles):
-    """Compares the gradients of the angles. by_s (A, B) has the derivatives of the loss by the similarities cos(t_i -
-    u_k) of points at the angles t (A,) and u (B,). With one set of angles, u is t."""
+    """Compares the gradients of the angles with those that follow from by_s (A, B), the derivatives of the loss with
+    respect to the similarities cos(t_i - u_k) of points at angles t (A,) and u (B,). With one set of angles, u is t."""
     __tracebackhide__ = True
     t, u = (*angles.values(), *angles.values())[:2]
     by_difference = -torch.as_tensor(by_s, dtype=torch.float64) * (t.detach()[:, None] - u.detach()).sin()
     expected = [by_difference.sum(dim=1), -by_difference.sum(dim=0)]
     expected = expected if len(angles) == 2 else [sum(expected)]
     for (name, angle), value in zip(angles.items(), expected):
-        expect(angle.grad, value, f'the derivatives by the angles of {name}, {what}', tolerance)
+        expect(angle.grad, value, f'derivatives with respect to the angles of {name}, {what}', tolerance)
 
 
-def expect_raised(loss, what, *tensors, tolerance=1e-4):
-    """Tensors of half precision have a loss of float32, which is that of the same numbers in float64; also where the
-    first of several is of half precision, and the others are of float32"""
+def expect_upcast(loss, what, *tensors, tolerance=1e-4):
+    """Half precision is upcast: the loss is float32, and equals the float64 loss of the same values. This also holds if
+    only the first tensor has half precision and the others are float32."""
     __tracebackhide__ = True
     for dtype, others in itertools.product((torch.float16, torch.bfloat16), (None, torch.float32)):
         halves = [tensors[0].to(dtype), *(t.to(others or dtype) for t in tensors[1:])]
         got = loss(*halves)
         assert got.dtype == torch.float32, f'{what} of {dtype}: expected float32, got {got.dtype}'
-        assert got.any(), f'{what} of {dtype}: expected a number other than 0'
+        assert got.any(), f'{what} of {dtype}: expected a loss other than 0'
         expect(got, loss(*(t.double() for t in halves)), f'{what} of {dtype}, against float64', tolerance)
 
 
 def expect_sound(loss, what, z, y, *vectors):
-    """What every loss(z, y, *vectors) must do, for images z (B, D) of classes y (B,) and proxies, centres or hybrids:
-    the order of the batch does not matter, arguments stay as they are, float64 stays float64, and the backward pass
-    ends in finite gradients whatever the batch holds, also where the loss is 0."""
+    """Requirements on every loss(z, y, *vectors), with embeddings z (B, D) of classes y (B,), and proxies, centres or
+    hybrids: the order of the batch does not matter, arguments are not modified, float64 stays float64, and the
+    gradients are finite for any batch, even if the loss is 0."""
     __tracebackhide__ = True
     value, gradients = value_and_gradients(loss, what, z, y, *vectors)
     if vectors and not len(vectors[0]):
@@ -72,7 +72,7 @@ def expect_sound(loss, what, z, y, *vectors):
     for one, same in zip(moved, gradients):
         expect(one, same, f'{what}: the gradients with the images in another order')
     classes = y.unique()
-    first = (y[:, None] == classes).int().argmax(dim=0)                         # an image of each class
+    first = (y[:, None] == classes).int().argmax(dim=0)                         # one image of each class
     batches = {'of one class': (z, y[:1].expand(len(y))), 'of a single image': (z[:1], y[:1]),
                'of one image per class': (z[first], classes), 'of equal images': (z[:1].expand(len(z), -1), y),
                'of equal images of one class': (z[:1].expand(2, -1), y[:1].expand(2))}
@@ -81,7 +81,7 @@ def expect_sound(loss, what, z, y, *vectors):
 
 
 def value_and_gradients(loss, what, z, y, *vectors):
-    """The loss, and its gradients by z and the vectors; none of these may change, and all have to be finite."""
+    """The loss, and its gradients with respect to z and the vectors. All must be finite, and no argument modified."""
     __tracebackhide__ = True
     leaves = [t.detach().clone().requires_grad_() for t in (z, *vectors)]
     labels = y.clone()
@@ -94,12 +94,12 @@ def value_and_gradients(loss, what, z, y, *vectors):
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
     assert all(gradient.isfinite().all() for gradient in gradients), f'{what}: expected finite gradients'
     kept = [torch.equal(leaf, t) for leaf, t in zip([*leaves, labels], [z, *vectors, y])]
-    assert all(kept), f'{what}: its arguments were changed'
+    assert all(kept), f'{what}: its arguments were modified'
     return value.detach(), gradients
 
 
 class Largest(TorchDispatchMode):
-    """Notes the number of values in the largest tensor that an operation returns while it lasts."""
+    """Context manager: `values` is the size of the largest tensor that any operation inside it returns."""
     values = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""Grades what was handed in: by tests, and by the hidden comparison of compare.py; each in a process of its own."""
+"""Grades submissions by tests and by the hidden comparison of compare.py, each in a separate process."""
 import ast
 import csv
 import io
@@ -31,9 +31,9 @@ STARTING = threading.Lock()
 
 
 def sent(what, files, limit, *arguments):
-    """Yields what a function of sandbox.py sends from a process of its own, in a new folder with these files; ends the
-    process and all that it started."""
-    # On Linux, processes are forked from one that has torch already, which takes a tenth of the time.
+    """Yields the messages of a function of sandbox.py in a separate process, in a new folder with these files. Then
+    kills the process and its children."""
+    # On Linux, processes are forked from one that has imported torch, which takes a tenth of the time.
     context = multiprocessing.get_context('forkserver' if sys.platform == 'linux' else 'spawn')
     context.set_forkserver_preload(['pytest', 'torch', 'torchvision.transforms.v2'])
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def sent(what, files, limit, *arguments):
 
 
 def start(process):
-    """A new process imports the file that is run here, and so all that knows the solutions, unless that has no name."""
+    """Starts a process without __main__ of this one, so that it does not import modules that have the solutions."""
     with STARTING:
         main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
         try:
@@ -67,7 +67,7 @@ def start(process):
 
 
 def results(exercise, files, script, *options):
-    """({test: '' or what went wrong}, why there are no more) where the exercise's script is this text"""
+    """({test: '' or error}, why there are no more tests), where `script` is the text of the exercise's script"""
     arguments = [exercise.tests, '-k', exercise.graded, *options]
     messages = sent(sandbox.run_tests, files | {exercise.script: script}, LIMIT, arguments, LIMIT_OF_A_TEST)
     tests = {}
@@ -83,8 +83,8 @@ def results(exercise, files, script, *options):
 
 
 def answers(files, script, calls):
-    """What a script answers to calls that are packed: for each (what is plain, arrays); a text is what went wrong"""
-    messages = sent(sandbox.answer, files, 3 * LIMIT, script, calls)    # large ones, and they are no part of a test
+    """Answers of a script to packed calls: (plain values, arrays) for each, or (error, [])"""
+    messages = sent(sandbox.answer, files, 3 * LIMIT, script, calls)    # inputs may be large
     found = []
     with closing(messages):
         try:
@@ -93,18 +93,18 @@ def answers(files, script, calls):
                 if len(found) == len(calls):
                     return found
         except (TimeoutError, ChildProcessError) as error:
-            # It may have sent that it could not be imported.
+            # The first answer may be an error of the import.
             why = found[0] if found and isinstance(found[0][0], str) else (str(error), [])
             return found + [why] * (len(calls) - len(found))
 
 
 class Comparison:
-    """The calls of an exercise that a seed draws, and the project's answers to them"""
+    """The random calls of an exercise for a seed, and the answers of the original"""
 
     def __init__(self, name, seed):
         self.exercise = EXERCISES[name]
         self.files = with_imports([self.exercise.script], source)
-        calls = compare.draw_calls(self.exercise.draw, seed)
+        calls = compare.random_calls(self.exercise.sample, seed)
         packed = [[compare.packed(*call), compare.packed(*call, exact=True),
                    *(compare.packed(*call, *move) for move in compare.moves(number))]
                   for number, call in enumerate(calls)]
@@ -115,15 +115,15 @@ class Comparison:
             kind = compare.precision(call[1])
             if isinstance(answer[0], str):
                 raise ValueError(f'the project itself fails: {compare.described(*call[:2])}: {answer[0]}')
-            if not any(self.differ(answer, (answer[0], numbers), kind, 0.3) for _, numbers in moved):
+            if not any(self.differ(answer, (answer[0], arrays), kind, 0.3) for _, arrays in moved):
                 self.calls.append((compare.described(*call[:2]), kind, variants[0], answer))
         self.left_out = len(calls) - len(self.calls)
 
-    def differ(self, expected, got, kind, share=1.0):
-        return compare.differ(expected, got, kind, self.exercise.view, share)
+    def differ(self, expected, got, kind, factor=1.0):
+        return compare.differ(expected, got, kind, self.exercise.view, factor)
 
     def of(self, files, script):
-        """What differs in a script, a text for each of the inputs, beside the other files of a hand-out"""
+        """The differences of a script from the original, a text for each input. `files` are the other files."""
         files = {path: text for path, text in files.items() if not path.startswith('tests/')}
         files = files | {self.exercise.script: script}
         found = answers(files, self.exercise.script, [bytes_ for _, _, bytes_, _ in self.calls])
@@ -134,9 +134,9 @@ class Comparison:
         return differences
 
 
-# ---- what was handed in
+# ---- submissions
 
-# A formula needs none of these names. With them, a script can look at what calls it, or at other files.
+# A formula needs none of these names. With them, a script can inspect its caller, or other files.
 LOOKS_AROUND = {'modules', 'gc', 'inspect', '_getframe', 'currentframe', 'f_back', 'f_globals', 'f_locals', '__code__',
                 '__globals__', '__closure__', '__subclasses__', '__dict__', 'globals', 'vars', 'ROOT', 'ctypes',
                 'importlib', '__import__', 'exec', 'eval', 'compile', 'open', 'read_text', 'read_bytes', 'rglob',
@@ -147,13 +147,13 @@ ABSOLUTE = re.compile(r'(/|~|[A-Za-z]:[/\\])\w')
 
 
 class Script(NamedTuple):
-    text: str           # with the project's functions in place of those that belong to other exercises
-    why: str = ''       # it cannot be graded
-    notes: list = []    # what a lecturer may want to look at; it costs no points
+    text: str           # with the original functions of other exercises
+    why: str = ''       # why it cannot be graded
+    notes: list = []    # remarks for the lecturer, which do not change the points
 
 
 def names_in(tree):
-    """How often a script uses a name: variables, attributes, modules that are imported, and absolute paths in texts"""
+    """How often a script uses each name: variables, attributes, imported modules, and absolute paths in strings"""
     used = Counter()
     for node in ast.walk(tree):
         used.update(getattr(node, field, '') for field in ('id', 'attr'))
@@ -166,7 +166,7 @@ def names_in(tree):
 
 
 def definitions(tree):
-    """{name: what a top-level statement says of it, without docstrings and layout}"""
+    """{name: its top-level definition, as a dump of the ast without docstrings}"""
     found = {}
     for node in tree.body:
         for part in ast.walk(node):
@@ -179,7 +179,7 @@ def definitions(tree):
 
 
 def put_back(text, path, names):
-    """A script with the project's functions of these names, also where they were cut"""
+    """A script with the original functions of these names"""
     lines = lines_of(text)
     original = lines_of(source(path))
     ours = {node.name: node for node in functions_of(source(path), names)}
@@ -193,7 +193,7 @@ def first_line(node):
 
 
 def read(exercise, data):
-    """The bytes of a file that was handed in, as a Script"""
+    """A submission, given as bytes, as a Script"""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = io.TextIOWrapper(io.BytesIO(data), encoding).read()
@@ -201,32 +201,32 @@ def read(exercise, data):
     except SyntaxError as error:
         return Script('', f'SyntaxError in line {error.lineno}: {error.msg}' if error.lineno else f'{error}')
     except (ValueError, RecursionError, MemoryError) as error:
-        return Script('', f'this is no text of Python: {error}')
-    function, *_ = exercise.cut.split()
+        return Script('', f'this is not Python source: {error}')
+    function, *_ = exercise.stubbed.split()
     if not functions_of(text, [function]):
-        return Script('', f'hand in the whole script: {function} is not in this file')
+        return Script('', f'submit the whole script: {function} is not in this file')
     original = ast.parse(source(exercise.script))
-    others = solutions_in(exercise.script, EXERCISES) - {*exercise.cut.split()}
+    others = solutions_in(exercise.script, EXERCISES) - {*exercise.stubbed.split()}
     around = {name for name in names_in(tree) - names_in(original) if name in LOOKS_AROUND or ABSOLUTE.match(name)}
     ours, theirs = definitions(original), definitions(tree)
-    changed = [name for name in ours if name not in others and name not in exercise.cut.split()
+    changed = [name for name in ours if name not in others and name not in exercise.stubbed.split()
                and ours[name] != theirs.get(name)]
     notes = [f'look at {", ".join(sorted(around))}'] if around else []
-    notes += [f'changed, too: {", ".join(changed)}'] if changed else []
+    notes += [f'also changed: {", ".join(changed)}'] if changed else []
     return Script(put_back(text, exercise.script, others), '', notes)
 
 
 def scripts_in(paths, script):
-    """Files as they are; of a folder the scripts of this name, at any depth, or else its .py files. -> these, and the
-    .py files that are not graded"""
+    """-> files to grade, and .py files that are not graded. In a folder, the scripts with this name at any depth are
+    graded, or else its .py files."""
     graded, others = [], []
     for path in map(Path, paths):
         found = sorted(path.rglob('*.py')) if path.is_dir() else [path]
-        own = [file for file in found if file.name == script] if path.is_dir() else found
-        own = own or [file for file in found if file.parent == path]
-        graded += own
-        others += [file for file in found if file not in own]
-        if not own:
+        chosen = [file for file in found if file.name == script] if path.is_dir() else found
+        chosen = chosen or [file for file in found if file.parent == path]
+        graded += chosen
+        others += [file for file in found if file not in chosen]
+        if not chosen:
             print(f'{path.name}: there is no .py file in this folder' + ' itself' * bool(found))
     return graded, others
 
@@ -238,29 +238,29 @@ WORKED = re.compile(r'_by_hand|_closed_form_gradient')
 
 
 def equation_of(test, name):
-    """The equation that a test is about, by its name; that of the exercise where it names none"""
+    """The equation of a test, from its name; the name of the exercise if there is none"""
     return (re.match(r'test_([a-z]+_eq\d+)_', test) or ['', name])[1]
 
 
 def points_of(tests, right, name):
-    """({equation: points}, {equation: of how many}) of graded tests, and of those among them that are right. Where an
-    equation has worked examples, and none of them is right, all other tests count half, rounded down."""
+    """({equation: points}, {equation: maximum}) for all graded tests and those that passed. If an equation has worked
+    examples and none of them passed, its other tests count half, rounded down."""
     worked = {equation_of(test, name) for test in tests if WORKED.search(test)}
     known = {equation_of(test, name) for test in right if WORKED.search(test)}
     points = dict.fromkeys((equation_of(test, name) for test in tests), 0)
     for equation in points:
-        own = [test for test in right if equation_of(test, name) == equation]
-        examples = sum(1 for test in own if WORKED.search(test))
-        points[equation] = examples + (len(own) - examples) // (1 if known == worked else 2)
+        passed = [test for test in right if equation_of(test, name) == equation]
+        examples = sum(1 for test in passed if WORKED.search(test))
+        points[equation] = examples + (len(passed) - examples) // (1 if known == worked else 2)
     return points, Counter(equation_of(test, name) for test in tests)
 
 
 class Grade(NamedTuple):
     points: dict        # {equation, or the comparison: points}
-    of: dict            # the same: of how many
-    failed: dict        # {test: what went wrong}
+    of: dict            # the same: maximum
+    failed: dict        # {test: error}
     differences: list   # of the comparison
-    why: str            # it could not be graded, or not to the end
+    why: str            # why it could not be graded, or not completely
     notes: list
 
     def line(self):
@@ -271,7 +271,7 @@ class Grade(NamedTuple):
 
 
 class Grader:
-    """Grades files of an exercise. What a seed draws for the comparison is the same for all of them."""
+    """Grades submissions of an exercise. All have the same random inputs of the comparison."""
 
     def __init__(self, name, seed):
         self.name, self.exercise, self.seed = name, EXERCISES[name], seed
@@ -292,26 +292,26 @@ class Grader:
         right = [function for function in functions if not any(test.split('[')[0] == function for test in failed)]
         points, of = points_of(functions, right, self.name)
         points[COMPARISON], of[COMPARISON] = int(bool(tests) and not differences), 1
-        if not right and not why:                   # one reason may be behind all
+        if not right and not why:                   # one error may be the cause of all
             why = Counter(reason.strip().splitlines()[-1] for reason in failed.values()).most_common(1)[0][0]
         return Grade(points, of, failed, differences, why, script.notes)
 
     def feedback(self, grade):
-        """What a student reads: of each test that failed its name, its equation, and what was expected"""
+        """The feedback for a student: name and equation of each failed test, and the expected value"""
         parts = [f'{self.name}: {sum(grade.points.values())} of {sum(grade.of.values())} points']
-        parts += filter(None, [grade.why, *(note for note in grade.notes if note.startswith('changed'))])
+        parts += filter(None, [grade.why, *(note for note in grade.notes if note.startswith('also changed'))])
         for test, reason in grade.failed.items():
             if reason:
                 parts.append(f'{test}  ({equation_of(test, self.name)})\n    ' + reason.strip().replace('\n', '\n    '))
         if grade.differences:
-            number = f'{len(grade.differences)} of {len(self.comparison.calls)}'
-            parts.append(f'{number} random inputs have another value or gradient than the original. The first:\n    '
+            count = f'{len(grade.differences)} of {len(self.comparison.calls)}'
+            parts.append(f'{count} random inputs have another value or gradient than the original. The first:\n    '
                          + grade.differences[0].replace(': ', '\n    '))
         return '\n\n'.join(parts) + '\n'
 
 
 def grade(name, paths, table=None, feedback=None, seed=None):
-    """Prints the points of each file; writes a table and texts"""
+    """Prints the points of each file, and writes a table and feedback"""
     seed = random.randrange(10 ** 6) if seed is None else seed
     graded, others = scripts_in(paths, EXERCISES[name].script)
     top = os.path.commonpath([os.path.abspath(path if path.is_dir() else path.parent) for path in map(Path, paths)])

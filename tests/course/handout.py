@@ -1,28 +1,28 @@
-"""Makes exercises of the project's functions, and grades what students write. `list` prints the exercises.
+"""Makes starter code for exercises, and grades submissions. Each exercise is to write a function of the project.
 
     python tests/course/handout.py list                 the exercises: week, level, minutes, equations
-    python tests/course/handout.py make OUT NAME...     writes the folder OUT for students: these functions have no
-                                                        bodies, nor have those of the same week and of later ones
-        --keep                                          the others keep their bodies
-        --flawed SEED                                   instead, each script has one of the wrong solutions in it, for
-                                                        students to find and mend; the seed chooses which
+    python tests/course/handout.py make OUT NAME...     writes the folder OUT for students: these functions are stubbed
+                                                        out, and those of the same week and of later weeks
+        --keep                                          other exercises keep their solutions
+        --flawed SEED                                   instead, each script has a wrong solution, for students to find
+                                                        and correct; the seed selects it
     python tests/course/handout.py grade NAME FILE...   prints a line for each file: points for each equation, and
-                                                        their sum. Of a folder, the scripts of this name in it are
-                                                        graded, or else all its .py files
+                                                        their sum. In a folder, scripts with the name of the
+                                                        exercise's script are graded, or else all its .py files
         --csv grades.csv                                writes file, exercise, equation, points, of, seed, remarks
         --feedback DIR                                  writes a text for each file: which tests failed, and why
-        --seed SEED                                     draws the random inputs of an earlier grading again
+        --seed SEED                                     uses the random inputs of an earlier grading again
     python tests/course/handout.py check [NAME...]      tests solutions.py: wrong ones fail, right ones pass; -v
                                                         prints all
 
-A student gets the folder, fills in the functions of the exercise, and hands in the whole script. `grade` tests this
-file in a process of its own, with the tests of the project, and ends all that it leaves behind. Then it calls the
-function on random inputs that are in no hand-out, and compares it with the original, which runs elsewhere: that is one
-more point. The page that students get says how points are counted. `grade` runs
-the file as it is: do so where it can do no harm.
+A student gets the folder, writes the functions of the exercise, and submits the script. `grade` runs the tests of
+the project on this file in a separate process, whose children are killed. Then it calls the function on random inputs
+that are not in the starter code, and compares the results with the original, which runs in another process: one more
+point. The README of the starter code explains how points are counted. `grade` executes submissions: run it where they
+can do no harm.
 
-Remarks cost no points. They name what a formula does not need, such as sys.modules or an absolute path, and other
-functions that were changed: look at what has them.
+Remarks do not change the points. They list names that a formula does not need, such as sys.modules or an absolute path,
+and other functions that were changed: read these submissions.
 """
 import argparse
 import os
@@ -33,30 +33,31 @@ from pathlib import Path
 
 from exercises import EXERCISES
 from grading import Comparison, grade, read, results
-from making import cut, hand_in, handout, make, solutions_in, source
+from making import handout, make, solutions_in, source, stub_out, with_solution
 
 
 def check(names, verbose=0, seed=0):
-    """Whether all graded tests fail on what is cut, at least one on each wrong solution, and none on the others, where
-    all other exercises are cut; and whether the comparison finds those that only pass the tests, and no right ones.
-    Returns how many solutions are not as they should be."""
+    """Checks that all graded tests fail on starter code, at least one on each wrong solution, and none on right ones,
+    with all other exercises stubbed out; and that the comparison finds solutions that only pass the tests, and no right
+    ones. Returns the number of solutions for which this is not so."""
     from solutions import PASSING, RIGHT, WRONG
     jobs = []
     bad = 0
     for name in names:
         e = EXERCISES[name]
-        own = e.cut.split()
-        whole = cut(source(e.script), solutions_in(e.script, EXERCISES) - {*own})
-        jobs += [(name, 'cut', handout([name])[e.script]), (name, 'whole', whole)]
+        to_write = e.stubbed.split()
+        original = stub_out(source(e.script), solutions_in(e.script, EXERCISES) - {*to_write})
+        jobs += [(name, 'starter code', handout([name])[e.script]), (name, 'original', original)]
         for kind, solutions in ('right', RIGHT), ('wrong', WRONG), ('passing', PASSING):
-            jobs += [(name, f'{kind}: {what}', hand_in(whole, own, s)) for what, s in solutions.get(name, {}).items()]
+            jobs += [(name, f'{kind}: {what}', with_solution(original, to_write, solution))
+                     for what, solution in solutions.get(name, {}).items()]
     jobs = [(name, what, read(EXERCISES[name], text.encode()).text) for name, what, text in jobs]
     files = handout(list(EXERCISES))
 
     comparisons = {}
 
     def run(job):
-        """What fails, {test or 'comparison': why}, and how many tests there are"""
+        """Failures, {test or 'comparison': why}, and the number of tests"""
         name, what, script = job
         tests, why = results(EXERCISES[name], files, script, *['-x'] * what.startswith('wrong'))
         failed = {test: reason for test, reason in tests.items() if reason} | ({'': why} if why else {})
@@ -68,7 +69,8 @@ def check(names, verbose=0, seed=0):
         comparisons |= zip(names, pool.map(partial(Comparison, seed=seed), names))
         for (name, what, _), (failed, number) in zip(jobs, pool.map(run, jobs)):
             kind = what.split(':')[0]
-            good = {'cut': len(failed) == number > 0, 'wrong': len(failed) > 0, 'passing': [*failed] == ['comparison']}
+            good = {'starter code': len(failed) == number > 0, 'wrong': len(failed) > 0,
+                    'passing': [*failed] == ['comparison']}
             good = good.get(kind, not failed)
             bad += not good
             test, reason = next(iter(failed.items()), ('', ''))
@@ -78,7 +80,7 @@ def check(names, verbose=0, seed=0):
                 print(reason)
     counts = {kind: sum(what.startswith(kind) for _, what, _ in jobs) for kind in ('wrong', 'passing', 'right')}
     print(f'{len(names)} exercises, {counts["wrong"]} wrong solutions, {counts["passing"]} that only pass the tests, '
-          f'{counts["right"]} right ones: {bad} not as they should be')
+          f'{counts["right"]} right ones: {bad} with unexpected results')
     return bad
 
 
@@ -89,26 +91,26 @@ def main(argv=None):
     command = commands.add_parser('make')
     command.add_argument('out', metavar='OUT')
     command.add_argument('names', metavar='NAME', nargs='+')
-    command.add_argument('--flawed', type=int, metavar='SEED', help='whole scripts, each with a mistake to be found')
+    command.add_argument('--flawed', type=int, metavar='SEED', help='complete scripts, each with a mistake to be found')
     command.add_argument('--keep', action='store_true', help='other exercises of these files keep their solutions')
     command = commands.add_parser('grade')
     command.add_argument('names', metavar='NAME', nargs=1)
     command.add_argument('files', metavar='FILE', nargs='+')
     command.add_argument('--csv', metavar='FILE', help='file, exercise, equation, points, of, seed, remarks')
     command.add_argument('--feedback', metavar='DIR', help='a text for each file: which tests failed, and why')
-    command.add_argument('--seed', type=int, help='of the random inputs; drawn and printed where it is not given')
+    command.add_argument('--seed', type=int, help='seed of the random inputs; default: a random one, which is printed')
     command = commands.add_parser('check')
     command.add_argument('names', metavar='NAME', nargs='*')
-    command.add_argument('-v', action='count', default=0, help='a line for each solution; twice: and why it fails')
+    command.add_argument('-v', action='count', default=0, help='print a line for each solution; -vv: and why it fails')
     args = parser.parse_args(argv)
-    os.environ['OMP_NUM_THREADS'] = '1'             # for the processes to come: two at a time, each on one core
+    os.environ['OMP_NUM_THREADS'] = '1'             # for the child processes: two at a time, each on one core
     if args.command == 'list':
         for name, e in EXERCISES.items():
             print(f'{name:28} week {e.week}  level {e.level} {e.minutes:4} minutes  {e.source}')
         return False
     for name in args.names:
         if name not in EXERCISES:
-            parser.exit(2, f'error: {name} is no exercise; these are: {", ".join(EXERCISES)}\n')
+            parser.exit(2, f'error: {name} is not an exercise; these are: {", ".join(EXERCISES)}\n')
     if args.command == 'make':
         make(args.out, args.names, args.flawed, args.keep)
     elif args.command == 'grade':

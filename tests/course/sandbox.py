@@ -1,6 +1,6 @@
-"""What runs in a process of its own beside what a student handed in: the tests of a folder, or calls of its functions.
+"""Code that runs in a separate process with a submission: the tests of a folder, or calls of its functions.
 
-Only numbers and texts leave such a process, as bytes; nothing of it is run by the process that grades.
+Only arrays and texts are sent from this process, as bytes; the grading process runs no code of the submission.
 """
 import gc
 import importlib
@@ -16,20 +16,20 @@ import numpy as np
 
 
 def enter(folder):
-    """Moves into the folder, in silence, and out of the project: neither its files nor its modules can be imported."""
-    os.setpgid(0, 0)                                # so that all that is started from here can be ended
+    """Changes to the folder, suppresses output, and makes the modules of the project unavailable for import."""
+    os.setpgid(0, 0)                                # so that child processes can be killed
     os.chdir(folder)
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     project = Path(__file__).parents[2]
-    rooms = {project, project / 'tests', *(project / 'tests').iterdir()}
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() not in rooms]
+    directories = {project, project / 'tests', *(project / 'tests').iterdir()}
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() not in directories]
     for name, module in list(sys.modules.items()):
-        if Path(getattr(module, '__file__', None) or '/').parent in rooms:
+        if Path(getattr(module, '__file__', None) or '/').parent in directories:
             del sys.modules[name]
 
 
 def named(error):
-    """An error in a line"""
+    """An error in one line"""
     return f'{type(error).__name__}: {error}'.strip()
 
 
@@ -37,7 +37,7 @@ def named(error):
 
 
 class Record:
-    """A plugin of pytest that sends [test, '' or what went wrong] of each test when it ends, and puts a limit on it"""
+    """A pytest plugin that sends [test, '' or the error] after each test, and sets a time limit"""
 
     def __init__(self, send, seconds):
         self.send, self.seconds, self.broken = send, seconds, ''
@@ -50,7 +50,7 @@ class Record:
         self.broken = named(excinfo.value)
 
     def pytest_runtest_setup(self, item):
-        # Seconds of computing: on a machine that does other things as well, a test takes no longer.
+        # The limit is in seconds of CPU time, which does not depend on other work of the machine.
         signal.signal(signal.SIGPROF, self.stop)
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
 
@@ -63,19 +63,19 @@ class Record:
         if report.when == 'call' or report.failed:
             crash = getattr(report.longrepr, 'reprcrash', None)
             reason = crash.message if crash else str(report.longrepr)
-            # What pytest adds to a text of ours is code of the test.
+            # pytest adds code of the test to our message: remove it.
             reason = re.split(r'\n\s*assert ', reason)[0].removeprefix('AssertionError: ')
             self.send([report.nodeid.split('::')[-1], '' if report.passed else reason or 'AssertionError'])
 
 
 def run_tests(folder, sender, arguments, seconds):
-    """The tests of a folder. Sends a pair for each, and [None, why] at the end."""
+    """Runs the tests of a folder. Sends [test, error] for each, and [None, why] at the end."""
     def send(pair):
         sender.send_bytes(json.dumps(pair).replace(folder + '/', '').encode())
     enter(folder)
     os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'
     import pytest
-    gc.freeze()                                     # pytest collects garbage, and torch has much to look through
+    gc.freeze()                                     # faster garbage collection: torch has many objects
     record = Record(send, seconds)
     code = pytest.main([*arguments, '-q', '-p', 'no:cacheprovider', '--rootdir', folder], plugins=[record])
     send([None, record.broken or f'pytest ended with code {int(code)}'])
@@ -85,27 +85,27 @@ def run_tests(folder, sender, arguments, seconds):
 
 
 def pack(plain, arrays=()):
-    """Bytes of what JSON can write, and of arrays of numbers"""
+    """JSON-serializable values and arrays, as bytes"""
     file = io.BytesIO()
     np.savez(file, *arrays, plain=json.dumps(plain))
     return file.getvalue()
 
 
 def unpack(data):
-    """-> what pack was given. Arrays of objects, which could run code, are refused."""
+    """-> the arguments of pack. Arrays of objects, which could run code, are rejected."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         return json.loads(str(file['plain'])), [file[f'arr_{n}'] for n in range(len(file.files) - 1)]
 
 
 def answer(folder, sender, script, calls):
-    """Calls functions of a script. Each call is (function, arguments), where an argument is plain or a Tensor of
-    compare.py, given as ['tensor', place of its numbers, type, its gradient]. Sends the answer to each:
-    types and numbers of the outputs, then of the gradients; or what went wrong."""
+    """Calls functions of a script. Each call is (function, arguments), where an argument is a JSON value or a Tensor of
+    compare.py, given as ['tensor', index of its array, type, grad]. Sends the answer to each call: types and values of
+    the outputs, then of the gradients; or the error."""
     enter(folder)
     sys.path.insert(0, folder)
     try:
         module = importlib.import_module(script.removesuffix('.py'))
-    except BaseException as error:                  # also that of exit()
+    except BaseException as error:                  # also SystemExit
         return sender.send_bytes(pack(named(error)))
     for call in calls:
         try:
@@ -131,23 +131,23 @@ def outcome(module, call, arrays):
     result = getattr(module, function)(**given)
     changed = [name for name, value in kept.items() if not torch.equal(given[name].detach(), value)]
     if changed:
-        raise ValueError(f'the argument {changed[0]} was changed')
+        raise ValueError(f'the argument {changed[0]} was modified')
     keys = sorted(result) if isinstance(result, dict) else []
     outputs = [result[key] for key in keys] or (result if isinstance(result, tuple) else [result])
-    types, numbers = [], []
+    types, arrays = [], []
     for output in outputs:
         types.append(str(output.dtype) if isinstance(output, torch.Tensor) else type(output).__name__)
-        numbers.append(torch.as_tensor(output).detach().double().numpy())
-    ends = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
-    if ends:
-        # The loss may be one term of a sum, or be multiplied: any slope from behind has to be passed on.
-        slopes = [slope * torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype).view(t.shape) for t in ends]
-        torch.autograd.backward(ends, slopes)
-    for name, leaf in leaves.items() if ends else ():
+        arrays.append(torch.as_tensor(output).detach().double().numpy())
+    differentiable = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+    if differentiable:
+        # The loss may be multiplied, or be one term of a sum: gradients must be correct for any upstream gradient.
+        slopes = [slope * torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype).view(t.shape) for t in differentiable]
+        torch.autograd.backward(differentiable, slopes)
+    for name, leaf in leaves.items() if differentiable else ():
         gradient = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).double()
-        if arguments[name][3] == 'unit':            # a loss of unit vectors is not defined at other lengths
+        if arguments[name][3] == 'unit':            # a loss of unit vectors may differ off the sphere
             x = torch.nn.functional.normalize(leaf.detach().double(), dim=1)
             gradient -= (gradient * x).sum(dim=1, keepdim=True) * x
         types.append('gradient')
-        numbers.append(gradient.numpy())
-    return [keys, types], numbers
+        arrays.append(gradient.numpy())
+    return [keys, types], arrays

@@ -1,12 +1,12 @@
-"""What students write: solutions of the exercises of handout.py, which `python tests/course/handout.py check` grades.
+"""Solutions of the exercises, right and wrong, which `python tests/course/handout.py check` grades.
 
-A solution is the source of its functions, or (old, new, old, new, ...) for lines that differ from the project's. Of the
-wrong ones, `--flawed` draws from tuples; a list is what nobody would write by mistake.
+A solution is the source of its functions, or (old, new, old, new, ...) for lines that differ from the original. Of the
+wrong ones, `--flawed` uses tuples only; a list is a mistake that nobody would make by accident.
 """
 
-WRONG, RIGHT = {}, {}           # {exercise: {what is wrong, or how it is done: solution}}
-PASSING = {}                    # the same: wrong, but all tests that a hand-out has pass
-# Right where the images of a class stand side by side: classes are told apart by where the label changes.
+WRONG, RIGHT = {}, {}           # {exercise: {what is wrong, or the approach: solution}}
+PASSING = {}                    # the same: wrong, but they pass all tests of the starter code
+# Class indices that are right only for sorted labels: they increase where the label changes.
 RUNS = 'torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)'
 
 # ---- the losses on pairs
@@ -15,30 +15,31 @@ WRONG['multi_similarity_loss'] = {
     'mean of the exponentials of positives': (
         'log1p_sum_exp(-alpha * (s - lam), positive) / alpha',
         '(log1p_sum_exp(-alpha * (s - lam) - positive.sum(1, keepdim=True).clamp_min(1).log(), positive)) / alpha'),
-    'miner by columns': ('.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)',
-                         '.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
-    'miner of positives by columns': ('.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
-    'miner by the whole batch': ('.amin(dim=1, keepdim=True)', '.amin()', '.amax(dim=1, keepdim=True)', '.amax()'),
+    'miner along columns': ('.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)',
+                            '.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
+    'miner of positives along columns': ('.amax(dim=1, keepdim=True)', '.amax(dim=0, keepdim=True)'),
+    'miner over the whole batch': ('.amin(dim=1, keepdim=True)', '.amin()', '.amax(dim=1, keepdim=True)', '.amax()'),
     'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
-    'mean over anchors that cost': ('(pull + push).mean()',
-                                    '(pull + push).sum() / ((pull + push) > 0).sum().clamp_min(1)'),
-    'half precision stays': ('z = common.at_least_float32(z)', ''),
-    'oneself by value': ('mine(s, y, epsilon)\n', 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
+    'mean over anchors with non-zero loss': ('(pull + push).mean()',
+                                             '(pull + push).sum() / ((pull + push) > 0).sum().clamp_min(1)'),
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'anchor excluded by value': ('mine(s, y, epsilon)\n',
+                                 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
     'exp overflows': ('log1p_sum_exp(beta * (s - lam), negative)',
                       '((beta * (s - lam)).exp() * negative).sum(dim=1).log1p()'),
-    'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
     'without the 1 +': ('log1p_sum_exp(beta * (s - lam), negative)',
                         '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
-    'epsilon 0 is no miner': ('if epsilon is None else', 'if not epsilon else'),
-    'an exact copy is oneself, in the miner': (
+    'no miner with epsilon 0': ('if epsilon is None else', 'if not epsilon else'),
+    'exact duplicates excluded in the miner': (
         'positive, negative = pairs(y)\n    hardest_positive',
         'positive, negative = pairs(y)\n    positive = positive & (s < 1 - 1e-5)\n    hardest_positive'),
-    'sorted labels only': ['z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'],
-    'raised after the product': ('z = common.at_least_float32(z)', '',
+    'only for sorted labels': ['z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'],
+    'upcast after the product': ('z = common.at_least_float32(z)', '',
                                  'z @ z.T', 'common.at_least_float32(z @ z.T)'),
-    'miner keeps what is just as hard': ('~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
-                                         '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
+    'miner keeps equally hard pairs': ('~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
+                                       '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
 }
 RIGHT['multi_similarity_loss'] = {
     'anchor by anchor': '''
@@ -73,13 +74,13 @@ def mine(s, y, epsilon):
 
 WRONG['contrastive_loss'] = {
     'mean over all pairs': ('t.sum() / (t > 0).sum().clamp_min(1)', 't.mean()'),
-    'mean over pairs that reach their goal too': (
+    'mean over all pairs of each kind': (
         'return mean_nonzero(pull) + mean_nonzero(push)',
         'return pull.sum() / positive.sum().clamp_min(1) + push.sum() / negative.sum().clamp_min(1)'),
     'one mean for both kinds': ('return mean_nonzero(pull) + mean_nonzero(push)', 'return mean_nonzero(pull + push)'),
     'an image is its own positive': ('.masked_fill(~positive, 0)', '.masked_fill(negative, 0)'),
     'NaN without positives': ('.clamp_min(1)', ''),
-    'half precision stays': ('common.at_least_float32(z)', 'z'),
+    'half precision not upcast': ('common.at_least_float32(z)', 'z'),
     'images detached': ('common.at_least_float32(z)', 'common.at_least_float32(z).detach()'),
     'power after the mean': (
         '.pow(power).masked_fill(~positive, 0)', '.masked_fill(~positive, 0)',
@@ -89,11 +90,11 @@ WRONG['contrastive_loss'] = {
     'margins squared': (
         '(d - pos_margin).clamp_min(0).pow(power)', '(d ** power - pos_margin ** power).clamp_min(0)',
         '(neg_margin - d).clamp_min(0).pow(power)', '(neg_margin ** power - d ** power).clamp_min(0)'),
-    'pairs at distance 0 dropped': ('masked_fill(~negative, 0)', 'masked_fill(~negative | (d == 0), 0)'),
-    'a constant where all reach their goal': (
+    'negatives at distance 0 excluded': ('masked_fill(~negative, 0)', 'masked_fill(~negative | (d == 0), 0)'),
+    'a constant if the loss is 0': (
         'return mean_nonzero(pull) + mean_nonzero(push)',
         'loss = mean_nonzero(pull) + mean_nonzero(push)\n    return loss if loss > 0 else loss.detach()'),
-    'sorted labels only': ['= pairs(y)', f'= pairs({RUNS})'],
+    'only for sorted labels': ['= pairs(y)', f'= pairs({RUNS})'],
 }
 RIGHT['contrastive_loss'] = {
     'pairs of the upper triangle': '''
@@ -112,10 +113,10 @@ WRONG['contrastive_similarity_loss'] = {
                             'pull = (margin - s).clamp_min(0).masked_fill(~positive, 0)'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over all negatives': ('(excess > 0).sum(dim=1)', 'negative.sum(dim=1)'),
-    'oneself by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
-    'half precision stays': ('z = common.at_least_float32(z)', ''),
-    'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
-    'sorted labels only': ['= pairs(y)', f'= pairs({RUNS})'],
+    'anchor excluded by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'only for sorted labels': ['= pairs(y)', f'= pairs({RUNS})'],
 }
 RIGHT['contrastive_similarity_loss'] = {
     'anchor by anchor': '''
@@ -138,17 +139,18 @@ WRONG['proxy_anchor_loss'] = {
     'proxies not normalised': ('F.normalize(proxies, dim=1)', 'proxies'),
     'proxies detached': ('F.normalize(proxies, dim=1)', 'F.normalize(proxies, dim=1).detach()'),
     'images detached': ('@ z.T', '@ z.detach().T'),
-    'pull divided by all classes': ('.sum() / num_present', '.mean()'),
-    'push divided by the classes present': ('~positive).mean()', '~positive).sum() / num_present'),
-    'push by present proxies only': ('~positive).mean()', '~positive)[positive.any(dim=1)].mean()'),
+    'positive term divided by all classes': ('.sum() / num_present', '.mean()'),
+    'negative term divided by the classes present': ('~positive).mean()', '~positive).sum() / num_present'),
+    'negative term of present proxies only': ('~positive).mean()', '~positive)[positive.any(dim=1)].mean()'),
     'margin of negatives with minus': ('(s + delta), ~positive', '(s - delta), ~positive'),
     'exp overflows': ('log1p_sum_exp(alpha * (s + delta), ~positive)',
                       '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
-    'half precision stays': ('z, proxies = common.promote_dtypes(z, proxies)', ''),
-    'classes present counted by changes of the label': (
+    'half precision not upcast': ('z, proxies = common.promote_dtypes(z, proxies)', ''),
+    'classes present counted by label changes': (
         'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
-    'push divided by the largest label': ('~positive).mean()', '~positive).sum() / (y.max() + 1)'),
-    'push over proxies that have a negative': ('~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
+    'negative term divided by the largest label': ('~positive).mean()', '~positive).sum() / (y.max() + 1)'),
+    'negative term divided by proxies with a negative': (
+        '~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
 }
 RIGHT['proxy_anchor_loss'] = {
     'proxy by proxy': '''
@@ -169,14 +171,14 @@ OF_COSINES = {
     'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.promote_dtypes(z, proxies.T))'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
     'images detached': ('cosines(z, proxies)', 'cosines(z.detach(), proxies)'),
-    'half precision stays': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
+    'half precision not upcast': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
 }
 WRONG['proxynca_loss'] = OF_COSINES | {
-    'own proxy in the denominator': ["others = logits.masked_fill(own, float('-inf'))", 'others = logits'],
+    'positive proxy in the denominator': ["others = logits.masked_fill(own, float('-inf'))", 'others = logits'],
     'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
     'temperature ignored': ('2 / temperature * cosines', 'cosines'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
-    'own cosine at [y, y]': ['logits[own]', 'logits[y % len(y), y]'],
+    'target cosine at [y, y]': ['logits[own]', 'logits[y % len(y), y]'],
 }
 RIGHT['proxynca_loss'] = {
     'exp and log of cosines': '''
@@ -201,7 +203,7 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     losses = F.cross_entropy(2 / temperature * cosines(z, proxies), y, reduction='none')
     return torch.stack([losses[y == c].mean() for c in y.unique()]).mean()
 ''',
-    'own proxy not in the denominator': '''
+    'positive proxy not in the denominator': '''
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     s = 2 / temperature * cosines(z, proxies)
     own = F.one_hot(y, len(proxies)).bool()
@@ -218,8 +220,8 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
 }
 WRONG['center_contrastive_loss'] = {
     'stop_grad ignored': ('(c.detach() if stop_grad else c)', 'c'),
-    'stop_grad cuts the centre term': ('(c.detach() if stop_grad else c)', 'c', '(z * c[y])',
-                                       '(z * (c.detach() if stop_grad else c)[y])'),
+    'stop_grad also in the centre term': ('(c.detach() if stop_grad else c)', 'c', '(z * c[y])',
+                                          '(z * (c.detach() if stop_grad else c)[y])'),
     'smoothing ignored': ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y'),
     "torch's smoothing": ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y, label_smoothing=smoothing'),
     'centre term smoothed': ('lam * center', '(1 - smoothing) * lam * center'),
@@ -231,17 +233,17 @@ WRONG['center_contrastive_loss'] = {
     'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
     'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1)'),
     'images detached': ('z @ (c', 'z.detach() @ (c'),
-    'half precision stays': ('z, centers = common.promote_dtypes(z, centers)', ''),
-    'own cosine at [y, y]': ['(z * c[y]).sum(dim=1)', '(z @ c.T)[y % len(y), y]'],
+    'half precision not upcast': ('z, centers = common.promote_dtypes(z, centers)', ''),
+    'target cosine at [y, y]': ['(z * c[y]).sum(dim=1)', '(z @ c.T)[y % len(y), y]'],
     'image i has class i': ['smooth_labels(y, len(c)', 'smooth_labels(torch.arange(len(y)) % len(c), len(c)'],
     'images normalised again': ('z, centers = common.promote_dtypes(z, centers)',
                                 'z, centers = common.promote_dtypes(F.normalize(z, dim=1), centers)'),
-    'no margin where labels are smoothed': ['margin * target', '(0 if smoothing else margin) * target'],
+    'no margin with label smoothing': ['margin * target', '(0 if smoothing else margin) * target'],
     'exp overflows': ("F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
                       '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
 }
 RIGHT['center_contrastive_loss'] = {
-    'as in Eq. (3)': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - c[y]).square().sum(dim=1)'),
+    'squared distance': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - c[y]).square().sum(dim=1)'),
     'margin in float32': ('margin * target', 'margin * F.one_hot(y, len(c))'),
     "torch's smoothing, scaled": ('smooth_labels(y, len(c), smoothing, logits.dtype)',
                                   'y, label_smoothing=smoothing * len(c) / max(1, len(c) - 1)'),
@@ -269,18 +271,18 @@ WRONG['hybrid_loss'] = {
                                 '(s * weak_positive).max(dim=1)[0], weak_positive.any(dim=1)'),
     'no guard for negatives': ('(has_hn & has_ewp)', 'has_ewp'),
     'no guard for weak positives': ('(has_hn & has_ewp)', 'has_hn'),
-    'no guard for no hybrids': ('.sum() / max(len(h), 1)', '.mean()'),
+    'no guard for zero hybrids': ('.sum() / max(len(h), 1)', '.mean()'),
     'mean over hybrids that have both': ('max(len(h), 1)', '(has_hn & has_ewp).sum().clamp_min(1)'),
     'hybrids detached': ('s = h @', 's = h.detach() @'),
     'images detached': ('z.T', 'z.T.detach()'),
-    'whatever is no weak positive': ('most_similar(s, negative)', 'most_similar(s, ~weak_positive)'),
+    'all images except weak positives': ('most_similar(s, negative)', 'most_similar(s, ~weak_positive)'),
     'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
     'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
-    'half precision stays': ('h, z = common.promote_dtypes(h, z)', ''),
-    'a number without hybrids': ('h, z = common.promote_dtypes(h, z)',
-                                 'h, z = common.promote_dtypes(h, z)\n    if len(h) == 0:\n        return 0.0'),
-    'two columns averaged': ('F.logsigmoid(s_ewp - s_hn)',
-                             'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
+    'half precision not upcast': ('h, z = common.promote_dtypes(h, z)', ''),
+    'a float without hybrids': ('h, z = common.promote_dtypes(h, z)',
+                                'h, z = common.promote_dtypes(h, z)\n    if len(h) == 0:\n        return 0.0'),
+    'log-softmax averaged over both columns': ('F.logsigmoid(s_ewp - s_hn)',
+                                               'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
 }
 RIGHT['hybrid_loss'] = {
     'hybrid by hybrid': '''
@@ -302,11 +304,11 @@ WRONG['epshn_loss'] = {
     'a tie is semi-hard': ('s < s_p', 's <= s_p'),
     'mean over all anchors': ('keep.sum().clamp_min(1)', 'len(z)'),
     'NaN without anchors': ('.clamp_min(1)', ''),
-    'oneself by value': ('positive, negative = pairs(y)', 'positive, negative = (y[:, None] == y) & (s < 1 - 1e-5), '
-                         'y[:, None] != y'),
-    'one end detached': ('z @ z.T', 'z @ z.T.detach()'),
-    'half precision stays': ('z = common.at_least_float32(z)', ''),
-    'sorted labels only': ['= pairs(y)', f'= pairs({RUNS})'],
+    'anchor excluded by value': ('positive, negative = pairs(y)', 'positive, negative = (y[:, None] == y) & '
+                                 '(s < 1 - 1e-5), y[:, None] != y'),
+    'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'only for sorted labels': ['= pairs(y)', f'= pairs({RUNS})'],
     'a constant without anchors': ('keep = has_p & has_n', 'keep = has_p & has_n\n    if not keep.any():\n'
                                    '        return z.new_zeros(())'),
     'exp overflows': ('F.logsigmoid((s_p - s_n) / temperature)',
@@ -335,8 +337,8 @@ WRONG['positivity_threshold'] = {
 }
 WRONG['positivity_threshold'] |= {
     'float32 inside': ('torch.as_tensor(lam, dtype=torch.float64)', 'torch.as_tensor(lam)'),
-    'moved away from 0 and 1': ('.logit()', '.logit(1e-6)'),
-    'numbers only': '''
+    'clamped near 0 and 1': ('.logit()', '.logit(1e-6)'),
+    'floats only': '''
 def positivity_threshold(lam, beta, gamma, m):
     import math
     return torch.tensor(math.log(lam / (1 - lam)) / (beta + gamma) + m, dtype=torch.float64)
@@ -362,11 +364,11 @@ def positivity_threshold(lam, beta, gamma, m):
 ''',
 }
 WRONG['pair_labels'] = {
-    'shares swapped': ('lam, 1 - lam', '1 - lam, lam'),
-    'no share for the second end': ('lam, 1 - lam', 'lam, 0'),
-    'only the first end': ('i_is_positive ^ j_is_positive', 'i_is_positive & ~j_is_positive'),
-    'one end at least': ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive'),
-    'all of different classes': ('i_is_positive ^ j_is_positive', '(y[i] != y[j]).expand(len(anchor_y), len(i))'),
+    'weights swapped': ('lam, 1 - lam', '1 - lam, lam'),
+    'no weight for the second example': ('lam, 1 - lam', 'lam, 0'),
+    'only the first example': ('i_is_positive ^ j_is_positive', 'i_is_positive & ~j_is_positive'),
+    'at least one example': ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive'),
+    'all pairs of different classes': ('i_is_positive ^ j_is_positive', '(y[i] != y[j]).expand(len(anchor_y), len(i))'),
     'indices for classes': ('anchor_y[:, None] == y[i]', 'anchor_y[:, None] == i'),
     'anchors are the batch': ('anchor_y[:, None] == y[j]', 'y[:, None] == y[j]', 'anchor_y[:, None] == y[i]',
                               'y[:, None] == y[i]'),
@@ -392,12 +394,12 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     mixed = ((l * f[a] + (1 - l) * f[b])[None] for a, b, l in zip(i, j, lam))
     return torch.cat([sum(pooling[name](m, 1) for name in pool.split('+')).flatten(1) for m in mixed])
 ''',
-    'pooled before it is mixed': ('f_j.lerp(f_i, lam)', 'mix(f.amax(dim=(2, 3)), i, j, lam[:, 0])'),
-    'shares swapped': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)), j, i, lam)'),
+    'pooled before mixup': ('f_j.lerp(f_i, lam)', 'mix(f.amax(dim=(2, 3)), i, j, lam[:, 0])'),
+    'weights swapped': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)), j, i, lam)'),
     'averages detached': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)).detach(), i, j, lam)'),
-    'half precision stays': ('f = common.at_least_float32(f)', ''),
+    'half precision not upcast': ('f = common.at_least_float32(f)', ''),
     'positions in a byte': ('[1].flatten(1)', '[1].flatten(1).byte().long()'),
-    'equal maxima share the gradient': '''
+    'gradient divided among equal maxima': '''
 def mix_features(f, i, j, lam, pool='avg+max'):
     from torch.utils.checkpoint import checkpoint
     f, pooling = common.at_least_float32(f), dict(avg=torch.mean, max=torch.amax)
@@ -436,31 +438,31 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 WRONG['retrieval_metrics'] = {
     'sum past R': ['hit = hit & (i <= r[:, None])', '', ':int(r.max())]', ':]'],
-    'the query finds itself': ('search(query, gallery, depth)', 'search(query, found_in, depth)'),
-    'the search that is given is ignored': ['search(query, gallery, depth)', 'k_nearest(query, gallery, depth)'],
+    'the query is not excluded': ('search(query, gallery, depth)', 'search(query, found_in, depth)'),
+    'search argument ignored': ['search(query, gallery, depth)', 'k_nearest(query, gallery, depth)'],
     'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
     'ks ignored': ['within = gallery is None', 'ks = (1, 2, 4, 8)\n    within = gallery is None'],
-    'no match: left out of R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
+    'no match: excluded from R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
     'no match: counts in RP and MAP@R': (
         '100 * sum(precision) / max(1, len(precision))', '100 * sum(precision) / len(query)',
         '100 * sum(average) / max(1, len(average))', '100 * sum(average) / len(query)'),
     'no match: not counted': ['len(average) < len(query)', 'False'],
-    'first hit dropped, not oneself': [
+    'first result excluded, not the query': [
         'for rows, s, index in search(query, gallery, depth):',
         'for rows, s, index in search(query, found_in, depth + itself):\n'
         '        s, index = s[:, itself:], index[:, itself:]'],
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
-    'ties as they come': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', ''),
+    'ties in the order of the search': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', ''),
     'matches first': ('hit[tied].int().argsort', '(~hit[tied]).int().argsort'),
-    'the query normalised in place': ['within = gallery is None',
-                                      'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'],
-    'nothing to retrieve is no error': [
+    'query normalized in place': ['within = gallery is None',
+                                  'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'],
+    'no error without a gallery': [
         'len(query) == 0 or len(gallery) <= int(within)', 'False'],
-    'NaN is no error': ['not z.isfinite().all()', 'False'],
-    'NaN in the gallery is no error': (', (gallery, gallery_labels))', ',)'),
-    'precision where there is no match': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
+    'no error for NaN': ['not z.isfinite().all()', 'False'],
+    'no error for NaN in the gallery': (', (gallery, gallery_labels))', ',)'),
+    'precision at non-matches': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
     'class numbers of the gallery': (', minlength=int(both.max()) + 1)', ')'),
@@ -469,10 +471,10 @@ RIGHT['retrieval_metrics'] = {
     'query by query': '''
 def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8), search=k_nearest):
     within, rows = gallery is None, []
-    searched, labels = (query, query_labels) if within else (gallery, gallery_labels)
-    if not len(query) or len(searched) < 1 + within or not (query.isfinite().all() and searched.isfinite().all()):
-        raise UsageError('no numbers')
-    for block, similarities, index in search(query, gallery, len(searched) - within):
+    ranked, labels = (query, query_labels) if within else (gallery, gallery_labels)
+    if not len(query) or len(ranked) < 1 + within or not (query.isfinite().all() and ranked.isfinite().all()):
+        raise UsageError('empty or not finite')
+    for block, similarities, index in search(query, gallery, len(ranked) - within):
         for i, s, others in zip(block, similarities, labels[index]):
             hit = others == query_labels[i]
             order = hit.int().argsort(stable=True)
@@ -490,9 +492,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 }
 WRONG['retrieval_metrics']['inner products'] = RIGHT['retrieval_metrics']['query by query'].replace(
     'i, s, others in zip(block, similarities, labels[index])', 'i, j in zip(block, index)').replace(
-    'hit = others == query_labels[i]', 's, hit = searched[j] @ query[i], labels[j] == query_labels[i]')
+    'hit = others == query_labels[i]', 's, hit = ranked[j] @ query[i], labels[j] == query_labels[i]')
 
-# ---- exercises whose script or measure is no paper's
+# ---- other exercises
 
 WRONG['triplet_loss'] = {
     'mean over all triplets': ('(cost > 0).sum().clamp_min(1)', 'exists.sum().clamp_min(1)'),
@@ -500,16 +502,16 @@ WRONG['triplet_loss'] = {
     'an image is its own positive': ('positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)',
                                      'positive = same'),
     'squared distances': ("torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')", '2 - 2 * z @ z.T'),
-    'root of what may be 0 or less': ("torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')",
-                                      '(2 - 2 * z @ z.T).sqrt()'),
+    'square root of values <= 0': ("torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')",
+                                   '(2 - 2 * z @ z.T).sqrt()'),
     'margin with minus': ('d[:, None, :] + margin', 'd[:, None, :] - margin'),
     'positive and negative swapped': ('d[:, :, None] - d[:, None, :]', 'd[:, None, :] - d[:, :, None]'),
     'farthest negative': ("d.masked_fill(same, float('inf')).amin(", "d.masked_fill(same, -float('inf')).amax("),
-    'hardest positive, too': ('exists = positive\n',
-                              'exists = positive & (d == (d * positive).amax(1, keepdim=True))\n'),
+    'also the hardest positive': ('exists = positive\n',
+                                  'exists = positive & (d == (d * positive).amax(1, keepdim=True))\n'),
     'hardest has no effect': ['if hardest:', 'if False:'],
-    'half precision stays': ('z = common.at_least_float32(z)', ''),
-    'sorted labels only': ['z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'],
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'only for sorted labels': ['z = common.at_least_float32(z)', f'z, y = common.at_least_float32(z), {RUNS}'],
     'negatives detached': ('d[:, :, None] - d[:, None, :]', 'd[:, :, None] - d[:, None, :].detach()'),
 }
 RIGHT['triplet_loss'] = {
@@ -562,14 +564,14 @@ def utilization(queries, examples):
 
 WRONG['labelled_loss'] = {
     'labels ignored': ('y * valid, (1 - y) * valid', '(y > 0.5) * valid, (y <= 0.5) * valid'),
-    'what is not valid is a negative': ('y * valid, (1 - y) * valid', 'y * valid, 1 - y * valid'),
+    'invalid examples are negatives': ('y * valid, (1 - y) * valid', 'y * valid, 1 - y * valid'),
     'labels swapped': ('y * valid, (1 - y) * valid', '(1 - y) * valid, y * valid'),
-    'negatives in full': ('(1 - y) * valid', '(y < 1) * valid'),
-    'only the pull': ('return pull + push', 'return pull'),
-    'push with minus': ('return pull + push', 'return pull - push'),
+    'negatives with weight 1': ('(1 - y) * valid', '(y < 1) * valid'),
+    'only the positive term': ('return pull + push', 'return pull'),
+    'negative term with minus': ('return pull + push', 'return pull - push'),
     'mean over the anchors': ('return pull + push', 'return (pull + push).mean()'),
-    'half precision stays': ('s = common.at_least_float32(s)', ''),
-    'labels as they come': ('y = y.to(s.dtype)', ''),
+    'half precision not upcast': ('s = common.at_least_float32(s)', ''),
+    'type of labels not converted': ('y = y.to(s.dtype)', ''),
 }
 RIGHT['labelled_loss'] = {
     'where instead of a product': ('y * valid, (1 - y) * valid',
@@ -579,17 +581,18 @@ def labelled_loss(s, y, valid, kind, **hyper):
     s = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
     losses = [0 * s.sum(dim=1)]
     for a in range(len(s)):
-        share = y[a:a + 1, valid[a]].to(s.dtype)
-        terms = TABLE_1[kind](s[a:a + 1, valid[a]], share, 1 - share, **hyper)
+        labels = y[a:a + 1, valid[a]].to(s.dtype)
+        terms = TABLE_1[kind](s[a:a + 1, valid[a]], labels, 1 - labels, **hyper)
         losses.append(torch.zeros_like(losses[0]).index_add(0, torch.tensor([a]), sum(terms)))
     return sum(losses)
 ''',
 }
 WRONG['ms'] = {
-    'weights inside': ('log1p_sum_exp(-beta * (s - m), positive)',
-                       'log1p_sum_exp(-beta * positive * (s - m), positive > 0)'),
-    'weights are masks': ('log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * (s - m), positive > 0)',
-                          'log1p_sum_exp(gamma * (s - m), negative)', 'log1p_sum_exp(gamma * (s - m), negative > 0)'),
+    'weights in the exponent': ('log1p_sum_exp(-beta * (s - m), positive)',
+                                'log1p_sum_exp(-beta * positive * (s - m), positive > 0)'),
+    'weights used as masks': (
+        'log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * (s - m), positive > 0)',
+        'log1p_sum_exp(gamma * (s - m), negative)', 'log1p_sum_exp(gamma * (s - m), negative > 0)'),
     'scales swapped': ('positive) / beta', 'positive) / gamma', 'negative) / gamma', 'negative) / beta'),
     'signs swapped': ('-beta * (s - m)', 'beta * (s - m)', 'gamma * (s - m), negative', '-gamma * (s - m), negative'),
     'no division': ('positive) / beta', 'positive)', 'negative) / gamma', 'negative)'),
@@ -601,7 +604,7 @@ def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
     push = (negative * (gamma * (s - m)).exp()).sum(dim=1)
     return pull.log1p() / beta, push.log1p() / gamma
 '''),
-    'a weight of 0 is a small one': ('weight.log()', '(weight + 1e-6).log()'),
+    'weight of 0 replaced by 1e-6': ('weight.log()', '(weight + 1e-6).log()'),
 }
 RIGHT['ms'] = {
     'logaddexp with 0': '''
@@ -611,7 +614,7 @@ def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
         return torch.logaddexp(t.logsumexp(dim=1), t.new_zeros(len(t)))
     return term(-beta * (s - m), positive) / beta, term(gamma * (s - m), negative) / gamma
 ''',
-    'the largest exponent apart': '''
+    'largest exponent subtracted': '''
 def log1p_sum_exp(t, weight):
     peak = t.detach().masked_fill(weight == 0, 0).amax(dim=1, keepdim=True).clamp_min(0)
     t = (t - peak).masked_fill(weight == 0, 0)
@@ -619,7 +622,7 @@ def log1p_sum_exp(t, weight):
 ''',
 }
 
-# ---- what only the comparison sees
+# ---- mistakes that only the comparison detects
 
 PASSING = {
     'utilization': {

@@ -6,16 +6,16 @@ import pytest
 import torch
 from conftest import on_circle
 from train_triplet import main, triplet_loss
-from worked import expect, expect_raised, expect_sound, moving
+from worked import expect, expect_sound, expect_upcast, moving
 
 
 def chord(degrees):
-    """Distance of two points of the unit circle that are so many degrees apart"""
+    """Distance of two points on the unit circle, by their angle in degrees"""
     return 2 * sin(radians(degrees) / 2)
 
 
 def four_points():
-    """0 and 20 degrees are of class 5, 50 and 130 of class 2."""
+    """Points at 0 and 20 degrees are of class 5, at 50 and 130 of class 2."""
     return on_circle(50, 0, 130, 20), torch.tensor([2, 5, 2, 5])
 
 
@@ -23,31 +23,31 @@ WHERE = 'at 0, 20 (class 5), 50, 130 degrees (class 2)'
 
 
 def test_rc_eq2_by_hand():
-    """Of eight triplets, those of the anchors at 50 and 130 and no others miss the margin of 0.1."""
-    costs = [chord(80) - chord(50) + 0.1, chord(80) - chord(30) + 0.1]              # anchor 50: negatives at 0, 20
-    costs += [t for n in (0, 20) if (t := chord(80) - chord(130 - n) + 0.1) > 0]    # anchor 130
-    costs += [t for n in (50, 130) if (t := chord(20) - chord(n) + 0.1) > 0]        # anchor 0
-    costs += [t for n in (50, 130) if (t := chord(20) - chord(n - 20) + 0.1) > 0]   # anchor 20
-    expect(triplet_loss(*four_points()), sum(costs) / len(costs), f'Reality Check Eq. (2) {WHERE}, margin 0.1')
+    """The anchors at 50 and 130 have the only triplets, of eight, that violate the margin of 0.1."""
+    losses = [chord(80) - chord(50) + 0.1, chord(80) - chord(30) + 0.1]              # anchor 50: negatives at 0, 20
+    losses += [t for n in (0, 20) if (t := chord(80) - chord(130 - n) + 0.1) > 0]    # anchor 130
+    losses += [t for n in (50, 130) if (t := chord(20) - chord(n) + 0.1) > 0]        # anchor 0
+    losses += [t for n in (50, 130) if (t := chord(20) - chord(n - 20) + 0.1) > 0]   # anchor 20
+    expect(triplet_loss(*four_points()), sum(losses) / len(losses), f'Reality Check Eq. (2) {WHERE}, margin 0.1')
 
 
 def test_rc_eq2_with_the_hardest_negative():
-    """One triplet for each anchor and positive: the nearest negatives of 0, 20, 35, 50, 130 are 50, 50, 50, 35, 35."""
+    """Each anchor and positive have one triplet. The nearest negatives of 0, 20, 35, 50, 130 are 50, 50, 50, 35, 35."""
     z, y = on_circle(50, 0, 130, 20, 35), torch.tensor([2, 5, 2, 5, 5])
     pairs = [(20, 50), (35, 50), (20, 30), (15, 30), (35, 15), (15, 15), (80, 15), (80, 95)]    # to p, and to n
-    costs = [cost for p, n in pairs if (cost := chord(p) - chord(n) + 0.4) > 0]
-    expect(triplet_loss(z, y, margin=0.4, hardest=True), sum(costs) / len(costs), 'Reality Check Eq. (2) at 0, 20, 35 '
-           '(class 5), 50, 130 degrees (class 2), margin 0.4, with the hardest negative of each anchor and positive')
+    losses = [loss for p, n in pairs if (loss := chord(p) - chord(n) + 0.4) > 0]
+    expect(triplet_loss(z, y, margin=0.4, hardest=True), sum(losses) / len(losses), 'Reality Check Eq. (2) at 0, 20, '
+           '35 (class 5), 50, 130 degrees (class 2), margin 0.4, with the hardest negative of each anchor and positive')
 
 
 @pytest.mark.parametrize('hardest', [False, True])
 def test_rc_eq2_closed_form_gradient(hardest):
-    """Points at 0 and 60 are of class 7, that at 70 of class 1. On the circle d' = cos(t/2) for a pair t apart. Both
-    anchors have one positive and one negative; only the triplet of 60 costs something."""
+    """Points at 0 and 60 are of class 7, the point at 70 is of class 1. A pair at an angle t has d' = cos(t/2). Both
+    anchors have one positive and one negative; only the triplet of the anchor at 60 has a loss."""
     t, z = moving(70, 0, 60)
     triplet_loss(z, torch.tensor([1, 7, 7]), margin=0.05, hardest=hardest).backward()
     pull, push = cos(radians(30)), cos(radians(5))
-    expect(t.grad, [-push, -pull, pull + push], 'Reality Check Eq. (2), derivatives by the angles 70 (class 1), 0, 60 '
+    expect(t.grad, [-push, -pull, pull + push], 'Reality Check Eq. (2), gradient of the angles 70 (class 1), 0, 60 '
            '(class 7), margin 0.05')
 
 
@@ -58,8 +58,8 @@ def test_rc_eq2_of_any_batch(hardest):
 
 
 def test_rc_eq2_without_triplets_is_0():
-    """One class has no negatives, and different classes have no positives, not even oneself; far negatives cost
-    nothing."""
+    """One class has no negatives, different classes have no positives, and triplets with far negatives satisfy the
+    margin."""
     expect(triplet_loss(on_circle(0, 3), torch.tensor([5, 2])), 0,
            'Reality Check Eq. (2) at 0 (class 5), 3 degrees (class 2), margin 0.1')
     for labels in ([3, 3, 3, 3], [3, 0, 1, 7]):
@@ -72,12 +72,12 @@ def test_rc_eq2_without_triplets_is_0():
 
 def test_rc_eq2_in_half_precision():
     z, y = four_points()
-    expect_raised(lambda z: triplet_loss(z, y, margin=0.5), 'Reality Check Eq. (2)', z)
+    expect_upcast(lambda z: triplet_loss(z, y, margin=0.5), 'Reality Check Eq. (2)', z)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('flags', [[], ['--hardest']])
 def test_the_solved_script_learns_shapes(small, tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
-    row = main(['--epochs', '2', '--eval-every', '2', '--device', 'cpu', '--name', 'mine', *flags])
-    assert row['epoch'] == 2 and row['R@1'] > 10
+    record = main(['--epochs', '2', '--eval-every', '2', '--device', 'cpu', '--name', 'mine', *flags])
+    assert record['epoch'] == 2 and record['R@1'] > 10

@@ -1,6 +1,6 @@
 """train_triplet.py -- triplet loss: an image should be nearer to its positives than to its negatives.
 
-Musgrave, Belongie, Lim. A Metric Learning Reality Check. ECCV 2020. arXiv:2003.08505, Eq. (2); the loss is that of
+Musgrave, Belongie, Lim. A Metric Learning Reality Check. ECCV 2020. arXiv:2003.08505, Eq. (2); the loss is from
 Weinberger, Blitzer, Saul. Distance Metric Learning for Large Margin Nearest Neighbor Classification. NIPS 2005 (Metrix
 cites the longer version of Weinberger and Saul, JMLR 2009).
 
@@ -9,8 +9,8 @@ Equation
     L = [d_ap - d_an + m]_+
     for an anchor a, a positive p of its class and a negative n of another one; d are Euclidean distances.
 
-This script is an exercise: handout.py gives it to students without the body of triplet_loss. It lies beside common.py
-then; to run this copy, put the folder of common.py on PYTHONPATH.
+This script is an exercise: in the starter code of handout.py, triplet_loss is stubbed out, and the script is next to
+common.py. To run it here, add the directory of common.py to PYTHONPATH.
 
 Run
     python train_triplet.py                             # offline, a few minutes on two CPU cores
@@ -24,21 +24,21 @@ import common
 
 
 def triplet_loss(z, y, margin=0.1, hardest=False):
-    """Triplet loss on Euclidean distances, Reality Check Eq. (2), averaged over the triplets that cost something.
+    """Triplet loss on Euclidean distances, Reality Check Eq. (2), averaged over the triplets with non-zero loss.
 
-    z        (B, D) embeddings of unit length; half precision is raised to float32
+    z        (B, D) L2-normalized embeddings; half precision is upcast to float32
     y        (B,)   class labels, any integers
-    margin   >= 0, m: a negative should be farther from the anchor than the positive by this
-    hardest  of each anchor and positive, only the triplet with the nearest negative; otherwise all triplets
-    returns  scalar >= 0, the sum over all triplets of different images divided by the number of those above 0. Where
-             none is above 0, or none exists, the loss is 0, and so is its gradient. Finite for every batch
+    margin   >= 0, m: the difference by which a negative should be farther from the anchor than the positive
+    hardest  for each anchor and positive, use only the triplet with the nearest negative, instead of all triplets
+    returns  scalar >= 0, the sum over all triplets of different images divided by the number of triplets with non-zero
+             loss. If there is none, the loss and its gradient are 0. Finite for every batch
     """
     z = common.at_least_float32(z)
     d = torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')              # (B, B)
     same = y[:, None] == y                                                          # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
     if hardest:
-        # An anchor without negatives has an infinite distance here, so its triplets cost nothing.
+        # An anchor without negatives has an infinite distance here, so its triplets have zero loss.
         d_an = d.masked_fill(same, float('inf')).amin(dim=1, keepdim=True)          # (B, 1)
         excess = d - d_an + margin                                                  # (B, B): anchor, positive
         exists = positive
@@ -49,9 +49,8 @@ def triplet_loss(z, y, margin=0.1, hardest=False):
     return cost.sum() / (cost > 0).sum().clamp_min(1)
 
 
-# The recipe of each dataset: defaults of the flags, explained at common.BASE. Benchmarks, and photographs with
-# pretrained weights, have the rows of train_contrastive.py, but always 5 images per class, because triplets need
-# positives.
+# Training recipes, see common.BASE. Benchmarks have the recipes of train_contrastive.py, but always 5 images per class,
+# because triplets need positives.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=5,
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1, warmup=5,
            clip=10.0)
@@ -71,7 +70,7 @@ def get_args(argv=None):
     add = parser.add_argument_group('triplet').add_argument
     add('--margin', type=common.at_least(0, float), default=0.1, help='m, a distance')
     add('--hardest', action=argparse.BooleanOptionalAction, default=False,
-        help='of each anchor and positive, only the nearest negative')
+        help='for each anchor and positive, use only the nearest negative')
     return common.parse(parser, DEFAULTS, argv)
 
 

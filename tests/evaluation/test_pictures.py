@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder, on_circle, rows_of
+from conftest import log_of, make_folder, on_circle
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -17,33 +17,33 @@ import train_ms
 EVAL = ['--device', 'cpu', '--precision', 'fp32']
 
 
-# ---- sheets
+# ---- image grids
 
-def picture(path):
+def pixels_of(path):
     return np.asarray(Image.open(path)).astype(int)
 
 
-def sheet(path, degrees, labels, top, hardest):
-    """draw_queries of one-coloured images at these angles -> the picture, and the numbers of the images on it"""
+def grid(path, degrees, labels, top, hardest):
+    """draw_queries of one-coloured images at these angles -> pixels of the grid, and indices of the images in it"""
     pixels = [np.full((6, 6, 3), 10 * i, np.uint8) for i in range(len(labels))]
     transform = common.make_test_transform(6, 6)
     images = common.Images(pixels, torch.tensor(labels), ['bird', 'car', 'bus', *'defghijkl'], transform=transform)
     model = SimpleNamespace(transform=v2.Compose([common.to_rgb, transform]))
-    data = common.Dataset('drawn', query=images)
+    data = common.Dataset('colours', query=images)
     evaluation.draw_queries(path, model, data, on_circle(*degrees), None, top, hardest=hardest)
-    return picture(path), (picture(path)[8::16, 8::16, 0] // 10).tolist()
+    return pixels_of(path), (pixels_of(path)[8::16, 8::16, 0] // 10).tolist()
 
 
-def test_sheets_of_a_data_set(tmp_path):
-    """Queries at 0, 5, 90, 100 and 170 degrees, each with its two nearest; in their order, and the hardest first."""
+def test_image_grids_of_a_dataset(tmp_path):
+    """Queries at 0, 5, 90, 100 and 170 degrees are shown with their two nearest images, in order or hardest first."""
     degrees, labels = (0, 5, 90, 100, 170), [0, 0, 1, 0, 1]
-    _, shown = sheet(tmp_path / 'all.png', degrees, labels, 2, hardest=False)
+    _, shown = grid(tmp_path / 'all.png', degrees, labels, 2, hardest=False)
     assert shown == [[0, 1, 2], [1, 0, 2], [2, 3, 4], [3, 2, 4], [4, 3, 2]]
-    # 3 has no match. The others have one, and their mistakes are at 10, 70, 85 and 90 degrees.
+    # Image 3 has no match among its two nearest. The nearest negatives of the others are 10, 70, 85, 90 degrees away.
     expected = [[3, 2, 4], [2, 3, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
-    found, shown = sheet(tmp_path / 'hard.png', degrees, labels, 2, hardest=True)
+    found, shown = grid(tmp_path / 'hard.png', degrees, labels, 2, hardest=True)
     assert shown == expected and found.shape == (5 * 16 + 2, 3 * 16 + 2, 3)
-    tiles = found[2:, 2:].reshape(5, 16, 3, 16, 3).swapaxes(1, 2)           # each with the gap behind it
+    tiles = found[2:, 2:].reshape(5, 16, 3, 16, 3).swapaxes(1, 2)           # each with the gap after it
     for row, column in np.ndindex(5, 3):
         query, image, tile = expected[row][0], expected[row][column], np.full((16, 16, 3), 255)
         if column:
@@ -53,58 +53,58 @@ def test_sheets_of_a_data_set(tmp_path):
         np.testing.assert_array_equal(tiles[row, column], tile)
 
 
-def test_a_sheet_says_which_files_it_shows(tmp_path, capsys):
-    """Row, class and path of each query; then similarity, class and path of each of its neighbours."""
-    sheet(tmp_path / 'x.png', (0, 5, 90), [0, 0, 1], 2, hardest=False)
+def test_the_images_of_a_grid_are_printed(tmp_path, capsys):
+    """Row, class and path of each query are printed, then similarity, class and path of each of its neighbours."""
+    grid(tmp_path / 'x.png', (0, 5, 90), [0, 0, 1], 2, hardest=False)
     assert capsys.readouterr().out.splitlines() == [
         'row 1    bird  image 0', '    0.996  bird  image 1', '    0.000  car  image 2',
         'row 2    bird  image 1', '    0.996  bird  image 0', '    0.087  car  image 2',
         f'2 queries and their nearest images: {tmp_path / "x.png"}']
 
 
-def test_a_sheet_goes_through_all_classes(tmp_path):
-    """Of 24 queries in the order of their classes, eight at equal distances"""
-    _, shown = sheet(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)
-    assert [row[0] for row in shown] == [0, 3, 6, 9, 13, 16, 19, 23]
+def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
+    """Eight of 24 queries, which are sorted by class, are shown at regular intervals."""
+    _, shown = grid(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)
+    assert [tiles[0] for tiles in shown] == [0, 3, 6, 9, 13, 16, 19, 23]
 
 
-def test_queries_that_nothing_can_match_are_no_failures(tmp_path):
-    """Images 2 and 3 are alone in their classes. --top may be more than there are."""
-    _, shown = sheet(tmp_path / 'x.png', (0, 90, 91, 180), [0, 0, 1, 2], 9, hardest=True)
-    assert sorted(row[0] for row in shown) == [0, 1] and [len(row) for row in shown] == [4, 4]
+def test_queries_without_a_match_are_not_shown_as_failures(tmp_path):
+    """Images 2 and 3 are the only ones of their classes. --top may exceed the number of images."""
+    _, shown = grid(tmp_path / 'x.png', (0, 90, 91, 180), [0, 0, 1, 2], 9, hardest=True)
+    assert sorted(tiles[0] for tiles in shown) == [0, 1] and [len(tiles) for tiles in shown] == [4, 4]
 
 
-# ---- one's own images
+# ---- queries and saved embeddings
 
-def test_a_photo_is_searched_in_all_images_but_itself(tmp_path, monkeypatch, small, capsys):
+def test_a_photo_is_compared_with_all_images_except_itself(tmp_path, monkeypatch, small, capsys):
     monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'birds', 'abcd', per_class=3)
-    train_ms.main('--dataset folder --data birds --epochs 0 --image-size 24 --resize 32 --device cpu --name mine'
+    make_folder(tmp_path / 'photos', 'abcd', per_class=3)
+    train_ms.main('--dataset folder --data photos --epochs 0 --image-size 24 --resize 32 --device cpu --name mine'
                   .split())
     capsys.readouterr()
-    photo = str(tmp_path / 'birds/a/1.jpg')                 # the folder was named by a relative path
+    photo = str(tmp_path / 'photos/a/1.jpg')                 # the folder was named by a relative path
     nearest = evaluation.main(['--checkpoint', 'runs/mine', '--query', photo, '--top', '3', *EVAL])['nearest']
     model = common.load_checkpoint('runs/mine', precision='fp32')
-    images = common.load_dataset('folder', 'birds', 32, 24, whole=True).query
-    assert len(images) == 12, 'classes of the training set are searched, too'
-    z, place = common.embed(model, images), images.paths.index('birds/a/1.jpg')
+    images = common.load_dataset('folder', 'photos', 32, 24, whole=True).query
+    assert len(images) == 12, 'classes of the training set are in the gallery, too'
+    z, place = common.embed(model, images), images.paths.index('photos/a/1.jpg')
     s = z @ z[place]
     s[place] = -2
     expected = s.topk(3)
-    assert [row['path'] for row in nearest] == [images.paths[i] for i in expected.indices]
-    assert [row['similarity'] for row in nearest] == pytest.approx(expected.values.tolist(), abs=1e-3)
-    assert [row['label'] for row in nearest] == [row['path'].split('/')[1] for row in nearest]
+    assert [result['path'] for result in nearest] == [images.paths[i] for i in expected.indices]
+    assert [result['similarity'] for result in nearest] == pytest.approx(expected.values.tolist(), abs=1e-3)
+    assert [result['label'] for result in nearest] == [result['path'].split('/')[1] for result in nearest]
     out = capsys.readouterr().out
-    assert out.count('birds/') >= 3 and picture('runs/mine/query.png').shape == (24 + 12, 4 * (24 + 10) + 2, 3)
+    assert out.count('photos/') >= 3 and pixels_of('runs/mine/query.png').shape == (24 + 12, 4 * (24 + 10) + 2, 3)
 
 
-def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
-    """Of another size and shape; it is not one of the images, so all of them may be found."""
+def test_a_photo_that_is_not_in_the_gallery(run, small, folder, tmp_path, capsys):
+    """A query may have any size and shape. If it is not in the gallery, all images are ranked."""
     run(train_ms, '--name', 'mine')
     Image.open(folder / 'test' / 'car1' / '2.jpg').resize((90, 70)).save(tmp_path / 'photo.png')
     flags = ['--checkpoint', 'runs/mine', '--query', 'photo.png', *EVAL]
     found = evaluation.main([*flags, '--top', '99', '--sheet', 'found.png'])['nearest']
-    assert len({row['path'] for row in found}) == len(found) == 46 and (tmp_path / 'found.png').exists()
+    assert len({result['path'] for result in found}) == len(found) == 46 and (tmp_path / 'found.png').exists()
     shutil.copytree(folder / 'test', tmp_path / 'gallery')
     Image.open(folder / 'test' / 'car1' / '2.jpg').save(tmp_path / 'gallery' / 'car1' / 'query.png')
     data = ['--data', 'gallery', '--sheet', 'gallery/car1/query.png']
@@ -112,17 +112,17 @@ def test_a_photo_from_elsewhere(run, small, folder, tmp_path, capsys):
         with pytest.raises(common.UsageError, match='would replace the photo'):
             evaluation.main(arguments)
     (tmp_path / 'one' / 'all').mkdir(parents=True)
-    shutil.copy('photo.png', 'one/all/only.png')            # a collection need not be sorted into classes
+    shutil.copy('photo.png', 'one/all/only.png')            # a gallery may have no classes
     assert len(evaluation.main([*flags, '--data', 'one'])['nearest']) == 1
     with pytest.raises(common.UsageError, match='is the only image of one'):
         evaluation.main([*flags[:2], '--query', 'one/all/only.png', *EVAL, '--data', 'one'])
-    (tmp_path / 'photo.png').write_text('no picture')
+    (tmp_path / 'photo.png').write_text('not an image')
     with pytest.raises(common.UsageError, match='cannot read the image'):
         evaluation.main(flags)
 
 
 def test_a_file_of_embeddings_is_searched_like_its_folder_and_only_photos_are_embedded(run, small, folder, monkeypatch):
-    """Several photos at once, each found as if alone; a photo that is one of the images does not find itself."""
+    """Several photos have the same results as single ones. A photo that is in the gallery is excluded."""
     run(train_ms, '--name', 'mine')
     flags = ['--checkpoint', 'runs/mine', *EVAL]
     evaluation.main([*flags, '--data', str(folder / 'test'), '--whole', '--embed', 'gallery.npz'])
@@ -132,19 +132,20 @@ def test_a_file_of_embeddings_is_searched_like_its_folder_and_only_photos_are_em
     embedded, embed = [], common.embed
     monkeypatch.setattr(common, 'embed', lambda model, images: embedded.append(len(images)) or embed(model, images))
     found = evaluation.main([*flags, '--data', 'gallery.npz', '--query', *photos])['queries']
-    assert embedded == [2] and picture('runs/mine/query.png').shape == (2 * (32 + 10) + 2, 6 * (32 + 10) + 2, 3)
+    assert embedded == [2] and pixels_of('runs/mine/query.png').shape == (2 * (32 + 10) + 2, 6 * (32 + 10) + 2, 3)
     for one, other in zip(found, single, strict=True):
         assert one['query'] == other['query']
-        for row, same in zip(one['nearest'], other['nearest'], strict=True):
-            assert row == same | dict(similarity=pytest.approx(same['similarity'], abs=2e-4))
-    assert photos[1] not in [row['path'] for row in found[1]['nearest']]
+        for result, same in zip(one['nearest'], other['nearest'], strict=True):
+            assert result == same | dict(similarity=pytest.approx(same['similarity'], abs=2e-4))
+    assert photos[1] not in [result['path'] for result in found[1]['nearest']]
 
 
 @pytest.mark.parametrize('change', [
     lambda saved: saved['embedder'].update(pool='avg'), lambda saved: saved['transform'].update(resize=40),
     lambda saved: saved['model']['linear.bias'].add_(0.1)])
-def test_embeddings_of_another_network_are_refused(run, small, change):
-    """Be it another in its pooling, its transform or its weights; or a file that does not say whose they are"""
+def test_embeddings_of_another_network_are_rejected(run, small, change):
+    """The network may differ in pooling, transform or weights. A file without the hash of its network is rejected,
+    too."""
     run(train_ms, '--name', 'mine')
     evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'x.npz', *EVAL])
     arrays = dict(np.load('x.npz'))
@@ -160,8 +161,8 @@ def test_embeddings_of_another_network_are_refused(run, small, change):
             evaluation.main(['--checkpoint', network, '--data', file, *flags])
 
 
-def test_a_photo_is_searched_in_all_images_of_a_folder(run, small, folder, capsys):
-    """Those of train/ and of test/"""
+def test_the_gallery_of_a_photo_is_all_images_of_a_folder(run, small, folder, capsys):
+    """The gallery has the images of train/ and of test/."""
     run(train_ms, '--name', 'mine')
     flags = ['--checkpoint', 'runs/mine', *EVAL, '--query']
     found = evaluation.main([*flags, str(folder / 'train/bird0/0.jpg'), '--top', '99'])['nearest']
@@ -171,15 +172,16 @@ def test_a_photo_is_searched_in_all_images_of_a_folder(run, small, folder, capsy
             evaluation.main([*flags, name])
 
 
-def test_a_network_that_was_trained_on_all_classes_searches_and_embeds_them(run, small, tmp_path, capsys):
-    """train/ alone: all classes train, and none is left to evaluate. --whole evaluates them with a warning."""
-    draw_folder(tmp_path / 'x/train', 'abc', per_class=4)
-    row = run(train_ms, '--data', 'x', '--name', 'mine', '--epochs', '2', '--steps', '4')
+def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, tmp_path, capsys):
+    """If a folder has only train/, there is no test set. --whole evaluates the training classes with a warning."""
+    make_folder(tmp_path / 'x/train', 'abc', per_class=4)
+    record = run(train_ms, '--data', 'x', '--name', 'mine', '--epochs', '2', '--steps', '4')
     out = capsys.readouterr().out
     assert '12 training images of 3 classes, no test images, so nothing will be evaluated' in out
     assert 'All classes were trained on' in out and '--data gallery.npz --query IMAGE' in out
-    assert [(one['epoch'], one['loss'] is None) for one in rows_of('mine')] == [(0, True), (1, False), (2, False)]
-    assert row == rows_of('mine')[-1] and row['loss'] is not None and row['images_per_second'] > 0 and 'R@1' not in row
+    assert [(one['epoch'], one['loss'] is None) for one in log_of('mine')] == [(0, True), (1, False), (2, False)]
+    assert record == log_of('mine')[-1] and 'R@1' not in record
+    assert record['loss'] is not None and record['images_per_second'] > 0
     flags = ['--checkpoint', 'runs/mine', *EVAL]
     with pytest.raises(common.UsageError, match='x has no test set: --whole evaluates all its images'):
         evaluation.main(flags)
@@ -190,19 +192,19 @@ def test_a_network_that_was_trained_on_all_classes_searches_and_embeds_them(run,
     assert train_ms.main(['--resume', 'runs/mine', '--epochs', '5', '--steps', '10'])['epoch'] == 5
 
 
-def test_a_pile_of_photographs_is_searched_and_embedded(run, small, tmp_path):
-    """Images in no folders of classes; nothing is measured, since all are of one class."""
+def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path):
+    """Images that are not in folders of classes can be a gallery. No metrics are computed, since there is one class."""
     run(train_ms, '--name', 'mine')
-    draw_folder(tmp_path / 'x', ['pile'], per_class=5)
+    make_folder(tmp_path / 'x', ['pile'], per_class=5)
     flags = ['--checkpoint', 'runs/mine', '--data', 'x/pile', *EVAL]
     found = evaluation.main([*flags, '--query', 'x/pile/0.jpg', '--top', '9'])['nearest']
-    assert sorted(row['path'] for row in found) == [f'x/pile/{i}.jpg' for i in range(1, 5)]
+    assert sorted(result['path'] for result in found) == [f'x/pile/{i}.jpg' for i in range(1, 5)]
     assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(checkpoint='runs/mine', dataset='folder')
     assert np.load('x.npz')['embeddings'].shape == (5, 16)
 
 
-def test_saved_embeddings_have_unit_length(run, small, folder):
-    """Also where those of the training have not"""
+def test_saved_embeddings_are_l2_normalized(run, small, folder):
+    """They are normalized even if the network is trained without normalization."""
     run(train_ccl, '--name', 'mine', '--loss', 'center_loss')
     evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
     saved, model = np.load('out.npz'), common.load_checkpoint('runs/mine', precision='fp32')

@@ -1,4 +1,4 @@
-"""eval.py: the numbers of the training run again, tables over seeds and folds, and comparisons."""
+"""eval.py: metrics of a trained network, tables over seeds and folds, and comparisons."""
 import json
 import math
 import sys
@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import draw_folder, unit
+from conftest import make_folder, unit
 from PIL import Image
 
 import common
@@ -21,22 +21,23 @@ FP32 = ['--checkpoint', 'runs/mine', *EVAL]
 # ---- one network
 
 @pytest.fixture
-def birds(tmp_path, monkeypatch, small):
-    """A flat folder, a network that was trained on its first half, as runs/mine, and the row of its training"""
+def trained(tmp_path, monkeypatch, small):
+    """A folder `photos` without splits, and runs/mine, trained on the first half of its classes. Returns the last log
+    record."""
     monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'birds', 'abcdef', per_class=4)
-    return train_ms.main('--dataset folder --data birds --steps 2 --device cpu --image-size 32 --batch-size 6 '
+    make_folder(tmp_path / 'photos', 'abcdef', per_class=4)
+    return train_ms.main('--dataset folder --data photos --steps 2 --device cpu --image-size 32 --batch-size 6 '
                          '--per-class 2 --resize 40 --name mine --precision fp32'.split())
 
 
-def test_eval_repeats_the_last_row_and_ends_with_one_json_line(tmp_path, birds, capsys):
-    """Of a folder without test/, the second half of the classes is evaluated; with --whole, all classes."""
-    draw_folder(tmp_path / 'cars', 'cklm', per_class=4)
+def test_eval_repeats_the_last_record_and_ends_with_one_json_line(tmp_path, trained, capsys):
+    """Without test/ in a folder, the second half of its classes is evaluated; with --whole, all classes."""
+    make_folder(tmp_path / 'cars', 'cklm', per_class=4)
     result = evaluation.main(FP32)
     captured = capsys.readouterr()
     assert '12 queries of 3 classes, with themselves as the gallery' in captured.out and captured.err == ''
     metrics = ('R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 's+', 's-')
-    assert {key: result[key] for key in metrics} == {key: birds[key] for key in metrics}
+    assert {key: result[key] for key in metrics} == {key: trained[key] for key in metrics}
     assert json.loads(captured.out.strip().split('\n')[-1]) == result
     assert result['dataset'] == 'folder' and 'alignment' not in result and 'unmatched' not in captured.out
     for flags, queries, seen in ([], '8 queries of 2', ''), (['--whole'], '16 queries of 4', '1 of the 4 classes'):
@@ -45,19 +46,19 @@ def test_eval_repeats_the_last_row_and_ends_with_one_json_line(tmp_path, birds, 
         assert f'{queries} classes' in captured.out and seen in captured.err and bool(seen) == bool(captured.err)
 
 
-def test_the_ks_are_those_of_the_flag_and_1(birds):
+def test_the_ks_are_those_of_the_flag_and_1(trained):
     result = evaluation.main([*FP32, '--ks', '5', '3', '--analyse'])
     assert [key for key in result if key.startswith('R@')] == ['R@1', 'R@3', 'R@5']
-    assert result['R@1'] == birds['R@1'] <= result['R@3'] <= result['R@5']
+    assert result['R@1'] == trained['R@1'] <= result['R@3'] <= result['R@5']
 
 
 def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, small, tmp_path, capsys):
-    """The usual layout of a classifier: train/ and test/ with the same classes"""
-    draw_folder(tmp_path / 'x/train', 'abc', per_class=4)
-    draw_folder(tmp_path / 'x/test', 'abcd', per_class=3, seed=1)
-    row = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
+    """The folders train/ and test/ have the same classes, as for a classifier."""
+    make_folder(tmp_path / 'x/train', 'abc', per_class=4)
+    make_folder(tmp_path / 'x/test', 'abcd', per_class=3, seed=1)
+    record = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
     assert '3 of its classes are in the training set as well' in capsys.readouterr().out
-    assert evaluation.main(FP32)['R@1'] == row['R@1']
+    assert evaluation.main(FP32)['R@1'] == record['R@1']
     assert '3 of the 4 classes to evaluate were in the training set, so the metrics' in capsys.readouterr().err
     run(train_ms, '--data', 'x', '--name', 'other', '--seed', '1')
     capsys.readouterr()
@@ -77,11 +78,11 @@ def test_another_dataset_needs_its_folder_and_the_built_in_one_has_none(run, sma
     assert evaluation.place_of_test_set(args, [dict(dataset='folder', data='x')])[0] == 'shapes'
 
 
-def test_the_analysis_is_of_the_test_set_and_by_the_training_images_of_the_network(tmp_path, birds):
-    """It is so when another folder is evaluated, too."""
+def test_the_analysis_uses_the_test_set_and_the_training_images_of_the_network(tmp_path, trained):
+    """Utilization is with respect to the training images, also if another folder is evaluated."""
     result = evaluation.main([*FP32, '--analyse'])
     model, load = common.load_checkpoint('runs/mine', precision='fp32'), common.load_dataset
-    data = load('folder', 'birds', 40, 32)
+    data = load('folder', 'photos', 40, 32)
     z, training = common.embed(model, data.query), common.embed(model, data.train)
     threshold, accuracy = evaluation.best_threshold(z, data.query.labels)
     i, j = torch.triu_indices(len(z), len(z), offset=1)
@@ -90,30 +91,31 @@ def test_the_analysis_is_of_the_test_set_and_by_the_training_images_of_the_netwo
                 'utilization': torch.cdist(z.double(), training.double()).square().amin(dim=1).mean().item(),
                 'threshold': threshold, 'balanced accuracy': accuracy}
     assert {name: result[name] for name in expected} == pytest.approx(expected, abs=1e-5)
-    draw_folder(tmp_path / 'cars', 'mnop', per_class=2, seed=5)
+    make_folder(tmp_path / 'cars', 'mnop', per_class=2, seed=5)
     cars = evaluation.main([*FP32, '--analyse', '--data', 'cars'])
     z = common.embed(model, load('folder', 'cars', 40, 32).query)
     assert cars['utilization'] == pytest.approx(evaluation.utilization(z, training))
-    (tmp_path / 'birds/a').rename('birds/z')
-    with pytest.raises(common.UsageError, match='--analyse needs the training images, and birds has other ones'):
+    (tmp_path / 'photos/a').rename('photos/z')
+    with pytest.raises(common.UsageError, match='--analyse needs the training images, and photos has other ones'):
         evaluation.main([*FP32, '--analyse', '--data', 'cars'])
 
 
-def test_a_training_photo_in_another_file_is_counted_and_named(birds, capsys):
+def test_a_duplicate_of_a_training_image_is_counted_and_named(trained, capsys):
     assert evaluation.main([*FP32, '--analyse'])['copies'] == 0
     assert 'copies:' not in capsys.readouterr().out
-    Image.open('birds/a/0.jpg').save('birds/f/copy.png')
+    Image.open('photos/a/0.jpg').save('photos/f/copy.png')
     assert evaluation.main([*FP32, '--analyse'])['copies'] == 1
     assert 'copies: 1 test images' in (text := capsys.readouterr().out)
-    assert 'the first is birds/f/copy.png with birds/a/0.jpg; these are duplicates, or if uniformity' in text
+    assert 'the first is photos/f/copy.png with photos/a/0.jpg; these are duplicates, or if uniformity' in text
 
 
 def test_one_query_of_each_class(run, small, tmp_path):
-    """There are no two queries of one class, so nothing is said of their similarity; the threshold is about matches."""
+    """Without two queries of one class there is no s+ and no alignment. The threshold is computed from gallery
+    matches."""
     for part, classes, per_class in (('train', 'tu', 4), ('query', 'xy', 1), ('gallery', 'xy', 3)):
-        draw_folder(tmp_path / 'one' / part, classes, per_class, seed=per_class)
-    row = run(train_ms, '--name', 'mine', '--data', 'one', '--batch-size', '4')
-    assert 's+' not in row and -1 <= row['s-'] <= 1
+        make_folder(tmp_path / 'one' / part, classes, per_class, seed=per_class)
+    record = run(train_ms, '--name', 'mine', '--data', 'one', '--batch-size', '4')
+    assert 's+' not in record and -1 <= record['s-'] <= 1
     result = evaluation.main(['--checkpoint', 'runs/mine', '--analyse', *EVAL])
     assert not {'s+', 'alignment'} & result.keys() and 'threshold' in result
     (tmp_path / 'one/gallery/x').rename(tmp_path / 'one/gallery/v')
@@ -122,10 +124,10 @@ def test_one_query_of_each_class(run, small, tmp_path):
     assert result['unmatched'] == 2 and not {'threshold', 'balanced accuracy'} & result.keys()
 
 
-# ---- means and intervals
+# ---- means and confidence intervals
 
 def test_interval_by_hand(monkeypatch):
-    """Mean 12, standard deviation 2; t with two degrees of freedom is 4.3027 at 97.5 %."""
+    """The mean is 12 and the standard deviation 2; t with two degrees of freedom is 4.3027 at 97.5%."""
     middle, half = evaluation.interval([10, 12, 14])
     assert middle == 12 and half == pytest.approx(4.3027 * 2 / math.sqrt(3), abs=1e-3)
     assert evaluation.interval([7.5]) == (7.5, None)
@@ -135,7 +137,8 @@ def test_interval_by_hand(monkeypatch):
 
 
 def test_concatenation_gives_each_network_the_same_weight():
-    """Each part has unit length first, so a cosine of the whole is the mean of the cosines; the whole has, too."""
+    """Each part is L2-normalized first, and so is the result: its cosine similarities are the means over the
+    parts."""
     a, b = unit(5, dim=4, seed=1), unit(5, dim=6, seed=2)
     z = evaluation.concatenate([100 * a, 0.01 * b])
     assert z.shape == (5, 10)
@@ -144,7 +147,7 @@ def test_concatenation_gives_each_network_the_same_weight():
 
 @pytest.fixture
 def runs(run, small):
-    """Two recipes, two seeds, two folds each, in runs/<recipe>-<seed>-<fold>"""
+    """Runs of two recipes with two seeds and two folds each, in runs/<recipe>-<seed>-<fold>"""
     for name, module, flags in (('ms', train_ms, ()), ('con', train_contrastive, ('--lr', '0.01'))):
         for seed in '01':
             for fold in '01':
@@ -154,7 +157,7 @@ def runs(run, small):
 
 
 def by_hand(name, folder, seed):
-    """{setting: row} of the two folds of a recipe"""
+    """{setting: metrics} of the two folds of a recipe"""
     data = common.load_dataset('folder', folder, 32, 32)
     parts = [common.embed(common.load_checkpoint(f'runs/{name}-{seed}-{fold}', precision='fp32'), data.query)
              for fold in '01']
@@ -184,8 +187,8 @@ def test_the_table_over_seeds_and_folds_and_a_comparison_within_seeds(runs, fold
     assert f'{row["mean"]:.2f} ± {row["interval"]:.2f}' in out
 
 
-def test_where_and_how_a_network_computes_is_no_recipe(run, small):
-    """Nor are seed and fold. Whatever else differs is one."""
+def test_flags_that_do_not_change_results_are_not_part_of_the_recipe(run, small):
+    """Seed, fold, and how a network is computed are not part of a recipe. All other differences make another recipe."""
     run(train_ms, '--name', 'x', '--freeze-bn')
     saved = common.read_checkpoint('runs/x')
     changes = [{}, dict(seed=1), dict(precision='bf16'), dict(chunk=4), dict(compile=True), dict(data='y'),
@@ -198,10 +201,11 @@ def test_where_and_how_a_network_computes_is_no_recipe(run, small):
         'ms dim=16 freeze_bn=True', 'ms dim=8 freeze_bn=True', 'ms dim=16 freeze_bn=False']
 
 
-def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
-    """Other classes or epochs; networks of two datasets; runs on all classes or of another n beside folds"""
-    draw_folder(tmp_path / 'other' / 'train', 'mnop', per_class=4)
-    draw_folder(tmp_path / 'other' / 'test', 'uvwx', per_class=4, seed=1)
+def test_runs_that_are_not_seeds_of_one_recipe(runs, run, tmp_path, capsys):
+    """Runs with other classes, epochs or datasets are rejected. Runs without folds, or with another number of folds,
+    are other recipes."""
+    make_folder(tmp_path / 'other' / 'train', 'mnop', per_class=4)
+    make_folder(tmp_path / 'other' / 'test', 'uvwx', per_class=4, seed=1)
     for name, flags in (('elsewhere', ['--data', str(tmp_path / 'other'), '--seed', '1']),
                         ('whole', []), ('third', ['--fold', '1/3'])):
         run(train_ms, '--name', name, '--precision', 'fp32', '--batch-size', '6', *flags)
@@ -210,9 +214,9 @@ def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
     for other, message in (('runs/elsewhere', 'trained on different classes'), ('stopped.pt', 'different epochs')):
         with pytest.raises(common.UsageError, match=message):
             evaluation.main(['--checkpoint', 'runs/whole', other, '--data', str(tmp_path / 'other'), *EVAL])
-    train_ms.main('--epochs 0 --image-size 17 --device cpu --name drawn'.split())
+    train_ms.main('--epochs 0 --image-size 17 --device cpu --name synthetic'.split())
     with pytest.raises(common.UsageError, match='trained on folder and shapes: name the images'):
-        evaluation.main(['--checkpoint', 'runs/whole', 'runs/drawn', *EVAL])
+        evaluation.main(['--checkpoint', 'runs/whole', 'runs/synthetic', *EVAL])
     rows = evaluation.main(['--checkpoint', 'runs/ms-0-0', 'runs/whole', 'runs/third', *EVAL])['rows']
     assert [row['recipe'] for row in rows] == ['ms folds=2', 'ms folds=none', 'ms folds=3']
     assert {row['setting'] for row in rows} == {'one network (16-dim)'} and rows[0]['R@1']['interval'] is None
@@ -228,9 +232,9 @@ def test_runs_that_are_no_seeds_of_one_recipe(runs, run, tmp_path, capsys):
 
 
 def test_queries_and_a_gallery_by_two_folds(run, small, tmp_path):
-    """Networks of two folds, joined: the queries are searched in the gallery, which is joined in the same way."""
+    """With two folds, the embeddings of queries and gallery are concatenated in the same way."""
     for part, classes, per_class in (('train', 'abcdefgh', 3), ('query', 'mno', 2), ('gallery', 'mnop', 3)):
-        draw_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
+        make_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
     for fold in '01':
         run(train_ms, '--data', 'shop', '--fold', f'{fold}/2', '--name', fold, '--precision', 'fp32')
     rows = evaluation.main(['--checkpoint', 'runs/0', 'runs/1', *EVAL])['rows']
@@ -247,7 +251,7 @@ def test_queries_and_a_gallery_by_two_folds(run, small, tmp_path):
     assert (result['threshold'], result['balanced accuracy']) == pytest.approx(pairs)
     block = common.load_dataset('folder', 'shop', 32, 32, fold='0/2').train
     expected = evaluation.utilization(z, common.embed(models[0], block))
-    assert result['utilization'] == pytest.approx(expected), 'by images that trained, and not by those that validated'
+    assert result['utilization'] == pytest.approx(expected), 'with training images, not with validation images'
     for name, images, n in (('query', data.query, 6), ('gallery', data.gallery, 12)):
         saved = np.load('x.npz' if name == 'query' else 'x-gallery.npz')
         assert saved['embeddings'].shape == (n, 16) and saved['labels'].tolist() == images.labels.tolist()

@@ -1,9 +1,9 @@
-"""Which images meet in a batch, and how they are loaded."""
+"""Sampling of batches, and loading of images."""
 import os
 
 import pytest
 import torch
-from conftest import draw_folder
+from conftest import make_folder
 
 import common
 import train_ms
@@ -13,22 +13,22 @@ from common import BalancedSampler, UsageError
 def test_balanced_batches_are_p_by_k_class_by_class():
     labels = torch.arange(12).repeat(9)[torch.randperm(108, generator=torch.Generator().manual_seed(0))]
     samplers = [BalancedSampler(labels, 12, 3, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
-    drawn, again, other = map(list, samplers)
-    assert drawn == again != other, 'the generator decides'
-    assert len(drawn) == len(samplers[0]) == 108 // 12
-    for batch in drawn:
+    sampled, again, other = map(list, samplers)
+    assert sampled == again != other, 'the generator decides'
+    assert len(sampled) == len(samplers[0]) == 108 // 12
+    for batch in sampled:
         classes = labels[batch].view(4, 3)
         assert (classes == classes[:, :1]).all() and len(set(classes[:, 0].tolist())) == 4
         assert len(set(batch)) == 12, 'an image must not come twice'
-    assert sorted(i for batch in drawn for i in batch) == list(range(108)), 'an epoch deals every image once'
+    assert sorted(i for batch in sampled for i in batch) == list(range(108)), 'an epoch has every image once'
 
 
-def test_what_is_left_of_a_deck_is_dealt_first():
-    """With 5 classes, two in a batch, a class is left over from each shuffled deck. It comes next, so none is missing
-    in four successive batches."""
+def test_classes_left_over_from_a_permutation_come_first():
+    """With 5 classes and two per batch, one class is left over from each permutation. It is used next, so four
+    successive batches have all classes."""
     labels = torch.arange(800) % 5
-    drawn = [set(labels[batch].tolist()) for batch in BalancedSampler(labels, 4, 2)]
-    assert len(drawn) == 200 and all(set.union(*drawn[i:i + 4]) == set(range(5)) for i in range(197))
+    sampled = [set(labels[batch].tolist()) for batch in BalancedSampler(labels, 4, 2)]
+    assert len(sampled) == 200 and all(set.union(*sampled[i:i + 4]) == set(range(5)) for i in range(197))
 
 
 def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
@@ -40,7 +40,7 @@ def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
     assert sorted(i for i in batch if labels[i] == 2) == [5, 5, 6, 6]
     assert len(BalancedSampler(torch.arange(24) % 2, 40, 4)) == 3, '24 images in batches of 8'
     BalancedSampler(labels, 2, 1)
-    assert capsys.readouterr().err == '', 'no class is wanted twice'
+    assert capsys.readouterr().err == '', 'with one image per class nothing is repeated'
     with pytest.raises(UsageError, match='--batch-size 10 is not a multiple of --per-class 4'):
         BalancedSampler(torch.arange(8) // 2, 10, 4)
 
@@ -63,7 +63,7 @@ def batches_of(labels, seed=0, epoch=1, generator=None):
 
 
 def test_the_batches_of_an_epoch_follow_from_the_seed_or_from_a_generator_of_the_user():
-    """They do not depend on torch's global generator, and leave it as it was."""
+    """Sampling does not depend on torch's global generator, and does not change its state."""
     labels = torch.arange(30) // 5
     state = torch.get_rng_state()
     first = batches_of(labels)
@@ -73,11 +73,11 @@ def test_the_batches_of_an_epoch_follow_from_the_seed_or_from_a_generator_of_the
     assert batches_of(labels, seed=1) != first and batches_of(labels, epoch=2) != first
     one, same, other = (batches_of(labels, seed, generator=torch.Generator().manual_seed(number))
                         for seed, number in ((0, 7), (1, 7), (0, 8)))
-    assert one == same != other, 'the generator decides, and not the seed of the run'
+    assert one == same != other, 'the generator decides, not the seed of the run'
 
 
 def test_the_fraction_of_anchors_without_a_positive():
-    """An image that a sampler repeats is no positive of itself."""
+    """An image that is repeated in a batch is not a positive of itself."""
     batches = common.StepBatches(None, 0)
     batches.batches = [[0, 1, 2, 3], [0, 0, 2, 2]]
     assert batches.without_positive(torch.tensor([0, 0, 1, 2])) == 6 / 8
@@ -88,8 +88,8 @@ def test_the_fraction_of_anchors_without_a_positive():
 
 @pytest.mark.parametrize('cores', [1, 2])
 def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, cores):
-    """A crop follows from the seed, the step and the position. An image that cannot be read is one line."""
-    draw_folder(tmp_path, 'abcd', per_class=64, size=8)
+    """A crop follows from the seed, the step and the position. An image that cannot be read gives a one-line error."""
+    make_folder(tmp_path, 'abcd', per_class=64, size=8)
     images = common.load_dataset('folder', tmp_path, image_size=16, whole=True).query
     batches = common.StepBatches(BalancedSampler(images.labels, 8, 2), 3)
     monkeypatch.setattr(os, 'cpu_count', lambda: cores)

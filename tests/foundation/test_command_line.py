@@ -1,17 +1,17 @@
-"""The command line: what each flag accepts, where it would have no effect, and which recipe follows from it."""
+"""The command line: values of flags, flags without effect, recipes, and flags of resumed runs."""
 import re
 
 import pytest
 import torch
 from cases import CASES
-from conftest import SCRIPTS, draw_folder
+from conftest import SCRIPTS, make_folder
 
 import common
 import eval as evaluation
 import train_ms
 from common import UsageError
 
-# As in cases.py: what lies between the signs is allowed, up to its ends; what lies outside of them is refused.
+# As in cases.py: values between the two signs < are allowed, among them the limits; those outside are rejected.
 SHARED = {
     '--image-size': '16 < 17', '--resize': '16 < 17', '--min-crop': '0 < 0.001 1 < 1.1', '--jitter': '-0.1 < 0 1 < 1.1',
     '--dim': '0 < 1', '--epochs': '-1 < 0', '--steps': '-1 < 0', '--batch-size': '1 < 2', '--per-class': '-1 < 0',
@@ -29,7 +29,7 @@ NO_EFFECT['eval'] = ['b --analyse', 'b --sheet x.png', 'b --embed x.npz', 'b --q
 
 
 @pytest.mark.parametrize('script', LIMITS)
-def test_what_a_flag_accepts_and_refuses(script):
+def test_values_that_a_flag_accepts_and_rejects(script):
     """Numeric flags reject NaN and infinity."""
     get_args, needed = __import__(script).get_args, ['--checkpoint', 'x'] if script == 'eval' else []
     for flag, line in LIMITS[script].items():
@@ -41,12 +41,12 @@ def test_what_a_flag_accepts_and_refuses(script):
         for value in allowed.split():
             try:
                 get_args([*needed, f'{flag}={value}'])
-            except UsageError as error:                     # as it is, it may have no effect
+            except UsageError as error:                     # the flag may have no effect with these defaults
                 assert not re.search(f'argument [^:]*{flag}', str(error))
 
 
 @pytest.mark.parametrize('script, flags', [(script, flags) for script in NO_EFFECT for flags in NO_EFFECT[script]])
-def test_a_flag_without_effect_is_refused(script, flags):
+def test_a_flag_without_effect_is_rejected(script, flags):
     flag = re.findall('--[a-z-]+', flags)[-1]
     with pytest.raises(UsageError, match=f'{flag} has no effect with'):
         __import__(script).get_args(['--checkpoint', 'a'] * (script == 'eval') + flags.split())
@@ -59,20 +59,20 @@ def test_the_seed_decides_the_network_that_a_script_starts_from(before_training,
 
 
 def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):
-    """--data may begin with ~, and may have moved when a run goes on."""
+    """--data may begin with ~, and the folder may have moved when a run is resumed."""
     monkeypatch.setenv('HOME', str(tmp_path))
-    draw_folder(tmp_path / 'photos', 'abcdefgh', per_class=2)
+    make_folder(tmp_path / 'photos', 'abcdefgh', per_class=2)
     run(train_ms, '--data', '~/photos', '--epochs', '3', '--steps', '0', '--name', 'x', '--schedule', 'constant')
     evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
     (tmp_path / 'photos').rename(tmp_path / 'moved')
-    row = train_ms.main('--resume runs/x --data moved --eval-every 2 --epochs 4 --device cpu'.split())
-    assert row['epoch'] == 4
+    record = train_ms.main('--resume runs/x --data moved --eval-every 2 --epochs 4 --device cpu'.split())
+    assert record['epoch'] == 4
     with pytest.raises(UsageError, match='--dataset shapes is built in and has no --data'):
         train_ms.get_args(['--data', 'photos'])
 
 
-def test_a_flag_without_effect_in_a_script_of_ones_own():
-    """--x is used with --kind a and c, --y with c, and --z by no kind in particular."""
+def test_a_flag_without_effect_in_a_new_script():
+    """--x applies to --kind a and c, --y to c, and --z to every kind."""
     def args(*flags):
         parser = common.parser('', file='train_mine.py')
         for flag in ('--kind', '--x', '--y', '--z'):
@@ -87,7 +87,7 @@ def test_a_flag_without_effect_in_a_script_of_ones_own():
 
 @pytest.mark.parametrize('line', ['train_contrastive', 'train_ms', 'train_metrix', 'train_metrix --loss contrastive',
                                   'train_hse --loss epshn'])
-def test_a_batch_of_one_class_is_refused_where_the_loss_compares_classes(line):
+def test_a_batch_of_one_class_is_rejected_if_the_loss_compares_classes(line):
     script, *flags = line.split()
     get_args = __import__(script).get_args
     with pytest.raises(UsageError, match='--batch-size 4 with --per-class 4 is a batch of one class'):
@@ -95,20 +95,20 @@ def test_a_batch_of_one_class_is_refused_where_the_loss_compares_classes(line):
     assert get_args([*flags, '--batch-size', '8', '--per-class', '4']).per_class == 4
 
 
-# ---- which recipe is meant
+# ---- recipes
 
 def test_a_missing_recipe_is_named_with_the_flags_that_it_would_have():
-    """Those that have no default of their own; a row, or the flags themselves, will do."""
+    """The message lists the flags without a default. An entry of DEFAULTS or the flags themselves supply the values."""
     def args(DEFAULTS, *flags):
         return common.parse(common.parser('', file='train_mine.py'), DEFAULTS, ['--device', 'cpu', *flags])
     flags = '--freeze-bn --dim --min-crop --epochs --batch-size --per-class --lr --schedule --warmup --clip'.split()
     message = 'train_mine.py has no recipe for {}: add one to its DEFAULTS, or pass ' + ', '.join(flags) + '$'
     with pytest.raises(UsageError, match=message.format('cub')):
         args({}, '--dataset', 'cub')
-    row = dict(batch_size=8, clip=0, dim=8, epochs=1, freeze_bn=True, min_crop=1, per_class=2, warmup=0)
+    recipe = dict(batch_size=8, clip=0, dim=8, epochs=1, freeze_bn=True, min_crop=1, per_class=2, warmup=0)
     with pytest.raises(UsageError, match='no recipe for sop: .* or pass --lr, --schedule$'):
-        args({'sop': row}, '--dataset', 'sop')
-    assert args({'sop': row}, '--dataset', 'sop', '--lr', '0.1', '--schedule', 'constant').lr == 0.1
+        args({'sop': recipe}, '--dataset', 'sop')
+    assert args({'sop': recipe}, '--dataset', 'sop', '--lr', '0.1', '--schedule', 'constant').lr == 0.1
     assert args({}).lr == 2e-3, 'the built-in recipes are complete'
 
 
@@ -126,7 +126,7 @@ def test_help_shows_the_defaults_of_the_dataset(capsys):
     ('folder --weights imagenet --arch resnet18 --image-size 128', dict(lr=3e-5, arch='resnet18', resize=144)),
     ('cub --weights none', dict(freeze_bn=False)), ('cub --weights none --freeze-bn', dict(freeze_bn=True))])
 def test_pretrained_weights_choose_the_recipe_of_a_folder_and_random_ones_train_batchnorm(flags, expected):
-    """With the rate of training from scratch, pretrained weights would be ruined."""
+    """The learning rate for training from scratch would destroy pretrained weights."""
     args = train_ms.get_args(['--dataset', *flags.split()])
     assert {key: getattr(args, key) for key in expected} == expected
 
@@ -134,18 +134,18 @@ def test_pretrained_weights_choose_the_recipe_of_a_folder_and_random_ones_train_
 @pytest.mark.parametrize('flags, message', [
     ('--dataset', 'expected one argument'), ('--batch-siz 3', 'unrecognized'), ('--device cuda:99', 'cuda:99'),
     ('--image-size 64 --resize 32', '--resize 32')])
-def test_a_mistake_in_use_is_one_line(flags, message, tmp_path, monkeypatch):
-    """main raises it like any other exception, so that a notebook can go on; the shell gets exit code 2."""
+def test_a_usage_error_is_one_line(flags, message, tmp_path, monkeypatch):
+    """main raises UsageError like any other exception, so that a notebook keeps running; a shell gets exit code 2."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as raised:
         train_ms.main(flags.split())
     assert message in str(raised.value) and '\n' not in str(raised.value)
 
 
-# ---- what may be typed when a run goes on
+# ---- flags of a resumed run
 
-def test_what_may_be_typed_with_resume_and_what_may_not(run, small):
-    """Where and how it computes, and for how long; but nothing that makes it another run"""
+def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
+    """Where and how a run computes, and how long it is, may change; flags that would make it another run may not."""
     run(train_ms, '--name', 'x', '--fold', '0/3', '--freeze-bn', '--schedule', 'constant')
     before = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu']))
     for flags in ('--data y', '--epochs 9', '--steps 9', '--eval-every 3', '--patience 2', '--compile', '--device meta',

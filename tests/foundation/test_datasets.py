@@ -1,4 +1,4 @@
-"""Datasets: annotation files, folders, folds, and the shapes that are drawn."""
+"""Datasets: annotation files, folders of images, folds, and the synthetic shapes."""
 import os
 import re
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REAL_DATA, draw_folder, numbered
+from conftest import REAL_DATA, make_folder, numbered
 from PIL import Image
 
 import common
@@ -17,7 +17,7 @@ from common import UsageError, retrieval_metrics
 
 # ---- annotation files
 
-# Where the images lie; {file: its lines}; the labels of each split; the classes of the test set
+# Folder of the images; {file: its lines}; the labels of each split; the classes of the test set
 FORMATS = {
     'cub': ('CUB_200_2011/images', {'CUB_200_2011/images.txt': [
         '1 001.A/x.jpg', '2 100.B/x.jpg', '3 100.B/._x.jpg', '4 101.C/x.jpg', '5 101.C/y.jpg', '6 200.D/x.jpg']},
@@ -37,7 +37,7 @@ FORMATS = {
 
 
 def unpack(name, root, monkeypatch):
-    """A small version of a benchmark, as its site unpacks it"""
+    """A small version of a benchmark, with the layout of its archive"""
     monkeypatch.setitem(common.DATASETS[name], 'counts', {})
     base, annotations, *_ = FORMATS[name]
     for file, lines in annotations.items():
@@ -50,7 +50,7 @@ def unpack(name, root, monkeypatch):
 
 @pytest.mark.parametrize('name', FORMATS)
 def test_official_formats(tmp_path, monkeypatch, name):
-    """In CUB the first 100 classes train. Files that macOS leaves beside the images are no images."""
+    """The labels, classes and K of CUB, SOP and In-Shop follow their annotation files. Files of macOS are ignored."""
     unpack(name, tmp_path, monkeypatch)
     *_, labels, classes = FORMATS[name]
     data = common.load_dataset(name, tmp_path, 8, 8)
@@ -69,16 +69,16 @@ def test_official_formats(tmp_path, monkeypatch, name):
 
 
 def test_cars_official_format(tmp_path, monkeypatch):
-    """The class decides the side. `test`, which is about another task, does not."""
+    """Classes 1 to 98 are for training. The field `test`, which splits the images of a class, is ignored."""
     scipy_io = pytest.importorskip('scipy.io')
     monkeypatch.setitem(common.DATASETS['cars'], 'counts', dict(train=(3, 2), query=(3, 2)))
     fields = 'relative_im_path bbox_x1 bbox_y1 bbox_x2 bbox_y2 class test'.split()
-    rows = np.empty(6, dtype=[(field, object) for field in fields])
+    annotations = np.empty(6, dtype=[(field, object) for field in fields])
     (tmp_path / 'car_ims').mkdir()
     for i, (class_, test) in enumerate([(196, 0), (98, 1), (1, 0), (99, 1), (98, 0), (99, 1)]):
-        rows[i] = (f'car_ims/{i}.jpg', 150, 1, 1, 150, class_, test)
+        annotations[i] = (f'car_ims/{i}.jpg', 150, 1, 1, 150, class_, test)
         Image.new('RGB', (16, 12)).save(tmp_path / f'car_ims/{i}.jpg')
-    scipy_io.savemat(tmp_path / 'cars_annos.mat', dict(annotations=rows))
+    scipy_io.savemat(tmp_path / 'cars_annos.mat', dict(annotations=annotations))
     data = common.load_dataset('cars', tmp_path, 8, 8)
     assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
     assert data.train.labels.tolist() == [1, 0, 1] and data.query.labels.tolist() == [1, 0, 0]
@@ -88,12 +88,12 @@ def test_cars_official_format(tmp_path, monkeypatch):
 
 
 def test_cars_as_a_folder_per_class(tmp_path, monkeypatch):
-    """The copy has its images by class and by the other task's train/ and test/, which number them alike."""
+    """In this copy of Cars the images are in train/ and test/ of another task, which have the same file names."""
     monkeypatch.setitem(common.DATASETS['cars'], 'counts', dict(train=(3, 2), query=(3, 2)))
-    for split, numbers in (('train', [196, 98, 1]), ('test', [99, 98, 99])):
-        rows = [f'0000{i}.jpg,39,116,569,375,{number}' for i, number in enumerate(numbers)]
-        (tmp_path / f'anno_{split}.csv').write_text('\n'.join(rows) + '\n')
-        for i, number in enumerate(numbers):
+    for split, classes in (('train', [196, 98, 1]), ('test', [99, 98, 99])):
+        lines = [f'0000{i}.jpg,39,116,569,375,{number}' for i, number in enumerate(classes)]
+        (tmp_path / f'anno_{split}.csv').write_text('\n'.join(lines) + '\n')
+        for i, number in enumerate(classes):
             folder = tmp_path / 'car_data/car_data' / split / f'Make {number} C-V Van'
             folder.mkdir(parents=True, exist_ok=True)
             Image.new('RGB', (16, 12), (number, i, 0)).save(folder / f'0000{i}.jpg', quality=100)
@@ -101,7 +101,7 @@ def test_cars_as_a_folder_per_class(tmp_path, monkeypatch):
     assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
     assert [data.train.classes[c] for c in data.train.labels] == ['098', '001', '098']
     assert [data.query.classes[c] for c in data.query.labels] == ['196', '099', '099']
-    for part in (data.train, data.query):                   # the red of an image is the number of its class
+    for part in (data.train, data.query):                   # the red channel of an image is the number of its class
         assert [common.to_rgb(path).getpixel((8, 6))[0] for path in part.items] == pytest.approx(
             [int(part.classes[c]) for c in part.labels], abs=2)
     (tmp_path / 'car_data/car_data/test/Make 98 C-V Van/00001.jpg').unlink()
@@ -110,7 +110,7 @@ def test_cars_as_a_folder_per_class(tmp_path, monkeypatch):
 
 
 def test_published_counts_and_ks():
-    """Images and classes as in the papers, and in README; K of Recall@K as in the literature"""
+    """The counts of images and classes, and the K of Recall@K, are as published."""
     published = dict(
         cub=dict(train=(5864, 100), query=(5924, 100)), cars=dict(train=(8054, 98), query=(8131, 98)),
         sop=dict(train=(59551, 11318), query=(60502, 11316)),
@@ -131,7 +131,7 @@ def test_the_real_annotations_have_the_published_counts(monkeypatch, name, file)
 
 
 @pytest.mark.parametrize('name', ['cub', 'cars', 'sop', 'inshop', 'folder'])
-def test_a_missing_dataset_says_where_what_and_how(name, tmp_path):
+def test_the_message_on_a_missing_dataset_names_folder_and_layout(name, tmp_path):
     for where in (tmp_path, tmp_path / 'nowhere'):
         with pytest.raises(UsageError, match=f'^{name} cannot be loaded: .*{where}.*; --data {where} should have'):
             common.load_dataset(name, where)
@@ -152,13 +152,13 @@ def class_names(images):
     ('train/x train/y test/b/front test/b/rear', 'x y', 'b/front b/rear'),
     ('train/train0 train/train1 test/test_a test/test_b', 'train0 train1', 'test_a test_b'),
     ('test1 test2 test_3 test_4', 'test1 test2', 'test_3 test_4')])
-def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train, test):
-    """Without train/ and test/, the first half of the sorted classes trains; of five, the one in the middle tests."""
-    draw_folder(tmp_path, folders.split(), per_class=2)
+def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_path, folders, train, test):
+    """Without train/ and test/, the first half of the sorted classes is for training; of five classes, two."""
+    make_folder(tmp_path, folders.split(), per_class=2)
     first = tmp_path / folders.split()[0]
     (first / 'notes.txt').write_text('no image')
     (first / '._0.jpg').write_bytes(b'resource fork')
-    shutil.copy(first / '0.jpg', tmp_path / 'sheet.jpg')                        # as eval.py may draw one
+    shutil.copy(first / '0.jpg', tmp_path / 'sheet.jpg')                        # an image grid of eval.py
     data = common.load_dataset('folder', tmp_path / '..' / tmp_path.name)       # as in --data ../photos
     assert class_names(data.train)[::2] == train.split() and class_names(data.query)[::2] == test.split()
     assert data.gallery is data.query
@@ -177,8 +177,8 @@ def test_which_classes_of_a_folder_train_and_which_test(tmp_path, folders, train
     ('test/x trainval/y', 'test and trainval in'), ('eval_data/x train_data/y', 'eval_data and train_data in'),
     ('gallery/x probe/y', 'gallery and probe in'),
     ('shop/train/x shop/train/y shop/test/a', 'test and train in {root}/shop look like splits')])
-def test_folders_that_do_not_tell_or_look_like_splits_are_refused(tmp_path, folders, message):
-    draw_folder(tmp_path, folders.split(), per_class=1)
+def test_folders_with_too_few_classes_or_unknown_splits_are_rejected(tmp_path, folders, message):
+    make_folder(tmp_path, folders.split(), per_class=1)
     with pytest.raises(UsageError, match=f'^folder cannot be loaded: {message}'.replace('{root}', str(tmp_path))):
         common.load_dataset('folder', tmp_path)
 
@@ -197,7 +197,7 @@ g.jpg e gallery
 
 @pytest.fixture
 def listed(tmp_path):
-    """listed(text): the Dataset of a folder whose files.txt has this text; the images of LIST are there."""
+    """listed(text): the Dataset of a folder whose files.txt has this text, and which has the images of LIST"""
     for line in LIST.split('\n'):
         if line:
             path = tmp_path / line.rsplit(maxsplit=2)[0]
@@ -210,7 +210,7 @@ def listed(tmp_path):
     return listed
 
 
-def test_a_list_of_files_says_which_class_and_which_split_each_image_has(listed, tmp_path):
+def test_files_txt_assigns_a_class_and_a_split_to_each_image(listed, tmp_path):
     splits = ('train', 'query', 'gallery')
     data = listed(LIST)
     assert [Path(path).relative_to(tmp_path).as_posix() for path in data.train.paths] == [
@@ -233,26 +233,26 @@ def test_a_list_of_files_says_which_class_and_which_split_each_image_has(listed,
     ('c/1.jpg c train', 'c/1.jpg', "files.txt: 'c/1.jpg' is not"), ('c/1.jpg', 'c/2.jpg', '1 of 8 images are missing'),
     ('f.jpg', 'g.jpg', '1 of 8 images are listed twice'), ('f.jpg', 'a.jpg', '1 of 8 images are listed twice'),
     ('Greek/b', 'c', 'there are 1 classes to train on')])
-def test_a_list_that_is_wrong_is_refused_in_one_line(listed, old, new, message):
+def test_a_wrong_files_txt_is_rejected_in_one_line(listed, old, new, message):
     with pytest.raises(UsageError, match=f'^folder cannot be loaded: .*{re.escape(message)}'):
         listed(LIST.replace(old, new))
 
 
 @pytest.mark.parametrize('encoding', ['utf-16-be', 'utf-16', 'cp1252'])
-def test_a_list_in_another_encoding_is_refused_by_its_name(listed, encoding):
+def test_files_txt_in_another_encoding_is_rejected(listed, encoding):
     with pytest.raises(UsageError, match='^folder cannot be loaded: .*files.txt'):
         listed(LIST.replace('Greek', 'Größe'), encoding)
 
 
-def test_a_gallery_without_queries_is_refused(listed):
+def test_a_gallery_without_queries_is_rejected(listed):
     for text in (LIST.replace('query', 'gallery'), LIST.replace('query', 'gallery').replace('train', 'gallery')):
         with pytest.raises(UsageError, match='^there is a gallery, but there are no queries'):
             listed(text)
 
 
-def test_a_folder_with_train_alone_has_no_test_set(tmp_path):
-    """A fold holds out some of its classes."""
-    draw_folder(tmp_path / 'train', 'abcd', per_class=2)
+def test_a_folder_with_only_train_has_no_test_set(tmp_path):
+    """A fold holds out some of the training classes."""
+    make_folder(tmp_path / 'train', 'abcd', per_class=2)
     (tmp_path / '.hidden').mkdir()
     data = common.load_dataset('folder', tmp_path)
     assert data.train.classes == list('abcd') and data.query is data.gallery is None
@@ -264,9 +264,9 @@ def test_a_folder_with_train_alone_has_no_test_set(tmp_path):
 
 
 def test_folder_with_query_and_gallery(tmp_path):
-    draw_folder(tmp_path / 'train', ['a', 'b'], per_class=2)
-    draw_folder(tmp_path / 'query', ['d', 'c', 'a9'], per_class=1)             # a9 has no match in the gallery
-    draw_folder(tmp_path / 'gallery', ['b2', 'c', 'd'], per_class=2)
+    make_folder(tmp_path / 'train', ['a', 'b'], per_class=2)
+    make_folder(tmp_path / 'query', ['d', 'c', 'a9'], per_class=1)             # a9 has no match in the gallery
+    make_folder(tmp_path / 'gallery', ['b2', 'c', 'd'], per_class=2)
     for name in ('query', 'test'):
         data = common.load_dataset('folder', tmp_path)
         assert data.query.labels.tolist() == [0, 2, 3] and data.gallery.labels.tolist() == [1, 1, 2, 2, 3, 3]
@@ -279,8 +279,8 @@ def test_folder_with_query_and_gallery(tmp_path):
         common.load_dataset('folder', tmp_path)
 
 
-def test_classes_of_query_and_gallery_that_are_numbered_apart_are_matched_by_name():
-    """Each query is in the gallery, where its class has another number."""
+def test_classes_of_query_and_gallery_are_matched_by_name():
+    """Each query has a match in the gallery, where its class has another index."""
     vectors = torch.eye(5)
     for names, others in ((['u', 'v', 'w'], ['t', 'v', 'w', 'u', 'x']), ([10, 9, 8], [7, 9, 8, 10, 11])):
         query = common.Images(vectors[[3, 1, 2]], names)
@@ -291,7 +291,7 @@ def test_classes_of_query_and_gallery_that_are_numbered_apart_are_matched_by_nam
 
 
 def test_a_whole_folder_is_the_test_set(tmp_path, capsys):
-    draw_folder(tmp_path, ['train/a', 'train/b', 'test/b', 'test/c'], per_class=1)
+    make_folder(tmp_path, ['train/a', 'train/b', 'test/b', 'test/c'], per_class=1)
     common.load_dataset('folder', tmp_path)
     assert '1 classes are in the training set and in the test set, the first is b' in capsys.readouterr().err
     data = common.load_dataset('folder', tmp_path, whole=True)
@@ -300,8 +300,8 @@ def test_a_whole_folder_is_the_test_set(tmp_path, capsys):
     assert len(data.query) == 1 and data.query.classes == ['.'], 'images without a class'
 
 
-def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
-    draw_folder(tmp_path, ['train/x', 'train/y', 'test/x', 'test/y'], per_class=2)
+def test_files_and_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    make_folder(tmp_path, ['train/x', 'train/y', 'test/x', 'test/y'], per_class=2)
     (tmp_path / 'test/x/lost.jpg').symlink_to(tmp_path / 'nowhere.jpg')
     with pytest.raises(UsageError, match='^folder cannot be loaded: 1 of 9 images are missing, .*/lost.jpg'):
         common.load_dataset('folder', tmp_path)
@@ -316,17 +316,17 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', ['.ipynb_checkpoints', '#recycle', '$RECYCLE.BIN', '@Recycle', '__MACOSX',
                                   'lost+found', 'System Volume Information', 'RECYCLER', '~snapshot'])
-def test_hidden_folders_are_no_classes(tmp_path, name):
-    draw_folder(tmp_path, ['train/a', 'train/b', name, f'train/{name}', f'train/a/{name}'], per_class=1)
+def test_hidden_folders_are_not_classes(tmp_path, name):
+    make_folder(tmp_path, ['train/a', 'train/b', name, f'train/{name}', f'train/a/{name}'], per_class=1)
     assert common.load_dataset('folder', tmp_path).train.classes == ['a', 'b']
 
 
-def test_circular_links_and_files_of_other_kinds(tmp_path, capsys):
-    draw_folder(tmp_path / 'x', ['a', 'b', 'c'], per_class=2)
+def test_circular_links_and_files_of_other_formats(tmp_path, capsys):
+    make_folder(tmp_path / 'x', ['a', 'b', 'c'], per_class=2)
     (tmp_path / 'x/b/up').symlink_to(tmp_path / 'x')
-    (tmp_path / 'x/linked').symlink_to(draw_folder(tmp_path / 'y', ['e'], per_class=2, seed=1))
+    (tmp_path / 'x/linked').symlink_to(make_folder(tmp_path / 'y', ['e'], per_class=2, seed=1))
     (tmp_path / 'x/a/folder.jpg').mkdir()
-    (tmp_path / 'x/licence.txt').write_text('beside the classes')
+    (tmp_path / 'x/licence.txt').write_text('next to the classes')
     assert class_names(common.load_dataset('folder', tmp_path / 'x', whole=True).query) == [
         'a', 'a', 'b', 'b', 'c', 'c', 'linked/e', 'linked/e']
     assert capsys.readouterr().err == ''
@@ -336,8 +336,8 @@ def test_circular_links_and_files_of_other_kinds(tmp_path, capsys):
     assert f'{tmp_path}/x: 1 files are not read, the first is {tmp_path}/x/a/1.heic' in capsys.readouterr().err
 
 
-def test_classes_and_images_do_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
-    draw_folder(tmp_path, 'abcd', per_class=3)
+def test_classes_and_images_do_not_depend_on_the_order_of_directory_entries(tmp_path, monkeypatch):
+    make_folder(tmp_path, 'abcd', per_class=3)
     (tmp_path / 'a/link').symlink_to(tmp_path / 'd')        # one folder under two names: the first one counts
 
     def backwards(*args, walk=os.walk, **options):
@@ -361,20 +361,20 @@ def test_the_resized_side_follows_the_crop_and_never_the_reverse(tmp_path, monke
         *expected, expected[1])
 
 
-def test_a_dataset_that_there_is_not():
+def test_an_unknown_dataset_is_rejected():
     with pytest.raises(UsageError, match="there is no dataset 'flowers', but shapes, folder, vectors, cub"):
         common.load_dataset('flowers')
 
 
 def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():
-    """Another seed, or another drawing, would make all results of the README wrong."""
+    """The synthetic images must stay the same, since published results depend on them."""
     data = common.load_dataset('shapes')
     assert len(data.train) == len(data.query) == 2000 and data.train[0][0].shape == (3, 64, 64)
     assert not set(data.train.classes) & set(data.query.classes) and len(data.train.classes) == 100
     means = [np.mean(images.items) for images in (data.train, data.query)]
     assert means == pytest.approx([115.36, 115.44], abs=0.03)
     pixels = torch.from_numpy(np.stack(data.query.items)).float()
-    # Other noise makes neighbouring pixels differ.
+    # The difference of neighbouring pixels shows whether the noise is the same.
     assert pixels.diff(dim=1).abs().mean().item() == pytest.approx(8.860, abs=0.01)
     small = torch.nn.functional.avg_pool2d(pixels.permute(0, 3, 1, 2), 4).flatten(1)
     for z in (small, small - small.mean(1, keepdim=True)):
@@ -394,18 +394,18 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
         for images in splits.values():
             assert images.labels.tolist() == (torch.arange(len(images)) // 2).tolist(), 'numbered anew from 0'
             assert images.num_classes == len(images.classes)
-            numbers = [int(picture.mean()) for picture in images.items]      # of the images: their pixels show it
-            assert class_names(images) == [f'class {n // 2}' for n in numbers]
-            assert images.superclasses.tolist() == [n // 6 for n in numbers]
-            assert images.paths == [f'image {n}' for n in numbers]
+            indices = [int(image.mean()) for image in images.items]         # the pixels of an image are its index
+            assert class_names(images) == [f'class {n // 2}' for n in indices]
+            assert images.superclasses.tolist() == [n // 6 for n in indices]
+            assert images.paths == [f'image {n}' for n in indices]
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         common.hold_out(numbered(7), '0/4')
 
 
-def test_no_image_of_the_test_set_is_read(tmp_path, monkeypatch, small):
-    """They cannot even be decoded. And of a folder without train/ and test/, only the first half is used."""
+def test_a_run_on_a_fold_reads_no_image_of_the_test_set(tmp_path, monkeypatch, small):
+    """The test images cannot be decoded here. Folds are made of the first half of the classes of an unsplit folder."""
     monkeypatch.chdir(tmp_path)
-    draw_folder(tmp_path / 'x', 'abcdefghijkl', per_class=3)
+    make_folder(tmp_path / 'x', 'abcdefghijkl', per_class=3)
     for c in 'ghijkl':
         for path in (tmp_path / f'x/{c}').iterdir():
             path.write_bytes(b'no image')

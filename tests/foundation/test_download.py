@@ -1,4 +1,4 @@
-"""--download: archives from a server on this machine."""
+"""--download, with archives from a local server."""
 import hashlib
 import io
 import tarfile
@@ -18,20 +18,20 @@ from common import UsageError
 pytestmark = pytest.mark.filterwarnings('ignore:Python 3.14 will:DeprecationWarning')      # on tarfile in torchvision
 
 
-def picture(seed):
+def jpeg(seed):
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(seed).integers(0, 255, (20, 22, 3), np.uint8)).save(file, 'JPEG')
     return file.getvalue()
 
 
-# Four classes of CUB and of SOP, of two images each; on CUB's site other files lie beside its folder
-CUB = {f'CUB_200_2011/images/{c}/{i}.jpg': picture(i) for c in ('001.a', '002.b', '101.c', '102.d') for i in (0, 1)}
+# Four classes of CUB and of SOP, two images each. The archive of CUB has another file next to its folder.
+CUB = {f'CUB_200_2011/images/{c}/{i}.jpg': jpeg(i) for c in ('001.a', '002.b', '101.c', '102.d') for i in (0, 1)}
 CUB |= {'CUB_200_2011/images.txt': '\n'.join(f'{n} {path[20:]}' for n, path in enumerate(CUB)).encode(),
         'attributes.txt': b'1'}
-SOP = {f'Stanford_Online_Products/chair_final/{n}.JPG': picture(n) for n in range(8)}
+SOP = {f'Stanford_Online_Products/chair_final/{n}.JPG': jpeg(n) for n in range(8)}
 SOP |= {f'Stanford_Online_Products/Ebay_{split}.txt': 'image_id class_id super_class_id path\n{}'.format('\n'.join(
-    f'{n} {n // 2 + 1} 1 chair_final/{n}.JPG' for n in numbers)).encode()
-    for split, numbers in (('train', range(4)), ('test', range(4, 8)))}
+    f'{n} {n // 2 + 1} 1 chair_final/{n}.JPG' for n in indices)).encode()
+    for split, indices in (('train', range(4)), ('test', range(4, 8)))}
 
 
 def packed():
@@ -50,7 +50,7 @@ def packed():
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A server of both archives: what it serves, whom it was asked for, and its address"""
+    """A server of both archives: `asked` has the paths of its requests, stop() shuts it down."""
     (tmp_path / 'site').mkdir()
     monkeypatch.chdir(tmp_path)
     asked = []
@@ -75,23 +75,23 @@ def site(tmp_path, monkeypatch):
 
 def serve(tmp_path, monkeypatch, dataset, name, content, url):
     (tmp_path / 'site' / name).write_bytes(content)
-    row = dict(url=url, md5=hashlib.md5(content).hexdigest(), counts=dict(train=(4, 2), query=(4, 2)))
-    for key, value in row.items():
+    entry = dict(url=url, md5=hashlib.md5(content).hexdigest(), counts=dict(train=(4, 2), query=(4, 2)))
+    for key, value in entry.items():
         monkeypatch.setitem(common.DATASETS[dataset], key, value)
 
 
 @pytest.mark.parametrize('dataset, folder', [('cub', 'CUB_200_2011'), ('sop', 'Stanford_Online_Products')])
-def test_an_archive_is_fetched_once_and_leaves_nothing_else(site, tmp_path, monkeypatch, dataset, folder):
+def test_an_archive_is_downloaded_once_and_leaves_nothing_else(site, tmp_path, monkeypatch, dataset, folder):
     for _ in range(2):
-        common.download(dataset, 'new/data')                # folders that are not there yet
+        common.download(dataset, 'new/data')                # folders that do not exist yet
         assert [path.name for path in (tmp_path / 'new/data').iterdir()] == [folder]
-    fetched = len(site.asked)
-    assert fetched and all(folder in path for path in site.asked)
+    requests = len(site.asked)
+    assert requests and all(folder in path for path in site.asked)
     data = common.load_dataset(dataset, 'new/data', 16, 16)
     assert (len(data.train), len(data.query)) == (4, 4)
     monkeypatch.setenv('HOME', str(tmp_path / 'new'))
     common.download(dataset, '~/data')
-    assert len(site.asked) == fetched
+    assert len(site.asked) == requests
 
 
 def spoil(what, site, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def spoil(what, site, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('what', [
     'no server', 'no file', 'wrong checksum', 'cut archive', 'other content', 'full disk'])
-def test_what_fails_ends_in_one_line_and_leaves_nothing(site, tmp_path, monkeypatch, what):
+def test_a_failed_download_ends_in_one_line_and_leaves_nothing(site, tmp_path, monkeypatch, what):
     (tmp_path / 'data').mkdir()
     spoil(what, site, tmp_path, monkeypatch)
     with pytest.raises(UsageError) as error:
@@ -143,9 +143,9 @@ def test_the_message_on_missing_data_names_the_flag(tmp_path, dataset, hint):
         common.load_dataset(dataset, tmp_path)
 
 
-def test_the_flag_is_no_part_of_a_recipe(site, small, tmp_path):
+def test_the_flag_is_not_saved_with_a_run(site, small, tmp_path):
     flags = ('--dataset cub --device cpu --image-size 18 --weights none --batch-size 4 --per-class 2 --name mine '
-             '--warmup 0').split()
+             '--freeze-backbone-epochs 0').split()
     with pytest.raises(UsageError, match='cub cannot be loaded'):
         train_ms.main(flags)
     train_ms.main([*flags, '--epochs', '1', '--download'])
@@ -153,12 +153,12 @@ def test_the_flag_is_no_part_of_a_recipe(site, small, tmp_path):
     resume = '--resume runs/mine --epochs 2 --device cpu'.split()
     with pytest.raises(UsageError, match='cub cannot be loaded'):
         train_ms.main(resume)
-    row = train_ms.main([*resume, '--download'])
-    assert row['epoch'] == 2 and (tmp_path / 'data/CUB_200_2011').is_dir()
+    record = train_ms.main([*resume, '--download'])
+    assert record['epoch'] == 2 and (tmp_path / 'data/CUB_200_2011').is_dir()
 
 
-def test_under_torchrun_the_main_process_downloads_before_the_others_look(monkeypatch):
-    """The others wait until it has finished, and then find the folder."""
+def test_under_torchrun_the_main_process_downloads_before_the_others_load(monkeypatch):
+    """The other processes wait until the download has finished."""
     order = []
     monkeypatch.setattr(common, 'broadcast_from_rank0', lambda value: order.append('wait'))
     monkeypatch.setattr(common, 'download', lambda *args: order.append('download'))

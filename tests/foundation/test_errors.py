@@ -1,4 +1,4 @@
-"""Mistakes in use and failures of the machine: one line, an exit code, and no lost epoch."""
+"""Usage errors and failures of the machine: a one-line message, an exit code, and no lost epoch."""
 import os
 import signal
 import subprocess
@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, rows_of
+from conftest import ROOT, log_of
 
 import common
 import train_ms
@@ -21,7 +21,7 @@ from common import UsageError
     (UsageError('no such thing'), 2, 'error: no such thing\n'), (KeyboardInterrupt(), 130, 'stopped\n'),
     (OSError(28, 'No space left'), 2, 'error: [Errno 28] No space left\n'),
     (MemoryError(), 2, 'error: MemoryError\n'), (torch.OutOfMemoryError('2\nGiB'), 2, 'error: 2 GiB\n')])
-def test_cli_turns_a_mistake_into_exit_code_2_and_ctrl_c_into_130(capsys, error, code, text):
+def test_cli_turns_an_error_into_exit_code_2_and_ctrl_c_into_130(capsys, error, code, text):
     with pytest.raises(SystemExit) as stop:
         common.cli(Mock(side_effect=error))
     assert (stop.value.code, capsys.readouterr().err) == (code, text)
@@ -33,8 +33,8 @@ def test_a_bug_keeps_its_traceback(bug):
         common.cli(Mock(side_effect=bug))
 
 
-def test_a_reader_that_leaves_costs_no_epoch(run, small, folder, monkeypatch, capsys):
-    """An epoch is saved before it is printed; and a terminal that lacks letters is no reason to stop."""
+def test_a_closed_pipe_loses_no_epoch(run, small, folder, monkeypatch, capsys):
+    """An epoch is saved before it is printed. A terminal that cannot encode a letter does not stop the run."""
     common.Path('Vögel').symlink_to(folder)
     end, start = os.pipe()
     os.close(end)
@@ -42,13 +42,13 @@ def test_a_reader_that_leaves_costs_no_epoch(run, small, folder, monkeypatch, ca
         monkeypatch.setattr(sys, 'stdout', out)
         common.cli(partial(run, train_ms, '--data', 'Vögel', '--name', 'mine'))
     assert capsys.readouterr().err.startswith('error: [Errno 32] Broken pipe')
-    assert common.read_checkpoint('runs/mine')['epoch'] == 0 and len(rows_of('mine')) == 1
+    assert common.read_checkpoint('runs/mine')['epoch'] == 0 and len(log_of('mine')) == 1
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_real_process_keeps_the_checkpoint(folder, tmp_path):
     flags = '--dataset folder --epochs 500 --image-size 32 --batch-size 8 --per-class 2 --dim 8 --device cpu --name x'
-    # a shell starts background jobs deaf to Ctrl-C, and children inherit that: restore it
+    # a shell lets background jobs ignore SIGINT, and children inherit that: restore the default
     process = subprocess.Popen([sys.executable, ROOT / 'train_ms.py', *flags.split(), '--data', folder], cwd=tmp_path,
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))

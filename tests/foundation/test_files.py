@@ -1,4 +1,4 @@
-"""Checkpoints, weights, and files that are written whole or not at all."""
+"""Checkpoints, weights, and atomic writing of files."""
 import os
 import pickle
 from functools import partial
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import rows_of, small_embedder
+from conftest import log_of, small_embedder
 from PIL import Image
 
 import common
@@ -25,7 +25,7 @@ def checkpoint(path, **options):
 
 @pytest.mark.parametrize('options', [
     dict(layer_norm=True), dict(normalize=False), dict(arch='resnet34'), dict(pool='max')])
-def test_a_checkpoint_builds_the_network_that_it_is_of(tmp_path, small, options):
+def test_a_loaded_checkpoint_is_the_saved_network(tmp_path, small, options):
     model = checkpoint(tmp_path / 'x.pt', **options)
     again = common.load_checkpoint(tmp_path / 'x.pt', precision='fp32')
     x = torch.randn(2, 3, 32, 32)
@@ -38,7 +38,7 @@ def test_a_checkpoint_builds_the_network_that_it_is_of(tmp_path, small, options)
 
 
 def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
-    """Torchvision's, with or without their last layer; or a checkpoint, whose head is not taken"""
+    """A file has torchvision weights, with or without the last layer, or is a checkpoint, whose head is not loaded."""
     trunk = checkpoint(tmp_path / 'x.pt').trunk.state_dict()
     torch.save(trunk | {'fc.weight': torch.zeros(1000, 512), 'fc.bias': torch.zeros(1000)}, tmp_path / 'whole.pth')
     torch.save({name: value.half() for name, value in trunk.items()}, tmp_path / 'half.pth')
@@ -53,8 +53,8 @@ def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
         assert '\n' not in str(raised.value)
 
 
-def test_the_transform_of_a_checkpoint_is_that_of_its_evaluation(small, tmp_path):
-    """It takes a path, a PIL image or an array."""
+def test_a_checkpoint_has_its_test_transform(small, tmp_path):
+    """The transform takes a path, a PIL image or an array."""
     checkpoint(tmp_path / 'x.pt')
     transform = common.load_checkpoint(tmp_path / 'x.pt').transform
     half = np.zeros((40, 80), np.uint8)
@@ -63,22 +63,22 @@ def test_the_transform_of_a_checkpoint_is_that_of_its_evaluation(small, tmp_path
     mean, std = torch.tensor(common.MEAN)[:, None, None], torch.tensor(common.STD)[:, None, None]
     assert x.shape == (3, 32, 32) and torch.allclose(x * std + mean, white, atol=1e-6)
     turned = Image.fromarray(np.rot90(half).copy())
-    turned.getexif()[0x0112] = 6                                # to be shown turned
+    turned.getexif()[0x0112] = 6                                # EXIF orientation: rotated
     Image.fromarray(half).save(tmp_path / 'x.png')
-    for picture in (turned, half, tmp_path / 'x.png', str(tmp_path / 'x.png')):
-        assert torch.equal(transform(picture), x)
+    for image in (turned, half, tmp_path / 'x.png', str(tmp_path / 'x.png')):
+        assert torch.equal(transform(image), x)
 
 
 def test_a_checkpoint_embeds_an_image_as_the_run_did(run, folder):
-    """With a real ResNet"""
+    """A real ResNet-18 is loaded, and embeds an image as common.embed does."""
     run(train_ms, '--name', 'mine', '--precision', 'fp32')
     model = common.load_checkpoint('runs/mine/last.pt', precision='fp32')
     z = common.embed(model, common.load_dataset('folder', folder, 32, 32).query)
     with torch.no_grad():
-        alone = model(model.transform(folder / 'test/car0/0.jpg')[None])
-    assert z.dtype == torch.float32 and torch.allclose(alone[0], z[0], atol=1e-4)
+        single = model(model.transform(folder / 'test/car0/0.jpg')[None])
+    assert z.dtype == torch.float32 and torch.allclose(single[0], z[0], atol=1e-4)
     assert model.args['dataset'] == 'folder' and model.classes == [f'bird{i}' for i in range(6)]
-    torch.nn.Linear(16, 2)(z).sum().backward()              # embeddings are tensors that can be learned from
+    torch.nn.Linear(16, 2)(z).sum().backward()              # embeddings can be used to train another layer
 
 
 class Malicious:
@@ -96,7 +96,7 @@ def test_a_malicious_pickle_is_not_opened(tmp_path, monkeypatch, save):
     assert not os.path.exists('hacked')
 
 
-# ---- what is written
+# ---- writing
 
 @pytest.mark.parametrize('error, raised', [
     (OSError(28, 'No space left on device'), UsageError), (RuntimeError('No space left: torch.save'), UsageError),
@@ -110,11 +110,11 @@ def test_a_full_disk_and_ctrl_c_leave_the_old_file_intact(tmp_path, error, raise
     assert (tmp_path / 'old').read_text() == 'precious' and not list(tmp_path.glob('*.tmp'))
 
 
-def test_a_log_that_was_cut_short_is_whole_again_when_the_run_goes_on(run, small):
-    """The checkpoint has all rows."""
+def test_a_truncated_log_is_restored_when_the_run_is_resumed(run, small):
+    """The checkpoint has all records."""
     run(train_ms, '--name', 'my [best] run', '--epochs', '1', '--steps', '0')
-    rows = rows_of('my [best] run')
+    records = log_of('my [best] run')
     Path('runs/my [best] run/log.jsonl').write_text('{"ep')
     train_ms.main(['--resume', 'runs/my [best] run', '--epochs', '2', '--device', 'cpu'])
-    assert rows_of('my [best] run')[:2] == rows and len(rows_of('my [best] run')) == 3
+    assert log_of('my [best] run')[:2] == records and len(log_of('my [best] run')) == 3
     assert os.listdir('runs') == ['my [best] run']

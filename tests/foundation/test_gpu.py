@@ -1,4 +1,4 @@
-"""What a GPU computes, against the CPU. Skipped where there is none."""
+"""Results of a GPU against results of the CPU. Skipped without a GPU."""
 import pytest
 import torch
 from conftest import SCRIPTS
@@ -17,7 +17,7 @@ SETTINGS = [(script, '') for script in SCRIPTS] + [
 
 
 def trained(run, script, device, precision, flags=''):
-    """What three steps of plain gradient descent learn, and their row"""
+    """Weights after three steps of plain gradient descent, and the last record of the log"""
     name = f'{device}-{precision}'
     run(__import__(script), '--optimizer', 'sgd', '--lr', '0.01', '--steps', '3', '--device', device,
         '--precision', precision, '--name', name, *flags.split())
@@ -26,22 +26,22 @@ def trained(run, script, device, precision, flags=''):
 
 
 @pytest.mark.parametrize('script, flags', SETTINGS)
-def test_three_steps_are_those_of_the_cpu(run, small, monkeypatch, script, flags):
+def test_three_steps_on_a_gpu_match_the_cpu(run, small, monkeypatch, script, flags):
     monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
-    expected, row = trained(run, script, 'cpu', 'fp32', flags)
+    expected, record = trained(run, script, 'cpu', 'fp32', flags)
     found, other = trained(run, script, 'cuda', 'fp32', flags)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
-    assert other['loss'] == pytest.approx(row['loss'], rel=1e-4, abs=1e-4)
+    assert other['loss'] == pytest.approx(record['loss'], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
-def test_bfloat16_is_float32_with_fewer_digits(run, small, script):
-    _, row = trained(run, script, 'cuda', 'fp32')
+def test_the_loss_in_bfloat16_is_close_to_float32(run, small, script):
+    _, record = trained(run, script, 'cuda', 'fp32')
     _, other = trained(run, script, 'cuda', 'bf16')
-    assert other['loss'] == pytest.approx(row['loss'], rel=0.05)
+    assert other['loss'] == pytest.approx(record['loss'], rel=0.05)
 
 
-def test_a_gpu_finds_what_the_cpu_finds():
+def test_retrieval_metrics_on_a_gpu_match_the_cpu():
     z, y = torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 20
     assert common.retrieval_metrics(z.cuda(), y) == pytest.approx(common.retrieval_metrics(z, y), abs=1e-3)

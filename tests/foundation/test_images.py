@@ -1,4 +1,4 @@
-"""Images: decoding, the two transforms, crops, flips and colours."""
+"""Images: decoding, the test and training transforms, crops, flips and colours."""
 import random
 
 import numpy as np
@@ -38,7 +38,7 @@ def test_a_grey_ramp_of_any_depth_keeps_its_levels(tmp_path, kind, largest):
     assert pixels.shape == (20, 40, 3) and np.abs(pixels[10, :, 0] - np.linspace(0, 255, 40)).max() < 2
 
 
-def test_small_integers_are_8_bits_and_floats_are_scaled_by_the_finite_ones():
+def test_small_integers_are_kept_and_floats_are_scaled_by_their_finite_range():
     assert to_8_bits(np.array([[0, 3, 100]], np.int32)).tolist() == [[0, 3, 100]]
     nan, inf = np.nan, np.inf
     assert to_8_bits(np.array([[nan, -2, 0, 2, inf, -inf]], np.float32)).tolist() == [[0, 0, 128, 255, 255, 0]]
@@ -52,8 +52,8 @@ def test_small_integers_are_8_bits_and_floats_are_scaled_by_the_finite_ones():
     ('LA', (0, 0), (0, 255), (0, 0, 0)), ('RGBA', (9, 9, 9, 0), (255, 0, 0, 128), (255, 127, 127)),
     ('L', 8, 80, (80, 80, 80)), ('I;16', 0, 65535, (255, 255, 255)), ('I;16', 65535, 0, (0, 0, 0)),
     ('RGB', (1, 2, 3), (1, 2, 4), (1, 2, 4)), ('P', 1, 0, (0, 0, 0))])
-def test_what_is_transparent_is_white(tmp_path, mode, clear, ink, expected):
-    """Some modes have an alpha channel, others a colour or an entry of the palette that is transparent."""
+def test_transparent_pixels_become_white(tmp_path, mode, clear, ink, expected):
+    """A mode has an alpha channel, or a transparent colour, or a transparent entry of its palette."""
     image = Image.new(mode, (6, 4), clear)
     if mode == 'P':
         image.putpalette([0, 0, 0, 9, 9, 9])
@@ -63,33 +63,33 @@ def test_what_is_transparent_is_white(tmp_path, mode, clear, ink, expected):
     assert rgb.getpixel((2, 1)) == expected and rgb.getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_an_image_is_upright_as_its_exif_data_say(tmp_path):
+def test_an_image_is_rotated_according_to_its_exif_data(tmp_path):
     image = noise(20, 30)
-    image.getexif()[0x0112] = 6                             # to be shown turned by 90 degrees, clockwise
+    image.getexif()[0x0112] = 6                             # rotated by 90 degrees, clockwise
     image.save(tmp_path / 'x.png', exif=image.getexif())
     turned = np.rot90(np.asarray(image), -1)
-    for picture in (image, tmp_path / 'x.png'):
-        np.testing.assert_array_equal(np.asarray(to_rgb(picture)), turned)
+    for source in (image, tmp_path / 'x.png'):
+        np.testing.assert_array_equal(np.asarray(to_rgb(source)), turned)
 
 
 @pytest.mark.filterwarnings('ignore:Corrupt EXIF data')
 @pytest.mark.parametrize('exif', [b'no TIFF header', b'MM\0\x2a\0\0\0\x08\0\x05\x01\x12', b'II\x2a\0\xff\xff\xff\x7f'])
 @pytest.mark.parametrize('suffix', ['jpg', 'png', 'webp'])
-def test_exif_data_that_cannot_be_read_do_not_spoil_the_pixels(tmp_path, exif, suffix):
+def test_corrupted_exif_data_are_ignored(tmp_path, exif, suffix):
     noise(16, 24).save(tmp_path / f'x.{suffix}', exif=b'Exif\0\0' + exif)
     assert to_rgb(tmp_path / f'x.{suffix}').size == (24, 16)
 
 
 @pytest.mark.parametrize('kind', [b'tEXt', b'zTXt', b'iTXt', b'iCCP', b'eXIf', b'gAMA', b'pHYs'])
-def test_a_damaged_chunk_of_a_png_beside_its_pixels_is_passed_over(tmp_path, kind):
+def test_a_corrupted_metadata_chunk_of_a_png_is_ignored(tmp_path, kind):
     noise(16, 24).save(tmp_path / 'x.png')
     content = (tmp_path / 'x.png').read_bytes()
     chunk = len(b'k\0\0zz').to_bytes(4, 'big') + kind + b'k\0\0zz' + bytes(4)            # with a wrong checksum
-    (tmp_path / 'x.png').write_bytes(content[:33] + chunk + content[33:])                 # behind the header
+    (tmp_path / 'x.png').write_bytes(content[:33] + chunk + content[33:])                 # after the header
     np.testing.assert_array_equal(np.asarray(to_rgb(tmp_path / 'x.png')), np.asarray(noise(16, 24)))
 
 
-def test_a_thin_image_is_cut_to_sixteen_times_its_shorter_side():
+def test_a_thin_image_is_cropped_to_sixteen_times_its_shorter_side():
     for size, expected in (((2, 700), (2, 32)), ((900, 3), (48, 3)), ((160, 10), (160, 10))):
         ramp = (np.arange(max(size)) * 255 // max(size)).astype(np.uint8)
         rgb = to_rgb(Image.fromarray(np.broadcast_to(ramp if size[0] > size[1] else ramp[:, None], size[::-1])))
@@ -107,7 +107,7 @@ def test_large_jpegs_are_decoded_at_a_reduced_size_but_not_below_min_side(tmp_pa
         return image.size
     transform.min_side = 70
     images = Images([tmp_path / 'x.jpg'], ['a'], transform=transform, train_transform=lambda image: image.size)
-    assert images[0][0] == (100, 75) and images[0, 1][0] == (400, 300), 'without the attribute, the size is whole'
+    assert images[0][0] == (100, 75) and images[0, 1][0] == (400, 300), 'without min_side, the full size'
 
 
 def test_the_default_transforms_enlarge_nothing_that_was_decoded_at_a_reduced_size():
@@ -119,15 +119,15 @@ def test_the_default_transforms_enlarge_nothing_that_was_decoded_at_a_reduced_si
 # ---- files that cannot be read
 
 @pytest.mark.parametrize('form', ['eps', 'gif'])
-def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path, form):
-    """PIL would start Ghostscript for the first, and could read the second, but README lists neither."""
+def test_a_file_of_another_format_is_rejected_whatever_its_name(tmp_path, form):
+    """PIL could read GIF, and would start Ghostscript for EPS, but neither format is supported."""
     Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', form)
     with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
         to_rgb(tmp_path / 'x.jpg')
 
 
 @pytest.mark.parametrize('suffix', ['jpg', 'png', 'ppm', 'bmp', 'tif', 'webp'])
-def test_a_file_that_was_cut_short_is_refused(tmp_path, suffix):
+def test_a_truncated_file_is_rejected(tmp_path, suffix):
     path = tmp_path / f'Vögel im Nest.{suffix}'
     noise(40, 50).save(path)
     path.write_bytes(path.read_bytes()[:-300])
@@ -135,8 +135,8 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path, suffix):
         to_rgb(path)
 
 
-def test_a_png_with_a_wrong_byte_is_refused(tmp_path):
-    """PIL raises an error at the first attempt to read its pixels, and not at the second."""
+def test_a_png_with_a_wrong_byte_is_rejected(tmp_path):
+    """PIL raises an error only at the first attempt to read the pixels of such a file, not at the second."""
     noise(40, 50).save(tmp_path / 'x.png')
     content = bytearray((tmp_path / 'x.png').read_bytes())
     content[content.index(b'IDAT') + 2000] ^= 255
@@ -145,7 +145,7 @@ def test_a_png_with_a_wrong_byte_is_refused(tmp_path):
         to_rgb(tmp_path / 'x.png')
 
 
-def test_a_damaged_file_in_a_worker_process_is_one_line_with_its_name(tmp_path):
+def test_a_corrupted_file_in_a_worker_process_is_one_line_with_its_name(tmp_path):
     paths = [tmp_path / f'{i}.ppm' for i in range(128)]
     for path in paths:
         path.write_bytes(b'P6 1 1 255\n' + bytes(3))
@@ -160,44 +160,44 @@ def test_a_damaged_file_in_a_worker_process_is_one_line_with_its_name(tmp_path):
 
 # ---- the Dataset
 
-def test_labels_are_names_or_numbers_and_as_many_as_images():
-    pictures = [noise(4, 4, seed) for seed in range(3)]
-    images = Images(pictures, ['b', 'a', 'b'])
+def test_labels_are_names_or_integers_one_for_each_image():
+    items = [noise(4, 4, seed) for seed in range(3)]
+    images = Images(items, ['b', 'a', 'b'])
     assert images.classes == ['a', 'b'] and images.labels.tolist() == [1, 0, 1] and images.num_classes == 2
-    assert Images(pictures, torch.tensor([30, 4, 30])).classes == ['4', '30']
-    images = Images(pictures, [2, 0, 2], classes=['x', 'y', 'z'])
+    assert Images(items, torch.tensor([30, 4, 30])).classes == ['4', '30']
+    images = Images(items, [2, 0, 2], classes=['x', 'y', 'z'])
     assert images.classes == ['x', 'y', 'z'] and images.labels.tolist() == [2, 0, 2]
     nan = float('nan')
     for labels in (['a'], ['a'] * 4, [], [[1], [2], [3]], [0.0, nan, 1.0], torch.tensor([0.0, 1.0, nan]),
                    ['a', nan, 'b'], ['a', None, 'b'], None):
         with pytest.raises(UsageError, match='^3 images need as many labels, none of them missing'):
-            Images(pictures, labels)
+            Images(items, labels)
     for labels in ([0, 1, 2], [-1, 0, 1], [0, 0.5, 1], ['x', 'y', 'x']):
         with pytest.raises(UsageError, match='^with 2 classes, labels are positions from 0 to 1$'):
-            Images(pictures, labels, classes=['x', 'y'])
+            Images(items, labels, classes=['x', 'y'])
 
 
-def test_pictures_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp_path):
-    """A tuple of an index and further integers is for training."""
+def test_items_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp_path):
+    """The training transform is used if the index is a tuple with further integers."""
     noise(6, 8).save(tmp_path / 'x.png')
-    for picture in (tmp_path / 'x.png', str(tmp_path / 'x.png'), noise(6, 8), np.asarray(noise(6, 8))):
-        images = Images([noise(5, 5, 1), picture], ['a', 'b'], transform=np.asarray,
+    for item in (tmp_path / 'x.png', str(tmp_path / 'x.png'), noise(6, 8), np.asarray(noise(6, 8))):
+        images = Images([noise(5, 5, 1), item], ['a', 'b'], transform=np.asarray,
                         train_transform=lambda image: 'train')
         pixels, label = images[1]
         np.testing.assert_array_equal(pixels, np.asarray(noise(6, 8)))
         assert label == 1 and images[1, 4, 2] == ('train', 1)
-        assert images[(0,)][0].shape == (5, 5, 3), 'an index alone is for tests'
+        assert images[(0,)][0].shape == (5, 5, 3), 'a single index is for tests'
 
 
-@pytest.mark.parametrize('picture', [
+@pytest.mark.parametrize('item', [
     np.zeros((3, 8, 8), np.uint8), np.zeros((8, 8, 3)), np.zeros((8, 8, 3), np.int64), torch.zeros(3, 8, 8), None,
     ['x.png']], ids=['channels first', 'floats', 'int64', 'tensor', 'None', 'list'])
-def test_what_is_no_picture_is_refused_in_one_line(picture):
+def test_other_items_are_rejected_in_one_line(item):
     with pytest.raises(UsageError, match='^cannot read the image .*; replace or remove it$'):
-        to_rgb(picture)
+        to_rgb(item)
 
 
-def test_a_subset_has_classes_of_its_own_and_the_same_transforms():
+def test_a_subset_has_only_its_classes_and_the_same_transforms():
     images = Images([noise(4, 4, i) for i in range(6)], list('ccabba'), superclasses=torch.arange(6),
                     paths=list('uvwxyz'), transform=np.asarray, train_transform=np.array)
     for indices in (torch.tensor([5, 0]), torch.tensor([True, False, False, False, False, True])):
@@ -212,7 +212,7 @@ def test_a_subset_has_classes_of_its_own_and_the_same_transforms():
 
 # ---- randomness
 
-def three_draws(image):
+def three_samples(image):
     return [random.random(), np.random.rand(), torch.rand(()).item()]
 
 
@@ -220,15 +220,15 @@ def generators():
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
-def test_what_a_train_transform_draws_follows_from_the_integers_only():
-    """The generators of Python, NumPy and torch are left as they were."""
-    images = Images([noise(4, 4)] * 2, ['a', 'b'], train_transform=three_draws)
+def test_random_numbers_of_a_train_transform_follow_from_the_integers_only():
+    """The state of the generators of Python, NumPy and torch does not change."""
+    images = Images([noise(4, 4)] * 2, ['a', 'b'], train_transform=three_samples)
     before = generators()
-    draws = {numbers: images[(0, *numbers)][0] for numbers in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2))}
+    samples = {key: images[(0, *key)][0] for key in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2))}
     assert generators() == before
     common.set_seed(5)
-    assert images[1, 1, 2, 3][0] == draws[1, 2, 3], 'and neither from the image nor from what was drawn before'
-    for column in zip(*draws.values()):
+    assert images[1, 1, 2, 3][0] == samples[1, 2, 3], 'not from the image, nor from earlier random numbers'
+    for column in zip(*samples.values()):
         assert len(set(column)) == 5, 'each of the generators is seeded, with each of the integers'
 
 
@@ -241,7 +241,7 @@ def test_the_default_augmentation_follows_from_the_integers_only():
 # ---- crops and colours
 
 def back(x):
-    """Undoes the normalization by the mean and standard deviation of ImageNet, red first: (3, S, S) -> 0..255"""
+    """Undoes the normalization by the mean and standard deviation of ImageNet, in RGB: (3, S, S) -> 0..255"""
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     return 255 * (x * std[:, None, None] + mean[:, None, None])
 
@@ -259,8 +259,8 @@ def test_test_images_are_resized_and_their_centre_is_cropped(height, width):
 
 
 @pytest.mark.parametrize('resize', [None, 30])
-def test_training_crops_are_cut_from_the_image_in_full_size_or_after_resizing(resize):
-    """The boxes are those that torchvision's RandomResizedCrop draws from the same seed."""
+def test_training_crops_are_taken_from_the_original_or_the_resized_image(resize):
+    """The crop boxes equal the boxes of torchvision's RandomResizedCrop with the same seed."""
     images = Images([noise(40, 60), noise(80, 50, 1)], ['a', 'b'], train_transform=make_train_transform(
         16, min_crop=0.2, flip=False, resize=resize))
     for i in (0, 1):
@@ -280,8 +280,8 @@ def test_flips_are_horizontal_for_half_of_the_images():
     assert (same != mirrored).all() and 70 < mirrored.sum() < 130
 
 
-def test_jitter_changes_each_image_by_at_most_this_much():
-    """Of an image of one grey, all pixels change by one factor, that of the brightness."""
+def test_jitter_changes_an_image_by_at_most_its_value():
+    """Jitter multiplies all pixels of a grey image by the same factor, the brightness."""
     grey = Image.new('RGB', (16, 16), (100, 100, 100))
     images = Images([grey], ['a'], train_transform=make_train_transform(16, jitter=0.5))
     jittered = torch.stack([back(images[0, i][0]) for i in range(30)])
@@ -289,4 +289,4 @@ def test_jitter_changes_each_image_by_at_most_this_much():
     assert torch.allclose(jittered, 100 * factors[:, None, None, None].expand_as(jittered), atol=0.1)
     assert 0.49 < factors.min() < 0.7 and 1.3 < factors.max() < 1.51
     images = Images([noise(16, 16)], ['a'], train_transform=make_train_transform(16, min_crop=1.0, flip=False))
-    assert torch.allclose(back(images[0, 3][0]), pixels_of(images.items[0]), atol=1e-3), 'without it, none'
+    assert torch.allclose(back(images[0, 3][0]), pixels_of(images.items[0]), atol=1e-3), 'no change without jitter'

@@ -41,8 +41,8 @@ def test_head_init():
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
-def test_precision_is_that_of_the_trunk_alone(small, precision):
-    """Pooling and head are float32: pooled in bfloat16, means of 49 values would have two decimal digits."""
+def test_precision_applies_only_to_the_trunk(small, precision):
+    """Pooling and head are float32: a mean over 49 values in bfloat16 would have only two decimal digits."""
     model, exact = small_embedder(precision=precision).eval(), small_embedder().eval()
     x = torch.randn(2, 3, 40, 40)
     f = model.features(x)
@@ -56,12 +56,12 @@ def test_precision_is_that_of_the_trunk_alone(small, precision):
     assert F.cosine_similarity(*grads, dim=0) > 0.99
 
 
-@pytest.mark.parametrize('warmup', [0, 2])
+@pytest.mark.parametrize('frozen', [0, 2])
 @pytest.mark.parametrize('freeze', [True, False])
-def test_frozen_batchnorm_keeps_its_statistics_and_its_affine_weights_learn_after_the_warm_up(
-        before_training, freeze, warmup):
-    """Four epochs of three steps. The statistics of BatchNorm that is not frozen change in the warm-up, too."""
-    held, seen = before_training(train_ms, '--epochs', '4', '--steps', '0', '--warmup', str(warmup),
+def test_frozen_batchnorm_keeps_its_statistics_and_trains_its_affine_weights_with_the_trunk(
+        before_training, freeze, frozen):
+    """Without --freeze-bn, the statistics change even while the trunk is frozen. An epoch has three steps."""
+    held, seen = before_training(train_ms, '--epochs', '4', '--steps', '0', '--freeze-backbone-epochs', str(frozen),
                                  '--freeze-bn' if freeze else '--no-freeze-bn', '--epsilon', 'off'), []
 
     def step(x, y):
@@ -71,11 +71,11 @@ def test_frozen_batchnorm_keeps_its_statistics_and_its_affine_weights_learn_afte
     for number, (before, after) in enumerate(zip(seen, seen[1:])):
         same = {name: torch.equal(before[name], after[name]) for name in before}
         assert same['bn1.running_mean'] == same['bn1.running_var'] == freeze
-        assert same['bn1.weight'] == same['bn2.bias'] == same['conv1.weight'] == (number < 3 * warmup), f'step {number}'
+        assert same['bn1.weight'] == same['bn2.bias'] == same['conv1.weight'] == (number < 3 * frozen), f'step {number}'
 
 
 def test_imagenet_weights_are_the_first_version(monkeypatch):
-    """IMAGENET1K_V1, from which the papers started; without a connection, one line names --weights FILE."""
+    """The weights are IMAGENET1K_V1, as in the papers. Without a connection, the error message names --weights FILE."""
     get_model = Mock(side_effect=OSError('no route'))
     monkeypatch.setattr(torchvision.models, 'get_model', get_model)
     with pytest.raises(UsageError, match='no ImageNet weights for resnet50: no route; .* --weights FILE'):
@@ -83,28 +83,28 @@ def test_imagenet_weights_are_the_first_version(monkeypatch):
     get_model.assert_called_once_with('resnet50', weights='IMAGENET1K_V1')
 
 
-def test_half_precision_is_raised_to_the_widest_type_around_it():
+def test_half_precision_is_upcast_to_the_widest_type_of_the_arguments():
     half, double = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
     assert common.at_least_float32(half).dtype == torch.float32
     assert [t.dtype for t in common.promote_dtypes(half, double)] == [torch.float64] * 2
 
 
 @pytest.mark.parametrize('training', [True, False])
-def test_embedding_leaves_a_network_in_the_mode_that_it_had(small, training):
+def test_embed_keeps_the_training_mode_of_a_network(small, training):
     images = common.Images([np.zeros((16, 16, 3), np.uint8)], [0], transform=common.make_test_transform(16, 16))
     model = Embedder(dim=4, freeze_bn=False)
     before = model.trunk.bn1.running_mean.clone()
     common.embed(model.train(training), images)
     assert model.training == training and torch.equal(model.trunk.bn1.running_mean, before)
     model(torch.randn(4, 3, 32, 32))
-    assert torch.equal(model.trunk.bn1.running_mean, before) != training, 'BatchNorm follows the batches of training'
+    assert torch.equal(model.trunk.bn1.running_mean, before) != training, 'statistics follow the training batches'
 
 
 # ---- chunks and layouts
 
 @pytest.mark.parametrize('pool', ['avg', 'avg+max'])
 def test_chunks_have_the_gradient_of_the_whole_batch(small, pool):
-    """Also where the last chunk is smaller, and where feature maps are used directly. Evaluation has no chunks."""
+    """The gradients are equal also with a smaller last chunk and a loss of feature maps. Evaluation has no chunks."""
     x = torch.randn(7, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     found = []
     for chunk in (0, 3):
@@ -122,15 +122,15 @@ def test_chunks_have_the_gradient_of_the_whole_batch(small, pool):
 
 
 def test_float32_is_not_rounded_to_tf32(small):
-    """Some systems turn it on. Its errors of 1e-3 in a cosine would make equal embeddings differ."""
+    """TF32 may be turned on by default. Its error of 1e-3 in a cosine would make equal embeddings differ."""
     torch.set_float32_matmul_precision('high')
     Embedder(weights='none', dim=4).place('cpu')
     assert torch.get_float32_matmul_precision() == 'highest'
 
 
 @pytest.mark.parametrize('device, layout', [('cpu', torch.channels_last), ('meta', torch.contiguous_format)])
-def test_channels_come_last_only_where_that_is_right_and_fast(small, device, layout):
-    """meta stands for any device but a CPU and CUDA, a Mac's GPU for example."""
+def test_channels_last_is_used_on_a_cpu_and_on_cuda_only(small, device, layout):
+    """The device meta is an example of any other device, such as a Mac's GPU."""
     model = Embedder(weights='none', dim=4).place(device)
     assert model.layout == layout and model.trunk.conv2.weight.is_contiguous(memory_format=layout)
 
@@ -140,7 +140,7 @@ def test_channels_come_last_only_where_that_is_right_and_fast(small, device, lay
 
 @pytest.fixture
 def transformer(monkeypatch):
-    """A vision transformer of one layer in the place of vit_b_16, for images of 32 x 32 pixels"""
+    """Replaces vit_b_16 by a vision transformer of one layer, for images of 32 x 32 pixels."""
     get_model = torchvision.models.get_model
 
     def get(arch, weights=None):
@@ -150,7 +150,7 @@ def transformer(monkeypatch):
 
 @pytest.mark.parametrize('arch, classifier, c', [('vit_b_16', 'heads.head', 8), ('shufflenet_v2_x0_5', 'fc', 1024)])
 def test_another_network_loses_its_classifier_only(transformer, tmp_path, arch, classifier, c):
-    """Its weights come from a file of torchvision, or from a checkpoint of these scripts, which has other keys."""
+    """Weights of other architectures load from a torchvision file, or from a checkpoint, which has other keys."""
     torch.manual_seed(0)
     network = torchvision.models.get_model(arch).eval()
     torch.save(network.state_dict(), tmp_path / 'own.pth')
@@ -168,7 +168,7 @@ def test_another_network_loses_its_classifier_only(transformer, tmp_path, arch, 
 @pytest.mark.parametrize('wrapper', ['', 'state_dict', 'ema'])
 @pytest.mark.parametrize('prefix', ['', 'module.', 'encoder_q.', '_orig_mod.module.backbone.'])
 def test_weights_load_from_whatever_they_are_wrapped_in(small, tmp_path, wrapper, prefix):
-    """What else a larger network has is left out. Weights that do not fit are refused."""
+    """Further weights of a larger network are ignored. Files with two networks or missing weights are rejected."""
     network = torchvision.models.get_model('resnet18')
     saved = {f'{prefix}{key}': value for key, value in network.state_dict().items()}
     if prefix:
@@ -190,14 +190,14 @@ def test_weights_load_from_whatever_they_are_wrapped_in(small, tmp_path, wrapper
     ('--arch squeezenet1_0', 'squeezenet1_0 has no linear classifier'),
     ('--arch vit_b_16 --image-size 64', 'takes no input of shape .*64, 64.*--image-size'),
     ('--arch shufflenet_v2_x0_5 --chunk 2', '--chunk needs --freeze-bn: BatchNorm')])
-def test_a_trunk_that_does_not_fit_is_refused_in_one_line(transformer, flags, message):
+def test_a_trunk_that_does_not_fit_is_rejected_in_one_line(transformer, flags, message):
     args = train_ms.get_args(['--device', 'cpu', *flags.split()])
     with pytest.raises(UsageError, match=message) as raised:
         common.build(args)
     assert '\n' not in str(raised.value)
 
 
-def test_a_trunk_returns_one_tensor():
+def test_a_trunk_that_does_not_return_one_tensor_is_rejected():
     for output in ((torch.zeros(1, 3), 0), torch.zeros(1, 3, 4)):
         trunk = torch.nn.Module()
         trunk.forward = lambda x, output=output: output
@@ -205,16 +205,16 @@ def test_a_trunk_returns_one_tensor():
             Embedder(trunk=trunk)
 
 
-def test_a_transformer_trains_mixes_resumes_and_is_evaluated(run, transformer):
-    """It has no BatchNorm, so its chunks need none that is frozen."""
+def test_a_transformer_is_trained_with_mixup_resumed_and_evaluated(run, transformer):
+    """A network without BatchNorm may use --chunk without --freeze-bn."""
     flags = '--arch vit_b_16 --chunk 3 --mixup input feature embed --name mine --epochs 1 --steps 3 --precision fp32'
     assert run(train_metrix, *flags.split())['epoch'] == 1
-    row = train_metrix.main('--resume runs/mine --epochs 2 --steps 6 --device cpu'.split())
+    record = train_metrix.main('--resume runs/mine --epochs 2 --steps 6 --device cpu'.split())
     result = evaluation.main(['--checkpoint', 'runs/mine', '--device', 'cpu', '--precision', 'fp32'])
-    assert row['epoch'] == 2 and result['MAP@R'] == pytest.approx(row['MAP@R'], abs=1e-3)
+    assert record['epoch'] == 2 and result['MAP@R'] == pytest.approx(record['MAP@R'], abs=1e-3)
 
 
-# ---- a trunk of one's own
+# ---- a trunk made in Python
 
 class Patches(torch.nn.Module):
     """Images (B, 3, S, S) -> (B, 12), or the feature map (B, 12, S / 8, S / 8)"""
@@ -240,14 +240,14 @@ def test_any_module_as_trunk_is_trained_resumed_reloaded_and_evaluated(folder, t
         data = common.dataset_from(args)
         model = common.build(args, data, trunk=Patches(pooled))
         optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
-        row = common.train(args, model, data, lambda x, y: train_ms.multi_similarity_loss(model(x), y), optimizer)
-        return model, data, row
+        record = common.train(args, model, data, lambda x, y: train_ms.multi_similarity_loss(model(x), y), optimizer)
+        return model, data, record
     train(*flags, str(folder), '--schedule', 'constant', '--steps', '3', '--name', 'mine')
-    whole, _, _ = train(*flags, str(folder), '--schedule', 'constant', '--name', 'whole')
-    model, data, row = train('--resume', 'runs/mine', '--steps', '6')
-    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in model.state_dict().items())
+    uninterrupted, _, _ = train(*flags, str(folder), '--schedule', 'constant', '--name', 'full')
+    model, data, record = train('--resume', 'runs/mine', '--steps', '6')
+    assert all(torch.equal(value, uninterrupted.state_dict()[name]) for name, value in model.state_dict().items())
     again = common.load_checkpoint('runs/mine', precision='fp32', trunk=Patches(pooled))
-    assert common.evaluate(again, data).items() <= row.items()
+    assert common.evaluate(again, data).items() <= record.items()
     for load in (common.load_checkpoint, lambda path: evaluation.main(['--checkpoint', path])):
         with pytest.raises(UsageError, match='the trunk of runs/mine was made in Python: .*trunk=module'):
             load('runs/mine')

@@ -1,4 +1,4 @@
-"""Several processes, as torchrun starts them, train the network that one process trains."""
+"""Training with several processes, as started by torchrun, equals training with one process."""
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def trained(folder, tmp_path_factory):
-    """Folders of the runs by one process, and by two at once; and what these two print"""
+    """Folders of the runs by one process, and by two processes; and the output of these two"""
     one, two = tmp_path_factory.mktemp('one'), tmp_path_factory.mktemp('two')
-    alone = worker.start(worker.train_all, str(folder), where=one)
+    single = worker.start(worker.train_all, str(folder), where=one)
     together = worker.finish(worker.start(worker.train_all, str(folder), where=two, size=2), two)
-    worker.finish(alone, one)
+    worker.finish(single, one)
     return one, two, together
 
 
@@ -28,36 +28,36 @@ def weights(run):
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
-def test_four_updates_by_two_processes_are_those_of_one(trained, script):
-    """Plain gradient descent in float64. The evaluations, whose images are shared out as well, agree, too."""
+def test_four_updates_by_two_processes_match_those_by_one(trained, script):
+    """Weights after plain gradient descent in float64 agree, and so do the metrics of the evaluations."""
     one, two, _ = trained
-    (expected, rows), (found, other_rows) = weights(one / 'runs' / script), weights(two / 'runs' / script)
+    (expected, records), (found, others) = weights(one / 'runs' / script), weights(two / 'runs' / script)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
-    assert len(rows) == len(other_rows) > 1
-    for row, other in zip(rows, other_rows):
+    assert len(records) == len(others) > 1
+    for record, other in zip(records, others):
         for key in ('R@1', 'RP', 'MAP@R', 'loss'):
-            assert row[key] == pytest.approx(other[key], abs=1e-6)
+            assert record[key] == pytest.approx(other[key], abs=1e-6)
 
 
-def test_the_main_process_prints_and_writes_and_its_row_is_that_of_all(trained):
-    """If each process judged its own row, the one with more patience would wait for the other for ever."""
+def test_the_main_process_prints_and_writes_and_all_processes_use_its_metrics(trained):
+    """If each process stopped early by its own metrics, one would wait for the other forever."""
     _, two, outputs = trained
     assert outputs[0].count('R@1 = ') == len(SCRIPTS) + 1 and 'R@1' not in outputs[1]
     assert sorted(path.name for path in (two / 'runs').iterdir()) == sorted(['ms-folder-1', *SCRIPTS])
     assert not list(two.glob('runs/*/*.tmp'))
-    rows = weights(two / 'runs' / 'ms-folder-1' / 'last.pt')[1]
-    assert [row['MAP@R'] for row in rows] == [1.0] * 3, 'before training, the best, and one without gain'
+    records = weights(two / 'runs' / 'ms-folder-1' / 'last.pt')[1]
+    assert [record['MAP@R'] for record in records] == [1.0] * 3, 'before training, the best, and one not better'
 
 
-def test_each_process_loads_and_embeds_its_share(folder, tmp_path):
-    """Of a batch of 6 images three processes load 2 each; of a set of 2 images the third embeds one again."""
+def test_each_process_loads_and_embeds_its_part(folder, tmp_path):
+    """Three processes load 2 images each of a batch of 6. For a set of 2 images, the third embeds one again."""
     (tmp_path / 'one').mkdir()
-    alone = worker.start(worker.load_and_embed, str(folder), where=tmp_path / 'one')
+    single = worker.start(worker.load_and_embed, str(folder), where=tmp_path / 'one')
     worker.finish(worker.start(worker.load_and_embed, str(folder), where=tmp_path, size=3), tmp_path)
-    worker.finish(alone, tmp_path / 'one')
-    expected = torch.load(tmp_path / 'one/shares-0.pt')
-    found = [torch.load(tmp_path / f'shares-{rank}.pt') for rank in range(3)]
+    worker.finish(single, tmp_path / 'one')
+    expected = torch.load(tmp_path / 'one/part-0.pt')
+    found = [torch.load(tmp_path / f'part-{rank}.pt') for rank in range(3)]
     for name in 'xy':
         assert [len(each[name]) for each in found] == [2, 2, 2]
         assert torch.equal(torch.cat([each[name] for each in found]), expected[name])
@@ -67,7 +67,7 @@ def test_each_process_loads_and_embeds_its_share(folder, tmp_path):
     assert len(expected['embedded'][0]) == 2 and len(expected['embedded'][1]) == 11
 
 
-def test_a_batch_that_cannot_be_shared_evenly_is_refused(monkeypatch):
+def test_a_batch_that_cannot_be_divided_evenly_is_rejected(monkeypatch):
     monkeypatch.setattr(common, 'world_size', lambda: 2)
     batches = common.StepBatches([[0, 1, 2]], 0)
     batches.start(1, range(1))
@@ -75,8 +75,8 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(monkeypatch):
         next(iter(batches))
 
 
-def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
-    """Before it makes a tensor; here there are not as many as 100."""
+def test_each_process_selects_a_different_gpu(monkeypatch):
+    """The device is set before a tensor is made. This machine has fewer than 100 GPUs."""
     taken = []
     monkeypatch.setenv('LOCAL_RANK', '99')
     monkeypatch.setattr(torch.cuda, 'set_device', taken.append)
@@ -85,7 +85,7 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
     assert taken == ['cuda:99']
 
 
-def test_processes_share_the_statistics_of_batchnorm_on_gpus_and_need_frozen_ones_on_a_cpu(small, monkeypatch):
+def test_processes_synchronize_batchnorm_on_gpus_and_need_frozen_batchnorm_on_a_cpu(small, monkeypatch):
     args = train_ms.get_args(['--device', 'cpu', '--precision', 'fp32'])
     monkeypatch.setattr(common, 'world_size', lambda: 2)
     monkeypatch.setattr(common.Embedder, 'place', lambda model, device: model)

@@ -1,4 +1,4 @@
-"""common.retrieval_metrics and what an evaluation reads, against worked numbers and the Reality Check's Table 3."""
+"""common.retrieval_metrics, k_nearest and evaluate, against worked examples and Table 3 of the Reality Check."""
 import math
 import sys
 
@@ -13,8 +13,8 @@ import common
 from common import UsageError, retrieval_metrics
 
 
-def expect_row(found, expected, what):
-    """The same keys, and the same percentages up to rounding"""
+def expect_metrics(found, expected, what):
+    """The same keys, and the same percentages up to floating-point error"""
     assert found.keys() == expected.keys(), f'{what}: expected the keys {list(expected)}, got {list(found)}'
     for key in expected:
         expect(found[key], expected[key], f'{key}, {what}', 1e-5)
@@ -27,7 +27,7 @@ def points(*degrees):
 # ---- the metrics
 
 def ranked(hits, r):
-    """One query and r matches; the retrieved list has a match at each rank in `hits`, then the others."""
+    """Metrics of one query with r matches: those at the ranks in `hits`, and the others at the end of the ranking"""
     angles = [*range(1, 11), *range(50, 50 + r - len(hits))]
     labels = torch.tensor([int(angle not in hits and angle < 50) for angle in angles])
     return retrieval_metrics(points(0), torch.tensor([0]), points(*angles), labels, ks=(1,))
@@ -36,59 +36,60 @@ def ranked(hits, r):
 @pytest.mark.parametrize('hits, rp, map_at_r', [([1], 10, 10), ([1, 10], 20, 12), ([1, 2], 20, 20),
                                                 (list(range(1, 11)), 100, 100)])
 def test_rc_eq3_map_at_r_as_in_table_3(hits, rp, map_at_r):
-    expect_row(ranked(hits, r=10), {'R@1': 100, 'RP': rp, 'MAP@R': map_at_r},
-               f'Reality Check Eq. (3): one query, R = 10, matches at the ranks {hits}')
+    expect_metrics(ranked(hits, r=10), {'R@1': 100, 'RP': rp, 'MAP@R': map_at_r},
+                   f'Reality Check Eq. (3): one query, R = 10, matches at the ranks {hits}')
 
 
 def test_rc_eq4_by_hand_precision_counts_only_at_matches():
-    expect_row(ranked([2, 3], r=3), {'R@1': 0, 'RP': 200 / 3, 'MAP@R': 100 * (0 + 1 / 2 + 2 / 3) / 3},
-               'Reality Check Eq. (4): one query, R = 3, matches at the ranks 2 and 3')
+    expect_metrics(ranked([2, 3], r=3), {'R@1': 0, 'RP': 200 / 3, 'MAP@R': 100 * (0 + 1 / 2 + 2 / 3) / 3},
+                   'Reality Check Eq. (4): one query, R = 3, matches at the ranks 2 and 3')
 
 
 @pytest.mark.parametrize('ks', [(1, 2, 4), (2,), (3, 1)])
 def test_rc_eq3_by_hand_of_five_queries(ks):
-    """Each is searched in the other four: class 5 at 0, 7 and 30 degrees has R = 2, class 2 at 10 and 34 has R = 1.
+    """Each query ranks the other four. Class 5 is at 0, 7 and 30 degrees, R = 2; class 2 at 10 and 34, R = 1.
 
-    at 0   finds 7, 10, 30, 34: a match at rank 1 (and 3, beyond R)      RP 1/2   MAP@R (1/1 + 0) / 2
-    at 7   finds 10, 0, 30, 34: at rank 2 (and 3)                        RP 1/2   MAP@R (0 + 1/2) / 2
-    at 30  finds 34, 10, 7, 0:  at rank 3 (and 4)                        RP 0     MAP@R 0
-    at 10  finds 7, 0, 30, 34:  at rank 4                                RP 0     MAP@R 0
-    at 34  finds 30, 10, 7, 0:  at rank 2                                RP 0     MAP@R 0
+    query  ranking         matches at ranks     RP     MAP@R
+    0      7, 10, 30, 34   1 (and 3, beyond R)  1/2    (1/1 + 0) / 2
+    7      10, 0, 30, 34   2 (and 3)            1/2    (0 + 1/2) / 2
+    30     34, 10, 7, 0    3 (and 4)            0      0
+    10     7, 0, 30, 34    4                    0      0
+    34     30, 10, 7, 0    2                    0      0
     """
     found = retrieval_metrics(points(10, 0, 34, 7, 30), torch.tensor([2, 5, 2, 5, 5]), ks=ks)
     recall = {1: 20, 2: 60, 3: 80, 4: 100}
-    expect_row(found, {f'R@{k}': recall[k] for k in ks} | {'RP': 100 * (1 / 2 + 1 / 2) / 5,
-                                                           'MAP@R': 100 * (1 / 2 + 1 / 4) / 5},
-               f'Reality Check Eq. (3): 0, 7, 30 (class 5), 10, 34 degrees (class 2), ks {ks}')
+    expect_metrics(found, {f'R@{k}': recall[k] for k in ks} | {'RP': 100 * (1 / 2 + 1 / 2) / 5,
+                                                               'MAP@R': 100 * (1 / 2 + 1 / 4) / 5},
+                   f'Reality Check Eq. (3): 0, 7, 30 (class 5), 10, 34 degrees (class 2), ks {ks}')
 
 
-def test_a_collapsed_network_scores_about_chance():
-    """And not 0, since the gallery is searched in a shuffled order: 8 of 199, of which 3 match."""
+def test_collapsed_embeddings_score_about_chance():
+    """R@8 is not 0, since ties are broken by a permutation: it retrieves 8 of 199 images, of which 3 match."""
     found = retrieval_metrics(torch.ones(200, 3), torch.arange(50).repeat_interleave(4))
     assert abs(found['R@8'] - 100 * (1 - math.comb(196, 8) / math.comb(199, 8))) < 5
-    assert max(found['R@1'], found['MAP@R']) < 5, 'equal embeddings are no hits'
+    assert max(found['R@1'], found['MAP@R']) < 5, 'equal embeddings are not hits'
 
 
-def test_retrieval_of_a_collapsed_network_is_no_better_than_chance():
-    """In the order of the classes, and the same each time: which images are retrieved is decided by a fixed order."""
+def test_retrieval_of_collapsed_embeddings_is_not_better_than_chance():
+    """Ties are broken by a fixed permutation, so the result is reproducible, and not better for sorted classes."""
     z, y = torch.ones(200, 3), torch.arange(50).repeat_interleave(4)
     found, again = (retrieval_metrics(z, y) for _ in range(2))
     chance = 100 * (1 - math.comb(196, 8) / math.comb(199, 8))
     what = 'rule 2: 200 equal images in the order of their 50 classes'
     assert found['R@8'] < chance + 5, f'{what}: expected R@8 of about {chance:.0f} or less, got {found["R@8"]}'
     assert max(found['R@1'], found['MAP@R']) < 5, f'{what}: expected R@1 and MAP@R below 5, got {found}'
-    assert found == again, f'{what}, measured twice: expected the same, got {found} and {again}'
+    assert found == again, f'{what}, computed twice: expected the same, got {found} and {again}'
 
 
 def test_retrieval_from_a_gallery_as_long_as_the_queries():
-    """The first image of a gallery is not the first query: only queries are left out by their index."""
+    """With a separate gallery, image i of the gallery is not query i, and is not excluded."""
     found = retrieval_metrics(points(0, 40, 80), torch.tensor([5, 2, 0]), points(1, 41, 81), torch.tensor([5, 2, 0]))
-    expect_row(found, dict.fromkeys(['R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R'], 100),
-               'queries at 0, 40, 80 degrees of classes 5, 2, 0, a gallery at 1, 41, 81 degrees of the same classes')
+    expect_metrics(found, dict.fromkeys(['R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R'], 100),
+                   'queries at 0, 40, 80 degrees of classes 5, 2, 0, a gallery at 1, 41, 81 of the same classes')
 
 
 def test_retrieval_excludes_a_query_by_its_index():
-    """Each image has a duplicate of another class, which is as similar as itself."""
+    """Each image has a duplicate of another class, whose similarity is as high as to the image itself."""
     z = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
     found = retrieval_metrics(torch.cat([z, z]), torch.cat([torch.arange(30) // 2, 100 + torch.arange(30) // 2]))
     expect(found['R@1'], 0, 'rule 1: R@1 where every image has a duplicate of another class')
@@ -96,52 +97,54 @@ def test_retrieval_excludes_a_query_by_its_index():
 
 def test_retrieval_of_a_query_without_a_match_is_a_miss_and_is_counted():
     found = retrieval_metrics(points(0, 90, 5), torch.tensor([2, 7, 2]), ks=(1, 2))
-    expect_row(found, {'R@1': 200 / 3, 'R@2': 200 / 3, 'RP': 100, 'MAP@R': 100, 'unmatched': 1},
-               'rule 3: 0, 5 (class 2), 90 degrees (class 7)')
+    expect_metrics(found, {'R@1': 200 / 3, 'R@2': 200 / 3, 'RP': 100, 'MAP@R': 100, 'unmatched': 1},
+                   'rule 3: 0, 5 (class 2), 90 degrees (class 7)')
 
 
 def test_retrieval_where_no_query_has_a_match():
-    """Their classes have higher numbers than those of the gallery."""
-    row = retrieval_metrics(points(0, 9), torch.tensor([7, 8]), points(0, 30, 60, 90), torch.tensor([0, 1, 0, 1]))
-    expect_row(row, {'R@1': 0, 'R@2': 0, 'R@4': 0, 'R@8': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 2},
-               'rule 3: queries of classes 7, 8, a gallery of classes 0, 1, 0, 1')
+    """Without any match all metrics are 0. The labels of the queries are larger than the labels of the gallery."""
+    gallery = points(0, 30, 60, 90), torch.tensor([0, 1, 0, 1])
+    found = retrieval_metrics(points(0, 9), torch.tensor([7, 8]), *gallery)
+    expect_metrics(found, {'R@1': 0, 'R@2': 0, 'R@4': 0, 'R@8': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 2},
+                   'rule 3: queries of classes 7, 8, a gallery of classes 0, 1, 0, 1')
 
 
 @pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
 @pytest.mark.parametrize('query', [0, 20])
 def test_retrieval_of_two_that_tie_puts_the_other_class_first(query, labels):
-    """Whichever the search returns first. A cosine that is larger by 1e-4 is no tie."""
+    """Non-matches come first among ties, in any order of the search. A difference of 1e-4 is not a tie."""
     labels = torch.tensor(labels)
     found = retrieval_metrics(points(query), torch.tensor([0]), points(20, 20), labels, ks=(1, 2))
-    expect_row(found, {'R@1': 0, 'R@2': 100, 'RP': 0, 'MAP@R': 0},
-               f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels.tolist()}')
+    expect_metrics(found, {'R@1': 0, 'R@2': 100, 'RP': 0, 'MAP@R': 0},
+                   f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels.tolist()}')
     found = retrieval_metrics(points(0), torch.tensor([0]), points(*(20 + 0.02 * labels)), labels, ks=(1,))
     expect(found['R@1'], 100, 'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.02 (class 1)')
 
 
 @pytest.mark.parametrize('ks', [(1,), (1, 2)])
 def test_retrieval_of_a_match_that_is_hardly_nearer_finds_it(ks):
-    """Equal means equal: a cosine that is larger by 6e-7 comes first, however many images are retrieved."""
+    """Only exactly equal similarities are ties: a cosine that is larger by 6e-7 comes first, for any K."""
     found = retrieval_metrics(points(0), torch.tensor([0]), points(20, 20.0001), torch.tensor([0, 1]), ks=ks)
     expect(found['R@1'], 100, f'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.0001, ks {ks}')
 
 
 def test_retrieval_of_many_queries():
-    """4,400 queries take two blocks. Classes of 4 come first and of 2 last, so R differs between the blocks."""
+    """4,400 queries take two blocks. Classes of 4 come first and of 2 last, so R differs between blocks."""
     labels = torch.cat([torch.arange(500).repeat_interleave(4), 500 + torch.arange(1200).repeat_interleave(2)])
     generator = torch.Generator().manual_seed(0)
     centres = F.normalize(torch.randn(1700, 32, generator=generator), dim=1)
     z = centres[labels] + 0.01 * torch.randn(4400, 32, generator=generator)
-    expect_row(retrieval_metrics(z, labels, ks=(1,)), {'R@1': 100, 'RP': 100, 'MAP@R': 100}, '4,400 images in classes')
+    found = retrieval_metrics(z, labels, ks=(1,))
+    expect_metrics(found, {'R@1': 100, 'RP': 100, 'MAP@R': 100}, '4,400 images in classes')
     found = retrieval_metrics(z, labels, z, labels.flip(0), ks=(1,))
-    assert max(found.values()) < 1, f'4,400 images with the labels of others: expected less than 1 %, got {found}'
-    expect(retrieval_metrics(z[:99], torch.arange(99), ks=(1,))['R@1'], 0, 'R@1 of 99 classes: nobody finds oneself')
+    assert max(found.values()) < 1, f'4,400 images with the labels of others: expected less than 1%, got {found}'
+    expect(retrieval_metrics(z[:99], torch.arange(99), ks=(1,))['R@1'], 0, 'R@1 of 99 classes: each query is excluded')
 
 
 def test_retrieval_does_not_depend_on_lengths():
     z, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) // 4
     longer = z * torch.linspace(0.1, 9, 40)[:, None]
-    expect_row(retrieval_metrics(longer, y), retrieval_metrics(z, y), 'embeddings of lengths 0.1 to 9')
+    expect_metrics(retrieval_metrics(longer, y), retrieval_metrics(z, y), 'embeddings of lengths 0.1 to 9')
 
 
 def test_retrieval_leaves_its_arguments():
@@ -149,11 +152,11 @@ def test_retrieval_leaves_its_arguments():
     kept = [t.clone() for t in given]
     retrieval_metrics(*given)
     retrieval_metrics(*given[:2])
-    assert all(map(torch.equal, given, kept)), 'the arguments were changed'
+    assert all(map(torch.equal, given, kept)), 'the arguments were modified'
 
 
 def some(number, value=0.0):
-    """Embeddings, one of which has this value, and labels"""
+    """Embeddings, one of which has this value in a coordinate, and labels"""
     z = torch.randn(number, 3)
     z[number // 2:number // 2 + 1, 1] = value
     return z, torch.arange(number) // 2
@@ -163,13 +166,13 @@ def some(number, value=0.0):
     ('no queries', some(0), some(5)), ('one image', some(1), ()), ('an empty gallery', some(3), some(0)),
     ('a NaN', some(6, math.nan), ()), ('an infinite query', some(6, math.inf), some(6)),
     ('a NaN in the gallery', some(6), some(6, math.nan))])
-def test_retrieval_of_nothing_or_of_no_numbers_is_an_error(what, queries, gallery):
+def test_retrieval_of_nothing_or_of_nonfinite_embeddings_is_an_error(what, queries, gallery):
     with pytest.raises(UsageError):
         found = retrieval_metrics(*queries, *gallery)
         raise AssertionError(f'{what}: expected a common.UsageError, got {found}')
 
 
-def test_errors_say_what_is_wrong():
+def test_error_messages_name_the_cause():
     for arguments, text in ((some(1), 'nothing to retrieve'), (some(6, math.nan), 'NaN or infinite')):
         with pytest.raises(UsageError, match=text):
             retrieval_metrics(*arguments)
@@ -180,12 +183,13 @@ def test_errors_say_what_is_wrong():
 @pytest.mark.parametrize('within', [True, False])
 @pytest.mark.parametrize('library', ['faiss', 'faiss with tensors', 'torch'])
 def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, within):
-    """By all searches, in two blocks, of embeddings of any length; within a set nobody finds oneself."""
+    """Each search, in two blocks and with embeddings of any length, finds the k largest cosines. Within a set, each
+    query is excluded."""
     if library == 'torch':
-        monkeypatch.setitem(sys.modules, 'faiss', None)     # importing it now fails: torch searches, as on a GPU
+        monkeypatch.setitem(sys.modules, 'faiss', None)     # its import now fails, so torch is used, as on a GPU
     else:
         faiss = pytest.importorskip('faiss')
-    if library == 'faiss with tensors':     # as faiss.contrib.torch_utils, which other libraries import, changes it
+    if library == 'faiss with tensors':     # faiss.contrib.torch_utils, imported by other libraries, changes it so
         knn = faiss.knn
         monkeypatch.setattr(faiss, 'knn', lambda *args: tuple(map(torch.from_numpy, knn(*args))))
     z = torch.randn(4300, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -197,11 +201,11 @@ def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, withi
     expected = cosines.topk(3).values
     assert torch.equal(rows, torch.arange(len(query)))
     assert torch.allclose(s.double(), expected, atol=1e-6)
-    assert torch.allclose(cosines.gather(1, index), expected, atol=1e-6), 'positions are those in the gallery'
+    assert torch.allclose(cosines.gather(1, index), expected, atol=1e-6), 'indices refer to the gallery'
 
 
 def test_mean_similarities_by_hand():
-    """Of three vectors of any length, at 0 and 60 degrees (class 0) and 120 degrees (class 1)"""
+    """Three vectors of different lengths are at 0 and 60 degrees (class 0) and at 120 degrees (class 1)."""
     z = on_circle(0, 60, 120) * torch.tensor([[0.1], [3], [9]], dtype=torch.float64)
     assert common.mean_similarities(z, torch.tensor([0, 0, 1])) == (pytest.approx(0.5), pytest.approx(0, abs=1e-9))
     assert common.mean_similarities(z, torch.arange(3)) == (None, pytest.approx(1 / 6)), 'there are no positive pairs'
@@ -209,22 +213,22 @@ def test_mean_similarities_by_hand():
 
 
 @pytest.mark.parametrize('gallery', [False, True])
-def test_retrieval_with_many_ties_is_that_of_a_plain_loop(gallery):
-    """Vectors of +-1/2 have products that are exact, and so are equal ones; random vectors lie between them."""
+def test_retrieval_with_many_ties_matches_a_plain_loop(gallery):
+    """Similarities of vectors of +-1/2 are exact, and many are equal; the other vectors are random."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randint(2, (90, 4), generator=generator) - 0.5
     z[:55] = F.normalize(torch.randn(55, 4, generator=generator), dim=1)
     y = torch.randint(9, (90,), generator=generator)
-    searched, labels = (z.flip(0)[:70], y.flip(0)[:70]) if gallery else (z, y)
+    ranked_z, labels = (z.flip(0)[:70], y.flip(0)[:70]) if gallery else (z, y)
     first = {1: 0, 4: 0}
     rp, map_at_r, tied, pairs = [], [], 0, 0
     for q in range(90):
-        others = [i for i in range(len(searched)) if gallery or i != q]
-        row = [((z[q] @ searched[i]).item(), bool(labels[i] == y[q])) for i in others]
-        row.sort(key=lambda pair: (-pair[0], pair[1]))
-        tied += sum(a[0] == b[0] for a, b in zip(row, row[1:]))
-        pairs += len(row)
-        hits = [hit for _, hit in row]
+        others = [i for i in range(len(ranked_z)) if gallery or i != q]
+        ranking = [((z[q] @ ranked_z[i]).item(), bool(labels[i] == y[q])) for i in others]
+        ranking.sort(key=lambda pair: (-pair[0], pair[1]))
+        tied += sum(a[0] == b[0] for a, b in zip(ranking, ranking[1:]))
+        pairs += len(ranking)
+        hits = [hit for _, hit in ranking]
         for k in first:
             first[k] += any(hits[:k])
         r = sum(hits)
@@ -232,7 +236,7 @@ def test_retrieval_with_many_ties_is_that_of_a_plain_loop(gallery):
             rp.append(sum(hits[:r]) / r)
             map_at_r.append(sum(sum(hits[:i + 1]) / (i + 1) for i in range(r) if hits[i]) / r)
     assert 0.2 < tied / pairs < 0.6
-    ours = common.retrieval_metrics(z, y, *((searched, labels) if gallery else ()), ks=(1, 4, len(searched) - 1))
+    ours = common.retrieval_metrics(z, y, *((ranked_z, labels) if gallery else ()), ks=(1, 4, len(ranked_z) - 1))
     expected = {f'R@{k}': 100 * n / 90 for k, n in first.items()}
     expected |= {'RP': 100 * np.mean(rp), 'MAP@R': 100 * np.mean(map_at_r)}
     assert {key: ours[key] for key in expected} == pytest.approx(expected, abs=1e-4)
@@ -242,16 +246,16 @@ def test_retrieval_with_many_ties_is_that_of_a_plain_loop(gallery):
     torch.tensor([0, 200, 255], dtype=torch.uint8), torch.tensor([-128, -1, 127], dtype=torch.int8),
     torch.tensor([2 ** 62, -2 ** 62, 7]), torch.tensor([3, 1, 2], dtype=torch.int32)])
 def test_labels_may_be_any_integers(names):
-    """As the labels of queries, of a gallery, or of both"""
+    """The labels of the queries, of the gallery, or of both may have any integer type and any value."""
     z, y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
     assert retrieval_metrics(z, names[y]) == retrieval_metrics(z, y)
-    searched, labels = z[:20].flip(0), y[:20].flip(0)
-    expected = retrieval_metrics(z, y, searched, labels)
-    assert retrieval_metrics(z, names[y], searched, names.long()[labels]) == expected
+    gallery, labels = z[:20].flip(0), y[:20].flip(0)
+    expected = retrieval_metrics(z, y, gallery, labels)
+    assert retrieval_metrics(z, names[y], gallery, names.long()[labels]) == expected
     assert retrieval_metrics(z, y == 1) == retrieval_metrics(z, (y == 1).long())
 
 
-def test_labels_or_embeddings_that_do_not_fit_are_refused():
+def test_labels_or_embeddings_that_do_not_fit_are_rejected():
     z, y = torch.eye(3), torch.tensor([0, 0, 1])
     for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1]), y[:, None], [0, 0, 1], y.numpy(), None):
         with pytest.raises(UsageError, match=r'embeddings \(N, D\), and N integers as labels; these are .*3, 3'):
@@ -265,16 +269,16 @@ def test_labels_or_embeddings_that_do_not_fit_are_refused():
         retrieval_metrics(z, y, z[:, :2], y)
 
 
-def test_retrieval_by_another_search_in_the_place_of_k_nearest():
-    """It yields the queries in blocks, here from the last to the first; this one finds what is least similar."""
+def test_retrieval_with_another_search_function():
+    """A search yields the queries in blocks, in any order. The one of this test returns the least similar images."""
     def farthest(query, gallery, k):
         for n in range(len(query) - 1, -1, -1):
             s, index = (query[n] @ gallery.T).topk(k, largest=False)
             yield torch.tensor([n]), -s[None], index[None]
     z, y = points(0, 180, 80), torch.tensor([0, 1, 1])
     found = retrieval_metrics(z, y, z[:2], torch.tensor([1, 0]), ks=(1,), search=farthest)
-    expect_row(found, {'R@1': 200 / 3, 'RP': 200 / 3, 'MAP@R': 200 / 3},
-               'queries at 0, 180 and 80 degrees find what is least similar of 0 and 180: of their class are 2 of 3')
+    expect_metrics(found, {'R@1': 200 / 3, 'RP': 200 / 3, 'MAP@R': 200 / 3},
+                   'queries at 0, 180 and 80 degrees, the least similar of 0 and 180: 2 of 3 are matches')
 
 
 # ---- evaluation of a network
@@ -285,17 +289,17 @@ def coloured(colours, labels):
     return common.Images(pixels, labels, classes=range(9), transform=common.make_test_transform(8, 8))
 
 
-class MeanColour(torch.nn.Linear):                          # of which only the device of the weights matters
+class MeanColour(torch.nn.Linear):                          # a Linear layer, so that it has a device
     def forward(self, x):
         return x.mean(dim=(2, 3))
 
 
-def test_evaluate_searches_the_gallery_and_not_the_queries():
-    """Two queries of different classes: in each other they find nothing, in the gallery each its own colour."""
+def test_evaluate_ranks_the_gallery_and_not_the_queries():
+    """Two queries of different classes have no match in each other, and each a match of its colour in the gallery."""
     red, green, blue = (220, 20, 20), (20, 220, 20), (20, 20, 220)
     query, gallery = coloured([red, green], [0, 1]), coloured([blue, green, red], [2, 1, 0])
     data = common.Dataset('colours', query=query, gallery=gallery, ks=(1, 10, 50))
-    row = common.evaluate(MeanColour(1, 1), data)
-    assert [row[f'R@{k}'] for k in data.ks] == [100] * 3 and row['MAP@R'] == 100
-    data.query = coloured([red, blue], [0, 1])                           # the second finds its class last
+    found = common.evaluate(MeanColour(1, 1), data)
+    assert [found[f'R@{k}'] for k in data.ks] == [100] * 3 and found['MAP@R'] == 100
+    data.query = coloured([red, blue], [0, 1])                           # the second match has the last rank
     assert common.evaluate(MeanColour(1, 1), data)['R@1'] == 50

@@ -1,4 +1,4 @@
-"""Runs: rows, what is printed, folders, going on after a stop, and the best epoch of a fold."""
+"""Runs: log records, output, folders, resuming, the best epoch of a fold, and images in memory."""
 import json
 import os
 import re
@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import SmallNet, draw_folder, numbered, rows_of
+from conftest import SmallNet, log_of, make_folder, numbered
 from PIL import Image
 
 import common
@@ -16,26 +16,27 @@ import eval as evaluation
 import train_ms
 from common import UsageError
 
-# ---- rows and folders
+# ---- records and folders
 
-def test_a_run_logs_and_prints_a_row_per_epoch(run, small, capsys):
-    """A flat object per evaluated epoch is logged, and the last epoch is always evaluated."""
+def test_a_run_logs_and_prints_a_record_per_epoch(run, small, capsys):
+    """Each evaluated epoch is logged as a flat JSON object. The last epoch is always evaluated."""
     run(train_ms, '--epochs', '5', '--steps', '0', '--eval-every', '2', '--name', 'mine')
-    rows = rows_of('mine')
-    assert [row['epoch'] for row in rows] == [0, 2, 4, 5]
-    assert rows[0]['loss'] is None and [row['minutes'] for row in rows] == sorted(row['minutes'] for row in rows)
+    records = log_of('mine')
+    assert [record['epoch'] for record in records] == [0, 2, 4, 5]
+    minutes = [record['minutes'] for record in records]
+    assert records[0]['loss'] is None and minutes == sorted(minutes)
     wanted = {'epoch', 'loss', 'R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 'images_per_second', 'minutes'}
-    for row in rows:
-        assert wanted <= row.keys() and not any(isinstance(value, (dict, list)) for value in row.values())
+    for record in records:
+        assert wanted <= record.keys() and not any(isinstance(value, (dict, list)) for value in record.values())
     out = capsys.readouterr().out
     assert re.search(r'\nepoch 0 +R@1 \d[\d.]* +MAP@R \d.* s\+ .* s- .* minutes 0', out)
     assert re.search(r'\nepoch 1 +loss \d[\d.]* +no_positive \d.* images_per_second \d', out), 'not evaluated'
     assert out.endswith('Next: python eval.py --checkpoint runs/mine/last.pt\n')
 
 
-def test_the_summary_claims_no_more_than_is_known(run, small, capsys):
-    draw_folder(common.Path('x/train'), 'ab', per_class=4)
-    draw_folder(common.Path('x/test'), 'bc', per_class=4)
+def test_the_summary_says_whether_test_classes_were_seen(run, small, capsys):
+    make_folder(common.Path('x/train'), 'ab', per_class=4)
+    make_folder(common.Path('x/test'), 'bc', per_class=4)
     torch.save(SmallNet().state_dict(), 'some.pth')
     for flags, said in (('--data x', '1 of its classes are in the training set as well, so this value is inflated'),
                         ('', 'none of these classes is in the training set.'),
@@ -44,7 +45,7 @@ def test_the_summary_claims_no_more_than_is_known(run, small, capsys):
         assert said in capsys.readouterr().out
 
 
-def test_default_names_count_up_and_a_name_that_exists_is_refused(run, small):
+def test_default_names_are_numbered_and_an_existing_name_is_rejected(run, small):
     run(train_ms)
     run(train_ms)
     assert sorted(os.listdir('runs')) == ['ms-folder-1', 'ms-folder-2']
@@ -53,7 +54,8 @@ def test_default_names_count_up_and_a_name_that_exists_is_refused(run, small):
 
 
 def test_a_folder_belongs_to_one_run(run, small, monkeypatch):
-    """Of two starts at once the second ends in one line; a folder without a checkpoint is taken over."""
+    """If two processes start the same run, the second exits with a one-line error; a folder without a checkpoint may be
+    used again."""
     run(train_ms, '--name', 'first')
     os.makedirs('runs/mine')
     for folder, start in (('mine', lambda: run(train_ms, '--name', 'mine')),
@@ -70,9 +72,9 @@ def test_a_folder_belongs_to_one_run(run, small, monkeypatch):
     assert run(train_ms, '--name', 'mine')['epoch'] == 1
 
 
-# ---- what is printed
+# ---- output
 
-def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
+def test_the_printed_recipe_is_the_one_used(run, small, capsys):
     run(train_ms, '--name', 'y', '--freeze-bn', '--resize', '40', '--lr', '0.03', '--seed', '3', '--precision', 'fp32',
         '--steps', '0', '--epochs', '2')
     out = capsys.readouterr().out
@@ -82,16 +84,16 @@ def test_the_recipe_that_is_printed_is_the_one_that_runs(run, small, capsys):
         '2 epochs of 3 batches of 8 images, on cpu in fp32',
         ', '.join(f'{flag} {value}' for flag, value in args.items() if value is not None)]
     assert (args['freeze_bn'], args['resize'], args['lr'], args['seed'], args['per_class']) == (True, 40, 0.03, 3, 2)
-    run(train_ms, '--name', 'z', '--per-class', '0')            # two steps, which are a part of the first epoch
+    run(train_ms, '--name', 'z', '--per-class', '0')            # two steps, a part of the first epoch
     assert re.search(r'\n1 epochs of 3 batches of 8 images, on cpu in (bf16|fp32)\n', capsys.readouterr().out)
     run(train_ms, '--name', 'f', '--fold', '0/3', '--batch-size', '64')
     assert '1 epochs of 2 batches of 8 images' in capsys.readouterr().out, 'of the classes that there are'
 
 
-def test_a_line_that_will_be_overwritten_is_no_wider_than_the_screen(monkeypatch, capsys):
+def test_a_progress_line_is_not_wider_than_the_terminal(monkeypatch, capsys):
     common.show_progress('x')
     common.show_progress('y', done=True)
-    assert capsys.readouterr().out == 'y\n', 'to a file goes the last state only'
+    assert capsys.readouterr().out == 'y\n', 'a file gets the last line only'
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
     monkeypatch.setenv('COLUMNS', '20')
     common.show_progress('x' * 50)
@@ -101,18 +103,18 @@ def test_a_line_that_will_be_overwritten_is_no_wider_than_the_screen(monkeypatch
 
 def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, capsys):
     for part, classes, per_class in (('train', 'ab', 3), ('query', 'cde', 1), ('gallery', 'cdf', 2)):
-        draw_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
-    row = run(train_ms, '--data', str(tmp_path / 'shop'), '--batch-size', '4', '--name', 'x')
+        make_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
+    record = run(train_ms, '--data', str(tmp_path / 'shop'), '--batch-size', '4', '--name', 'x')
     evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
     out = capsys.readouterr().out
     assert 'folder: 6 training images of 2 classes, 3 with a gallery of 6 test images of 3 classes' in out
-    assert row['unmatched'] == 1 and 'folder: 3 queries of 3 classes, with a gallery of 6 images' in out
+    assert record['unmatched'] == 1 and 'folder: 3 queries of 3 classes, with a gallery of 6 images' in out
     assert 'unmatched queries have no match in the gallery: misses in R@K' in out
 
 
 def test_the_summary_compares_with_the_network_before_training(run, small, monkeypatch, capsys):
-    rows = iter([{'R@1': 12.3, 'MAP@R': 1.0}, {'R@1': 45.6, 'MAP@R': 1.0}])
-    monkeypatch.setattr(common, 'evaluate', lambda *_: next(rows))
+    results = iter([{'R@1': 12.3, 'MAP@R': 1.0}, {'R@1': 45.6, 'MAP@R': 1.0}])
+    monkeypatch.setattr(common, 'evaluate', lambda *_: next(results))
     run(train_ms)
     out = capsys.readouterr().out
     assert 'R@1 = 45.6: for 45.6 % of the test images' in out and 'Before training it was 12.3.' in out
@@ -125,26 +127,26 @@ def test_the_summary_compares_with_the_network_before_training(run, small, monke
     ('train_ccl', '--dropout 0.2'), ('train_ccl', '--loss center_loss --optimizer sgd --momentum 0.9'),
     ('train_metrix', '--mixup input embed'), ('train_hse', '--loss proxy_anchor')])
 def test_a_resumed_run_repeats_the_uninterrupted_one(run, small, capsys, script, flags):
-    """Of three epochs, with another learning rate in each; the first part ends with the second epoch. What a step
-    samples (dropout, mixtures, hybrids) is the same, too, whatever torch's global generator is."""
+    """A run of three epochs, each with another learning rate, is interrupted after the second. The resumed run has the
+    same weights and records. Its random numbers (dropout, mixup, hybrids) do not depend on torch's global generator."""
     module, flags = __import__(script), f'--epochs 3 --lr 0.01 --schedule step --decay-epochs 1 {flags}'.split()
-    run(module, *flags, '--steps', '0', '--name', 'whole')
+    run(module, *flags, '--steps', '0', '--name', 'full')
     run(module, *flags, '--steps', '6', '--name', 'halved')
     assert f'To resume after an interruption: python {script}.py --resume runs/halved\n' in capsys.readouterr().out
-    assert len(rows_of('halved')) == 3
+    assert len(log_of('halved')) == 3
     torch.manual_seed(99)
     module.main(['--resume', os.path.abspath('runs/halved'), '--steps', '0', '--device', 'cpu'])
-    for one, other in zip(rows_of('whole'), rows_of('halved'), strict=True):
+    for one, other in zip(log_of('full'), log_of('halved'), strict=True):
         assert all(one[key] == other[key] for key in one.keys() - {'images_per_second', 'minutes'}), (one, other)
-    one, other = map(common.read_checkpoint, ('runs/whole', 'runs/halved'))
+    one, other = map(common.read_checkpoint, ('runs/full', 'runs/halved'))
     assert all(torch.equal(value, other['model'][key]) for key, value in one['model'].items())
     assert all(torch.equal(value, other['learned'][key]) for key, value in one['learned'].items())
     one['args'].pop('resume')
     assert {**one['args'], 'name': None} == other['args'] and one['classes'] == other['classes']
 
 
-def test_a_run_that_ended_inside_an_epoch_goes_on_to_no_other_number_of_steps(run, small, capsys):
-    """An epoch has three steps here. Where nothing is left to do, the result is printed again."""
+def test_a_run_that_ended_within_an_epoch_cannot_be_extended(run, small, capsys):
+    """An epoch has three steps, and the run has four. Resumed with the same --steps, it prints its result again."""
     run(train_ms, '--name', 'x', '--steps', '4', '--epochs', '9')
     for flags in ('--steps 20', '--steps 0', '--epochs 3 --steps 0', '--steps 3', '--epochs 1'):
         with pytest.raises(UsageError, match='x has 4 steps done, 3 an epoch, and cannot continue with these --steps'):
@@ -156,7 +158,7 @@ def test_a_run_that_ended_inside_an_epoch_goes_on_to_no_other_number_of_steps(ru
 
 
 def test_the_result_is_of_the_network_in_last_pt(run, small, monkeypatch):
-    """Stopped after epoch 3, which was not evaluated; with --epochs 3, nothing is left to train."""
+    """A run interrupted after epoch 3, which was not evaluated, and resumed with --epochs 3, only evaluates it."""
     saved = []
 
     def save(path, *positional, real=common.save_checkpoint, **named):
@@ -168,17 +170,17 @@ def test_the_result_is_of_the_network_in_last_pt(run, small, monkeypatch):
         patch.setattr(common, 'save_checkpoint', save)
         run(train_ms, '--name', 'x', '--epochs', '4', '--steps', '0', '--eval-every', '2')
     trained = common.read_checkpoint('runs/x')
-    assert trained['epoch'] == 3 and [row['epoch'] for row in trained['rows']] == [0, 2]
-    row = train_ms.main(['--resume', 'runs/x', '--epochs', '3', '--device', 'cpu'])
-    assert row['epoch'] == 3 and [row['epoch'] for row in rows_of('x')] == [0, 2, 3]
+    assert trained['epoch'] == 3 and [record['epoch'] for record in trained['rows']] == [0, 2]
+    last = train_ms.main(['--resume', 'runs/x', '--epochs', '3', '--device', 'cpu'])
+    assert last['epoch'] == 3 and [record['epoch'] for record in log_of('x')] == [0, 2, 3]
     after = common.read_checkpoint('runs/x')
     assert all(torch.equal(value, after['model'][key]) for key, value in trained['model'].items()), 'only evaluated'
     model = common.load_checkpoint('runs/x', precision=trained['args']['precision'])
     data = common.load_dataset('folder', trained['args']['data'], image_size=32)
-    assert common.evaluate(model, data).items() <= row.items()
+    assert common.evaluate(model, data).items() <= last.items()
 
 
-def test_a_finished_cosine_run_goes_on_at_the_rate_of_its_new_length(run, small, monkeypatch):
+def test_a_finished_cosine_run_is_resumed_with_the_schedule_of_its_new_length(run, small, monkeypatch):
     run(train_ms, '--name', 'x', '--epochs', '1', '--steps', '0', '--schedule', 'cosine', '--lr', '0.01')
     rates, real = [], common.make_optimizer
 
@@ -193,9 +195,9 @@ def test_a_finished_cosine_run_goes_on_at_the_rate_of_its_new_length(run, small,
 
 
 @pytest.mark.parametrize('change', ['more images', 'another class', 'another test set', 'another file'])
-def test_a_run_is_resumed_with_the_images_that_it_began_with(run, small, tmp_path, change):
-    draw_folder(tmp_path / 'mine/train', 'bcde', per_class=4)
-    draw_folder(tmp_path / 'mine/test', 'fg', per_class=2)
+def test_a_run_is_resumed_only_with_the_same_images(run, small, tmp_path, change):
+    make_folder(tmp_path / 'mine/train', 'bcde', per_class=4)
+    make_folder(tmp_path / 'mine/test', 'fg', per_class=2)
     run(train_ms, '--name', 'x', '--data', 'mine')
     if change == 'more images':
         shutil.copy('mine/train/b/0.jpg', 'mine/train/b/9.jpg')
@@ -209,7 +211,7 @@ def test_a_run_is_resumed_with_the_images_that_it_began_with(run, small, tmp_pat
         train_ms.main(['--resume', 'runs/x', '--device', 'cpu'])
 
 
-def test_a_resumed_run_needs_no_file_of_weights(run, small):
+def test_a_resumed_run_does_not_need_the_file_of_pretrained_weights(run, small):
     torch.save(SmallNet().state_dict(), 'mine.pth')
     run(train_ms, '--name', 'mine', '--weights', 'mine.pth', '--freeze-bn')
     os.remove('mine.pth')
@@ -230,10 +232,8 @@ def test_a_resumed_run_has_the_flags_of_its_checkpoint(run, small):
 
 @pytest.fixture
 def train_with(tmp_path, monkeypatch, small):
-    """train_with(scores, *flags): a run on six classes whose evaluations give these MAP@R, the first before training.
-
-    Returns the row that main returns.
-    """
+    """train_with(scores, *flags): main of a run on six classes whose evaluations give these values of MAP@R, the first
+    before training"""
     monkeypatch.chdir(tmp_path)
 
     def draw_shapes(**transforms):
@@ -255,9 +255,9 @@ def epochs_of(name):
     return [json.loads(line)['epoch'] for line in open(f'runs/{name}/log.jsonl')]
 
 
-def test_the_best_epoch_by_validation_is_kept(train_with, capsys):
-    row = train_with([90, 10, 30, 20, 30], '--fold', '0/3', '--epochs', '4', '--name', 'x')
-    assert row['epoch'] == 2 and row['MAP@R'] == 30, 'neither epoch 0 nor a later one that is no better'
+def test_the_best_epoch_by_validation_is_saved(train_with, capsys):
+    record = train_with([90, 10, 30, 20, 30], '--fold', '0/3', '--epochs', '4', '--name', 'x')
+    assert record['epoch'] == 2 and record['MAP@R'] == 30, 'neither epoch 0 nor a later one that is not better'
     best = common.read_file('runs/x/best.pt')
     assert best['epoch'] == 2 and common.read_file('runs/x/last.pt')['epoch'] == 4
     assert torch.equal(common.load_checkpoint('runs/x').linear.weight, best['model']['linear.weight'])
@@ -272,21 +272,21 @@ def test_patience_ends_a_run(train_with):
     flags = '--fold 0/3 --epochs 9 --patience'.split()
     assert train_with(scores, *flags, '3', '--name', 'x')['epoch'] == 5 and epochs_of('x') == list(range(9))
     assert train_with(scores, *flags, '2', '--name', 'y')['epoch'] == 2 and epochs_of('y') == list(range(5))
-    # a resumed run goes on if there is more patience, and knows the best epoch
-    row = train_with(scores[5:], '--resume', 'runs/y', '--patience', '3')
-    assert row['epoch'] == 5 and epochs_of('y') == list(range(9))
+    # with more patience, the run can be resumed, and the best epoch is still known
+    record = train_with(scores[5:], '--resume', 'runs/y', '--patience', '3')
+    assert record['epoch'] == 5 and epochs_of('y') == list(range(9))
 
 
-def test_without_a_fold_the_last_epoch_counts_and_the_best_is_named(train_with, capsys):
-    row = train_with([0, 10, 30, 20], '--epochs', '3', '--eval-every', '1', '--name', 'x')
-    assert row['epoch'] == 3 and not common.Path('runs/x/best.pt').exists()
+def test_without_a_fold_the_last_epoch_is_the_result_and_the_best_is_named(train_with, capsys):
+    record = train_with([0, 10, 30, 20], '--epochs', '3', '--eval-every', '1', '--name', 'x')
+    assert record['epoch'] == 3 and not common.Path('runs/x/best.pt').exists()
     assert '(Epoch 2 had the highest MAP@R' in capsys.readouterr().out
     train_with([0, 10, 30, 40], '--epochs', '3', '--eval-every', '1', '--name', 'y')
     assert 'had the highest' not in capsys.readouterr().out
 
 
-def test_a_kill_between_best_and_last_costs_nothing(train_with, monkeypatch):
-    """best.pt is written first, so last.pt never knows of a best epoch that is not there."""
+def test_a_run_killed_between_saving_best_and_last_can_be_resumed(train_with, monkeypatch):
+    """best.pt is written first, so last.pt never refers to a best epoch that was not saved."""
     written = []
 
     def save(path, *positional, real=common.save_checkpoint, **named):
@@ -298,13 +298,13 @@ def test_a_kill_between_best_and_last_costs_nothing(train_with, monkeypatch):
         patch.setattr(common, 'save_checkpoint', save)
         train_with([0, 10, 20, 5], '--fold', '0/3', '--epochs', '3', '--name', 'x')
     assert common.read_file('runs/x/last.pt')['epoch'] == 1 and common.read_file('runs/x/best.pt')['epoch'] == 2
-    row = train_with([20, 5], '--resume', 'runs/x')
-    assert row['epoch'] == 2 and common.read_file('runs/x/best.pt')['epoch'] == 2
+    record = train_with([20, 5], '--resume', 'runs/x')
+    assert record['epoch'] == 2 and common.read_file('runs/x/best.pt')['epoch'] == 2
 
 
 # ---- images in memory
 
-def pictures(classes, per_class=6):
+def images_of(classes, per_class=6):
     """PIL images of noise around one colour per class, and their labels"""
     rng = np.random.default_rng(0)
     labels = [name for name in classes for _ in range(per_class)]
@@ -314,25 +314,26 @@ def pictures(classes, per_class=6):
 
 
 def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, monkeypatch, small, capsys):
-    """A run has the dataset's name, and is resumed with the dataset in hand."""
+    """The example in the docstring of common.Dataset works. Its run has the name of the dataset, and can be resumed."""
     monkeypatch.chdir(tmp_path)
     lines = [line.strip() for line in common.Dataset.__doc__.splitlines()]
     code = '\n'.join(line[4:] for line in lines if line.startswith(('>>> ', '... ')))
-    (train, train_labels), (test, test_labels) = pictures('abcdefgh', 12), pictures('ijkl')
+    (train, train_labels), (test, test_labels) = images_of('abcdefgh', 12), images_of('ijkl')
     names = dict(images=train, labels=train_labels, test_images=test, test_labels=test_labels, common=common,
                  train_ms=train_ms)
     exec(code, names)
     shown = capsys.readouterr().out
-    rows = rows_of('ms-mine-1')
-    assert [row['epoch'] for row in rows] == [0, 1, 2, 3, 4, 5] and 'mine: 96 training images of 8 classes' in shown
+    records = log_of('ms-mine-1')
+    assert [record['epoch'] for record in records] == [0, 1, 2, 3, 4, 5]
+    assert 'mine: 96 training images of 8 classes' in shown
     assert "Next: common.evaluate(common.load_checkpoint('runs/ms-mine-1'), data)" in shown
     assert 'python' not in shown, 'no script knows this dataset'
     assert 'none of these classes is in the training set' in shown
     again = common.evaluate(common.load_checkpoint('runs/ms-mine-1', precision='fp32'), names['data'])
-    assert again['R@1'] == pytest.approx(rows[-1]['R@1'], abs=5)
+    assert again['R@1'] == pytest.approx(records[-1]['R@1'], abs=5)
     args = train_ms.get_args(['--resume', 'runs/ms-mine-1', '--epochs', '6'])
     args.schedule = 'constant'
     model = common.build(args, names['data'])
     optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
-    row = common.train(args, model, names['data'], lambda x, y: model(x).square().mean(), optimizer)
-    assert row['epoch'] == 6 and len(rows_of('ms-mine-1')) == 7
+    record = common.train(args, model, names['data'], lambda x, y: model(x).square().mean(), optimizer)
+    assert record['epoch'] == 6 and len(log_of('ms-mine-1')) == 7

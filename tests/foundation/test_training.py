@@ -1,4 +1,4 @@
-"""The shared loop, by amounts that can be computed by hand; and whether each method learns."""
+"""The training loop: updates, schedules, seeds, time and NaN, against values computed by hand; and learning."""
 import math
 import random
 from functools import partial
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, draw_folder, rows_of
+from conftest import SCRIPTS, log_of, make_folder
 
 import common
 import train_ms
@@ -16,7 +16,7 @@ from common import UsageError
 
 
 def train_epoch(held, step, steps, epoch=1, total=99):
-    """Trains for a range of steps, each with the images 0 and 5, with what main hands to the loop -> the row"""
+    """Trains for a range of steps, each on the images 0 and 5, with the arguments of the loop -> log record"""
     held.args.schedule = 'constant'
     loader = common.make_loader(held.data.train, common.StepBatches([[0, 5]] * 99, 0), held.args.device)
     return common.train_epoch(held.args, loader, step, held.optimizer, epoch, steps, total)
@@ -24,13 +24,14 @@ def train_epoch(held, step, steps, epoch=1, total=99):
 
 @pytest.fixture
 def watched(before_training):
-    """watched(module, *flags): trains on the small folder -> what each step saw. Three steps are an epoch."""
+    """watched(module, *flags): trains on the small folder, three steps per epoch -> batch, weights and learning rate at
+    each step"""
     def watched(module, *flags):
         held, seen = before_training(module, '--steps', '0', *flags), []
-        model, rates = held.model, held.optimizer.param_groups
+        model, groups = held.model, held.optimizer.param_groups
 
         def step(x, y):
-            seen.append(SimpleNamespace(x=x, y=y, lr=rates[0]['lr'], training=model.training,
+            seen.append(SimpleNamespace(x=x, y=y, lr=groups[0]['lr'], training=model.training,
                                         trunk=model.trunk.conv1.weight.clone(), head=model.linear.weight.clone()))
             return held.step(x, y)
         common.train(held.args, model, held.data, step, held.optimizer, held.loss_params, held.sampler)
@@ -40,7 +41,7 @@ def watched(before_training):
 
 @pytest.mark.parametrize('clip, moved', [('2', [2, -2, 1.5]), ('0', [30, -30, 1.5])])
 def test_gradients_are_clipped_by_value_at_plus_minus_clip(before_training, clip, moved):
-    """The gradients of all groups of weights are clipped; with --clip 0, none is."""
+    """The gradients of all parameter groups are clipped; with --clip 0, none is."""
     held = before_training(train_proxy_anchor, '--clip', clip, '--proxy-lr-mult', '1', '--weight-decay', '0',
                            '--optimizer', 'sgd', '--lr', '0.1')
     weights, slopes = (held.model.linear.bias, held.loss_params['proxies']), torch.tensor([30, -30, 1.5])
@@ -51,7 +52,7 @@ def test_gradients_are_clipped_by_value_at_plus_minus_clip(before_training, clip
         torch.testing.assert_close(found, 3 * 0.1 * torch.tensor(moved).expand_as(found), rtol=0, atol=1e-5)
 
 
-def test_the_step_schedule_decays_every_so_many_epochs(watched):
+def test_the_step_schedule_decays_every_decay_epochs(watched):
     seen = watched(train_ms, *'--lr 0.001 --epochs 5 --schedule step --decay-epochs 2 --decay-rate 0.1'.split())
     assert [step.lr for step in seen] == pytest.approx([1e-3] * 6 + [1e-4] * 6 + [1e-5] * 3)
 
@@ -62,50 +63,50 @@ def test_the_cosine_schedule_rises_and_falls(watched):
     assert [step.lr for step in seen] == pytest.approx([0.001 * min(a, b) for a, b in zip(ramp, cosine)])
     args = train_ms.get_args([])
     factor = [common.learning_rate_factor(i, args, per_epoch=50, total=2000) for i in range(2000)]
-    assert factor[0] == 0.01 and factor[49] == 0.5, 'a ramp of 100 iterations at most'
+    assert factor[0] == 0.01 and factor[49] == 0.5, 'a ramp of at most 100 steps'
     assert factor[1000] == pytest.approx(0.5) and factor[-1] < 1e-5
 
 
-def test_the_loss_of_a_row_is_the_mean_over_its_steps(before_training):
+def test_the_loss_of_a_record_is_the_mean_over_its_steps(before_training):
     held, losses = before_training(train_ms), iter(range(60))
-    row = train_epoch(held, lambda x, y: next(losses) + 0 * held.model.linear.bias.sum(), range(60))
-    assert row['loss'] == pytest.approx(59 / 2)
+    record = train_epoch(held, lambda x, y: next(losses) + 0 * held.model.linear.bias.sum(), range(60))
+    assert record['loss'] == pytest.approx(59 / 2)
 
 
-def test_an_epoch_has_as_many_updates_as_it_is_given_steps(before_training):
-    """Each has two images of two classes, so that no image has a positive."""
+def test_an_epoch_has_one_update_per_step(before_training):
+    """Each step has two images of different classes, so no image has a positive."""
     held = before_training(train_ms)
     updates = []
     held.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    row = train_epoch(held, held.step, range(2))
-    assert len(updates) == 2 and row['no_positive'] == 1
+    record = train_epoch(held, held.step, range(2))
+    assert len(updates) == 2 and record['no_positive'] == 1
 
 
-@pytest.mark.parametrize('warmup', [0, 2])
-def test_in_the_warm_up_all_but_the_trunk_learns(watched, warmup):
-    seen = watched(train_ms, '--epochs', '4', '--warmup', str(warmup), '--freeze-bn')
+@pytest.mark.parametrize('frozen', [0, 2])
+def test_the_frozen_backbone_is_not_trained_but_the_head_is(watched, frozen):
+    seen = watched(train_ms, '--epochs', '4', '--freeze-backbone-epochs', str(frozen), '--freeze-bn')
     for i, (before, after) in enumerate(zip(seen, seen[1:])):
         assert not torch.equal(before.head, after.head)
-        assert torch.equal(before.trunk, after.trunk) == (i // 3 < warmup), f'step {i}'
+        assert torch.equal(before.trunk, after.trunk) == (i // 3 < frozen), f'step {i}'
 
 
-def test_a_run_of_so_many_steps(watched):
+def test_a_run_has_the_given_number_of_steps(watched):
     seen = watched(train_ms, '--epochs', '5', '--steps', '7', '--eval-every', '2', '--name', 'x')
     assert [len(step.y.unique()) for step in seen] == [4] * 7, 'the batches of --batch-size 8 --per-class 2'
-    assert [row['epoch'] for row in common.read_checkpoint('runs/x')['rows']] == [0, 2, 3]
+    assert [record['epoch'] for record in common.read_checkpoint('runs/x')['rows']] == [0, 2, 3]
 
 
-def test_a_warm_up_that_covers_the_run_is_warned_of(watched, capsys):
+def test_freezing_the_backbone_for_the_whole_run_gives_a_warning(watched, capsys):
     warning = 'warning: the backbone will not be trained: it is frozen for 2 epochs, and there are 2'
-    watched(train_ms, '--epochs', '2', '--warmup', '2')
+    watched(train_ms, '--epochs', '2', '--freeze-backbone-epochs', '2')
     assert warning in capsys.readouterr().err
-    watched(train_ms, '--epochs', '3', '--warmup', '2')
+    watched(train_ms, '--epochs', '3', '--freeze-backbone-epochs', '2')
     assert 'warning' not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
-def test_without_training_images_there_is_one_line(run, small, tmp_path, script):
-    draw_folder(tmp_path / 'mine/test', 'ab', per_class=2)
+def test_missing_training_images_give_a_one_line_error(run, small, tmp_path, script):
+    make_folder(tmp_path / 'mine/test', 'ab', per_class=2)
     module = __import__(script)
     with pytest.raises(UsageError, match='mine has no training set: put training classes into train/'):
         run(module, '--data', 'mine')
@@ -113,16 +114,16 @@ def test_without_training_images_there_is_one_line(run, small, tmp_path, script)
         run(module, '--data', 'mine', '--fold', '0/2')
 
 
-def test_a_log_function_gets_the_row_of_each_epoch_and_the_rows_that_were_evaluated(before_training):
+def test_a_log_function_gets_the_record_of_each_epoch_and_those_that_were_evaluated(before_training):
     held, seen = before_training(train_ms, *'--epochs 3 --steps 0 --eval-every 2 --name x'.split()), []
 
-    def log(folder, row, rows):
-        seen.append((str(folder), row['epoch'], [row['epoch'] for row in rows]))
+    def log(folder, record, records):
+        seen.append((str(folder), record['epoch'], [evaluated['epoch'] for evaluated in records]))
     common.train(held.args, held.model, held.data, held.step, held.optimizer, log=log)
-    assert seen == [('runs/x', epoch, rows) for epoch, rows in enumerate([[0], [0], [0, 2], [0, 2, 3]])]
+    assert seen == [('runs/x', epoch, epochs) for epoch, epochs in enumerate([[0], [0], [0, 2], [0, 2, 3]])]
 
 
-def test_the_seed_decides_every_epoch_anew(watched):
+def test_each_epoch_follows_from_the_seed(watched):
     one, same, other = (watched(train_ms, '--epochs', '2', '--seed', seed) for seed in '112')
     assert all(torch.equal(a.x, b.x) for a, b in zip(one, same))
     assert not any(torch.equal(a.x, b.x) for a, b in zip(one, other))
@@ -133,7 +134,7 @@ def test_the_seed_decides_every_epoch_anew(watched):
     ('train_metrix --mixup none', 'train_metrix --mixup input feature --alpha 0.5'),
     ('train_ms', 'train_ccl --dropout 0.5 --jitter 0'), ('train_ms', 'train_hse --loss epshn --hybrids append')])
 def test_methods_with_one_seed_train_on_the_same_batches_and_crops(watched, one, other):
-    """Ten batches, equal bit by bit, whatever else a step or a loss samples"""
+    """Ten batches are bitwise identical, independent of other random numbers of the step or the loss."""
     found = []
     for line in (one, other):
         script, *flags = line.split()
@@ -143,31 +144,31 @@ def test_methods_with_one_seed_train_on_the_same_batches_and_crops(watched, one,
     assert all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(*found))
 
 
-def test_whatever_is_random_has_a_seed_of_its_own():
-    """For each seed of a run, each epoch and each step; of torch, NumPy and Python"""
-    def numbers(*integers):
+def test_epochs_and_steps_have_different_random_numbers():
+    """torch, NumPy and Python are seeded differently for each seed of a run, each epoch and each step."""
+    def sample(*integers):
         common.set_seed(*integers)
         return torch.rand(()).item(), np.random.rand(), random.random()
     places = [(seed, kind, t) for seed in range(3) for kind in (common.EPOCH, common.STEP) for t in range(20)]
-    for found in zip(*(numbers(*place) for place in places)):
+    for found in zip(*(sample(*place) for place in places)):
         assert len(set(found)) == 120
-    assert numbers(*places[7]) == numbers(*places[7])
+    assert sample(*places[7]) == sample(*places[7])
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
-def test_thirty_steps_teach_a_small_network_unseen_classes(tmp_path, monkeypatch, small, script):
-    """On 12 classes of shapes, 20 px, with the script's own defaults"""
+def test_thirty_steps_raise_recall_on_unseen_classes(tmp_path, monkeypatch, small, script):
+    """A small network is trained on 12 classes of shapes of 20 px, with the defaults of the script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common, 'draw_shapes', partial(common.draw_shapes, 12, 10, 20))
     flags = '--image-size 20 --steps 30 --epochs 99 --eval-every 99 --device cpu --precision fp32 --name x'
-    row = __import__(script).main(flags.split())
+    after = __import__(script).main(flags.split())['R@1']
     before = common.read_checkpoint('runs/x')['rows'][0]['R@1']
-    assert row['R@1'] > before + 3, f'{before} before, {row["R@1"]} after'
+    assert after > before + 3, f'{before} before, {after} after'
 
 
 @pytest.mark.parametrize('name, kind', [('adam', torch.optim.Adam), ('adamw', torch.optim.AdamW),
                                         ('sgd', torch.optim.SGD), ('rmsprop', torch.optim.RMSprop)])
-def test_optimizers_are_fused_where_torch_can_and_step_as_torch_does(before_training, name, kind):
+def test_optimizers_are_fused_if_possible_and_match_those_of_torch(before_training, name, kind):
     options = dict(momentum=0.9) if name in ('sgd', 'rmsprop') else {}
     flags = [f'--{flag}={value}' for flag, value in options.items()]
     held = before_training(train_ms, '--optimizer', name, '--lr', '0.01', '--weight-decay', '0.1', *flags)
@@ -182,7 +183,7 @@ def test_optimizers_are_fused_where_torch_can_and_step_as_torch_does(before_trai
     torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
 
 
-def test_compile_reaches_the_trunk_and_leaves_its_names(run, small, monkeypatch):
+def test_compile_applies_to_the_trunk_and_keeps_names_of_weights(run, small, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda self: compiled.append(type(self)))
     run(train_ms, '--compile', '--name', 'x')
@@ -191,9 +192,10 @@ def test_compile_reaches_the_trunk_and_leaves_its_names(run, small, monkeypatch)
 
 
 @pytest.mark.skipif(torch.__version__ < '2.7', reason='torch 2.6 skips the frames of a torch.nn.Sequential')
-@pytest.mark.parametrize('flags, graphs', [('', 1), ('--warmup 1', 2)])
+@pytest.mark.parametrize('flags, graphs', [('', 1), ('--freeze-backbone-epochs 1', 2)])
 def test_the_trunk_is_compiled_once_and_not_for_evaluations(run, small, monkeypatch, flags, graphs):
-    """These have batches of other sizes. In the warm-up the trunk has no gradients, which is another graph."""
+    """Evaluations, whose batches have other sizes, are not compiled. A frozen trunk has no gradients, which is a second
+    graph."""
     torch._dynamo.reset()
     compiled = []
     compile = torch.nn.Module.compile
@@ -210,7 +212,7 @@ def test_the_trunk_is_compiled_once_and_not_for_evaluations(run, small, monkeypa
 
 @pytest.fixture
 def slow_steps(monkeypatch):
-    """The first of each three steps takes ten minutes, the others take one, and nothing else takes any time."""
+    """Simulated time: the first of each three steps takes ten minutes, the others one, and nothing else any time."""
     clock, steps, real = SimpleNamespace(now=0.0), [], train_ms.multi_similarity_loss
     clock.time = lambda: clock.now
 
@@ -223,37 +225,37 @@ def slow_steps(monkeypatch):
 
 
 def test_minutes_and_images_per_second(run, small, slow_steps):
-    """The first step of an epoch is left out of the images per second, if there are others."""
+    """The first step of an epoch is not counted in the images per second, unless it is the only one."""
     run(train_ms, '--epochs', '40', '--steps', '4', '--name', 'x')
     before, first, last = common.read_checkpoint('runs/x')['rows']
-    assert [row['minutes'] for row in (before, first, last)] == [0, 12, 22]
+    assert [record['minutes'] for record in (before, first, last)] == [0, 12, 22]
     assert first['images_per_second'] == pytest.approx(8 / 60) and last['images_per_second'] == pytest.approx(8 / 600)
     assert last['no_positive'] == 0
 
 
-def test_minutes_before_a_stop_are_kept(run, small, slow_steps):
+def test_a_resumed_run_adds_to_the_minutes_before_the_interruption(run, small, slow_steps):
     run(train_ms, '--epochs', '1', '--steps', '0', '--name', 'x')
     train_ms.main(['--resume', 'runs/x', '--epochs', '2'])
-    assert [row['minutes'] for row in rows_of('x')] == [0, 12, 24]
+    assert [record['minutes'] for record in log_of('x')] == [0, 12, 24]
 
 
-def test_the_estimate_is_in_minutes_and_goes_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
+def test_the_estimated_minutes_are_those_to_the_end_of_the_run(before_training, monkeypatch, slow_steps):
     held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
     monkeypatch.setattr(common, 'show_progress', shown.append)
-    row = train_epoch(held, held.step, range(100, 131), epoch=5, total=150)
-    # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes; and 10 of 30, which are 120.
+    record = train_epoch(held, held.step, range(100, 131), epoch=5, total=150)
+    # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes. Of 30 steps, 10 take ten: 120.
     expected = [f'step 20 of 31, {73 / 19 * 30:.1f} min left', f'step 31 of 31, {120 / 30 * 19:.1f} min left']
     assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
-    assert row['no_positive'] == 1 and row['images_per_second'] == pytest.approx(60 / 7200)
+    assert record['no_positive'] == 1 and record['images_per_second'] == pytest.approx(60 / 7200)
 
 
 # ---- NaN
 
 @pytest.mark.parametrize('bad_step, noticed', [(20, 20), (21, 40)])
-def test_a_loss_that_is_no_number_stops_within_twenty_steps(run, small, monkeypatch, bad_step, noticed):
-    """At whichever step it comes, not only at the last one."""
-    draw_folder(common.Path('many/train'), 'ab', per_class=40, size=8)
-    draw_folder(common.Path('many/test'), 'cd', per_class=2, size=8)
+def test_a_nan_loss_stops_the_run_within_twenty_steps(run, small, monkeypatch, bad_step, noticed):
+    """The loss is checked every 20 steps; a NaN in any of them is detected."""
+    make_folder(common.Path('many/train'), 'ab', per_class=40, size=8)
+    make_folder(common.Path('many/test'), 'cd', per_class=2, size=8)
     steps, real = [], train_ms.multi_similarity_loss
 
     def loss(z, *rest):
@@ -265,15 +267,15 @@ def test_a_loss_that_is_no_number_stops_within_twenty_steps(run, small, monkeypa
     assert len(steps) == noticed and common.read_checkpoint('runs/broken')['epoch'] == 0
 
 
-def test_weights_that_are_no_numbers_do_not_overwrite_a_checkpoint(run, small, monkeypatch):
-    """An evaluation would notice them, too, so here these epochs have none."""
+def test_nan_weights_do_not_overwrite_a_checkpoint(run, small, monkeypatch):
+    """NaN in the weights is detected after an epoch that is not evaluated."""
     real = common.train_epoch
 
     def poisoned(args, loader, step, optimizer, epoch, *rest):
-        row = real(args, loader, step, optimizer, epoch, *rest)
+        record = real(args, loader, step, optimizer, epoch, *rest)
         if epoch == 2:
             optimizer.param_groups[0]['params'][-1].data[0] = float('nan')
-        return row
+        return record
     monkeypatch.setattr(common, 'train_epoch', poisoned)
     with pytest.raises(UsageError, match='not finite'):
         run(train_ms, '--epochs', '4', '--steps', '0', '--name', 'broken', '--eval-every', '4')

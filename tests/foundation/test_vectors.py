@@ -1,4 +1,4 @@
-"""--dataset vectors: the features of any network, from NPZ files, through a head alone."""
+"""--dataset vectors: a linear head on precomputed features of any network, from NPZ files."""
 import json
 import os
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SCRIPTS, draw_folder, rows_of
+from conftest import SCRIPTS, log_of, make_folder
 from PIL import Image
 from torch import nn
 
@@ -24,7 +24,7 @@ FLAGS = '--dataset vectors --device cpu --batch-size 8 --per-class 2'.split()
 
 
 def write(path, classes, labels, c=6, seed=0, **more):
-    """An NPZ file of vectors around a centre for each class, of lengths around 4, in the order of `labels`"""
+    """An NPZ file of vectors around a centre of each class, with a norm of about 4, in the order of `labels`"""
     path.parent.mkdir(exist_ok=True)
     random = np.random.default_rng(seed)
     centres = random.normal(size=(len(classes), c)) + 1
@@ -36,7 +36,7 @@ def write(path, classes, labels, c=6, seed=0, **more):
 
 @pytest.fixture
 def vectors(tmp_path, monkeypatch):
-    """A folder v with train.npz and test.npz, 6 and 4 classes of 5 vectors in no order"""
+    """A folder v with train.npz and test.npz, 6 and 4 classes of 5 vectors, not sorted by class"""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / 'v/train.npz', 'abcdef', [5, 0, 1, 3, 2, 4] * 5)
     write(tmp_path / 'v/test.npz', 'ghij', [2, 0, 3, 1] * 5, seed=1)
@@ -57,7 +57,7 @@ def test_vectors_keep_their_classes_and_names(vectors):
     order = [data.query.paths.index(name) for name in ('two', 'zero', 'three', '2')]
     assert data.query.labels[order].tolist() == [1, 0, 2, 1] and data.train.paths[0] == '1', 'the first one of class a'
     np.testing.assert_array_equal(data.query.items[order].numpy(), written)
-    for item in (order[2], (order[2], 7, 1)):               # there is nothing to augment
+    for item in (order[2], (order[2], 7, 1)):               # no augmentation
         x, y = data.query[item]
         assert y == 2 and x.numpy().tolist() == written[2].tolist()
 
@@ -65,7 +65,7 @@ def test_vectors_keep_their_classes_and_names(vectors):
 def test_a_gallery_a_single_file_and_folds(tmp_path):
     write(tmp_path / 'one/x.npz', 'bdca', [0, 1, 2, 3] * 3)
     data = load(tmp_path / 'one')
-    assert (data.train.classes, data.query.classes) == (['a', 'b'], ['c', 'd']), 'one file is split into halves'
+    assert (data.train.classes, data.query.classes) == (['a', 'b'], ['c', 'd']), 'a single file is split into halves'
     data = load(tmp_path / 'one', whole=True)
     assert data.query.classes == list('abcd') and len(data.query) == 12 and data.train is None
     write(tmp_path / 'more/train.npz', 'abcdef', [0, 1, 2, 3, 4, 5] * 2)
@@ -92,17 +92,18 @@ def test_arrays_that_do_not_fit_end_in_one_line(vectors, changed):
         load(vectors)
 
 
-def test_files_that_are_missing_or_damaged_end_in_one_line(vectors):
-    whole = (vectors / 'train.npz').read_bytes()
+def test_missing_or_corrupted_files_end_in_one_line(vectors):
+    intact = (vectors / 'train.npz').read_bytes()
     for name, content, message in (
-            ('train.npz', whole[:-400], 'train.npz cannot be used'), ('train.npz', b'text', 'train.npz cannot be used'),
-            ('query.npz', whole, 'there are query and test and train'),
-            ('gallery.npz', whole, 'there are gallery and query and test and train')):
+            ('train.npz', intact[:-400], 'train.npz cannot be used'),
+            ('train.npz', b'text', 'train.npz cannot be used'),
+            ('query.npz', intact, 'there are query and test and train'),
+            ('gallery.npz', intact, 'there are gallery and query and test and train')):
         (vectors / name).write_bytes(content)
         with pytest.raises(UsageError, match=f'^vectors cannot be loaded: .*{message}') as raised:
             load(vectors)
         assert '\n' not in str(raised.value)
-        (vectors / 'train.npz').write_bytes(whole)
+        (vectors / 'train.npz').write_bytes(intact)
     for path in vectors.iterdir():
         path.unlink()
     with pytest.raises(UsageError, match='^vectors cannot be loaded: there are 0 NPZ files'):
@@ -117,20 +118,20 @@ def test_files_that_are_missing_or_damaged_end_in_one_line(vectors):
 
 
 def test_names_of_files_and_classes(vectors):
-    write(vectors / '._test.npz', 'xy', [0, 1])             # as macOS leaves them beside files
+    write(vectors / '._test.npz', 'xy', [0, 1])             # a resource fork of macOS
     arrays = dict(np.load(vectors / 'train.npz'))
     np.savez(vectors / 'train.npz', **arrays | dict(classes=np.arange(6)))
     assert load(vectors).train.classes == list('012345')
     (vectors / 'test.npz').unlink()
     data = load(vectors)
-    assert data.train.classes == list('012345') and data.query is None, 'as a folder that has train/ alone'
+    assert data.train.classes == list('012345') and data.query is None, 'like a folder that has only train/'
     (vectors / 'train.npz').rename(vectors / 'x.npz')
-    assert load(vectors).train.classes == list('012'), 'numbers are names, in a file that is split as well'
+    assert load(vectors).train.classes == list('012'), 'integers become class names, also in a single file'
 
 
-def test_three_arrays_of_any_module_are_a_dataset(tmp_path):
-    """An embedding belongs to the image at its position."""
-    draw_folder(tmp_path / 'x', ['train/a', 'train/b', 'test/c', 'test/d'], per_class=3)
+def test_embeddings_labels_and_classes_are_enough_for_a_file(tmp_path):
+    """The embeddings of any module can be used. They are in the order of the images."""
+    make_folder(tmp_path / 'x', ['train/a', 'train/b', 'test/c', 'test/d'], per_class=3)
     data = common.load_dataset('folder', tmp_path / 'x', 20, 18)
     net = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 7))
     (tmp_path / 'v').mkdir()
@@ -146,7 +147,7 @@ def test_three_arrays_of_any_module_are_a_dataset(tmp_path):
 
 # ---- the network
 
-def test_the_head_begins_as_the_identity_on_vectors_of_mean_length_1(vectors):
+def test_the_head_starts_as_the_identity_on_vectors_of_mean_norm_1(vectors):
     data = load(vectors)
     args = train_ms.get_args([*FLAGS, '--data', 'v'])
     model = common.build(args, data=data)
@@ -159,32 +160,32 @@ def test_the_head_begins_as_the_identity_on_vectors_of_mean_length_1(vectors):
     torch.testing.assert_close(common.load_checkpoint('x.pt').features(x).flatten(1), x / length)
     args = train_ms.get_args([*FLAGS, '--data', 'v', '--dim', '6'])
     weight = common.build(args, data=data).linear.weight
-    assert not torch.equal(weight, torch.eye(6)), 'where --dim is given, it is random'
+    assert not torch.equal(weight, torch.eye(6)), 'with --dim, the initialization is random'
 
 
-def test_before_training_the_result_is_that_of_the_vectors_at_any_scale(vectors):
+def test_before_training_the_metrics_are_those_of_the_vectors_at_any_scale(vectors):
     data = load(vectors)
-    rows = []
+    logs = []
     for scale in (1, 1000):
         for name in ('train', 'test'):
             arrays = dict(np.load(vectors / f'{name}.npz'))
             np.savez(vectors / f'{name}.npz', **arrays | dict(embeddings=arrays['embeddings'] * scale))
         train_proxy_anchor.main([*FLAGS, '--data', 'v', '--name', f'times-{scale}', '--epochs', '3'])
-        rows.append([row['MAP@R'] for row in rows_of(f'times-{scale}')])
+        logs.append([record['MAP@R'] for record in log_of(f'times-{scale}')])
     raw = common.retrieval_metrics(data.query.items, data.query.labels)
-    assert rows[0][0] == rows[1][0] == raw['MAP@R'] != rows[0][-1] == rows[1][-1]
+    assert logs[0][0] == logs[1][0] == raw['MAP@R'] != logs[0][-1] == logs[1][-1]
 
 
 @pytest.mark.parametrize('script', [script for script in SCRIPTS if script != 'train_hse'])        # it needs images
-def test_each_script_begins_with_the_result_of_the_vectors(vectors, script):
-    """Also where it has LayerNorm before the head, or a head of its own"""
+def test_each_script_starts_with_the_metrics_of_the_vectors(vectors, script):
+    """Before training, the metrics equal the metrics of the vectors, even with LayerNorm before the head."""
     data = load(vectors)
     raw = common.retrieval_metrics(data.query.items, data.query.labels)
-    row = __import__(script).main([*FLAGS, '--data', 'v', '--name', 'zero', '--epochs', '0'])
-    assert row['MAP@R'] == raw['MAP@R'] and row['R@1'] == raw['R@1']
+    record = __import__(script).main([*FLAGS, '--data', 'v', '--name', 'zero', '--epochs', '0'])
+    assert record['MAP@R'] == raw['MAP@R'] and record['R@1'] == raw['R@1']
 
 
-def test_a_network_says_which_inputs_it_takes(run, small, vectors):
+def test_inputs_that_do_not_fit_the_network_are_rejected(run, small, vectors):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'head', '--epochs', '1'])
     write(vectors / 'test.npz', 'gh', [0, 1] * 5, c=5)
     with pytest.raises(UsageError, match='the head takes 6 features, and got 5'):
@@ -196,8 +197,8 @@ def test_a_network_says_which_inputs_it_takes(run, small, vectors):
         evaluation.main(['--checkpoint', 'runs/head', '--dataset', 'shapes'])
 
 
-def test_feature_mixing_mixes_the_vectors(vectors):
-    """With one pair (0, 1) and lambda 0.25: (0.25 x_0 + 0.75 x_1) / length"""
+def test_feature_mixup_interpolates_the_vectors(vectors):
+    """A pair (0, 1) with lambda 0.25 becomes (0.25 x_0 + 0.75 x_1) / mean norm."""
     data = load(vectors)
     model = common.build(train_ms.get_args([*FLAGS, '--data', 'v']), data)
     x = data.query.items[:2]
@@ -211,17 +212,17 @@ def test_feature_mixing_mixes_the_vectors(vectors):
 @pytest.mark.parametrize('script, flags', [
     (train_ms, []), (train_proxynca_pp, []), (train_ccl, ['--loss', 'cluster']),
     (train_metrix, ['--loss', 'proxy_anchor']), (train_metrix, ['--mixup', 'embed', '--dim', '4'])])
-def test_a_resumed_run_repeats_the_uninterrupted_one_and_eval_its_last_row(vectors, script, flags, capsys):
+def test_a_resumed_run_and_eval_repeat_the_uninterrupted_run(vectors, script, flags, capsys):
     flags = [*FLAGS, '--data', 'v', '--lr', '0.01', '--schedule', 'step', '--decay-epochs', '1', *flags]
-    row = script.main([*flags, '--name', 'whole', '--epochs', '3'])
+    record = script.main([*flags, '--name', 'full', '--epochs', '3'])
     script.main([*flags, '--name', 'halved', '--epochs', '2'])
     assert '30 training images of 6 classes, 20 test images of 4 classes' in capsys.readouterr().out
     script.main(['--resume', os.path.abspath('runs/halved'), '--epochs', '3'])
-    for one, other in zip(rows_of('whole'), rows_of('halved'), strict=True):
+    for one, other in zip(log_of('full'), log_of('halved'), strict=True):
         assert all(one[key] == other[key] for key in one.keys() - {'images_per_second', 'minutes'}), (one, other)
     script.main(['--resume', 'runs/halved', '--dataset', 'vectors'])       # naming the dataset again changes nothing
     result = evaluation.main(['--checkpoint', 'runs/halved', '--analyse', '--embed', 'out.npz'])
-    assert result['MAP@R'] == row['MAP@R'] and result['uniformity'] < 0
+    assert result['MAP@R'] == record['MAP@R'] and result['uniformity'] < 0
     saved = np.load('out.npz')
     assert saved['embeddings'].shape == (20, 4 if '--dim' in flags else 6) and saved['classes'].tolist() == list('ghij')
     assert json.loads(capsys.readouterr().out.strip().split('\n')[-1]) == result
@@ -248,7 +249,7 @@ def test_a_method_that_needs_images_rejects_vectors():
 
 
 @pytest.mark.parametrize('flags', [['--sheet', 'x.png'], ['--query', 'a.jpg']])
-def test_eval_draws_no_vectors_and_searches_no_photos_in_them(vectors, flags):
+def test_eval_makes_no_image_grid_and_takes_no_photo_with_vectors(vectors, flags):
     train_ms.main([*FLAGS, '--data', 'v', '--name', 'mine', '--epochs', '0'])
     Image.new('RGB', (20, 20)).save('a.jpg')
     with pytest.raises(UsageError, match=f'{flags[0]} has no effect with vectors'):

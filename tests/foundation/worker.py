@@ -1,6 +1,6 @@
-"""Work for processes of their own, which start from one that has imported torch, in a fraction of a second.
+"""Functions for separate processes, which are forked from a server that has imported torch: this saves seconds.
 
-torchrun would start them with RANK and WORLD_SIZE in the environment; here the test does.
+RANK and WORLD_SIZE, which torchrun would set in the environment, are set here.
 """
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ fresh.set_forkserver_preload(['worker', 'scipy.io', 'torchvision.transforms.v2']
 
 
 def start(work, *args, where, size=1):
-    """Starts `size` processes in the folder `where`, which write to output-<rank> there, and work(*args)."""
+    """Starts `size` processes in the folder `where`, which call work(*args) and print to output-<rank> there."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         port = probe.getsockname()[1]
@@ -45,7 +45,7 @@ def run(where, variables, work, *args):
 
 
 def finish(processes, where):
-    """Waits for them, two minutes at most -> what each has printed"""
+    """Waits for the processes, at most two minutes -> the output of each"""
     end = time.time() + 120
     for process in processes:
         process.join(max(0, end - time.time()))
@@ -57,8 +57,8 @@ def finish(processes, where):
 
 
 def train_all(data):
-    """All scripts on a small network: four steps of plain gradient descent in float64, as runs/<script>; and
-    runs/ms-folder-1, for which each process measures something else."""
+    """Runs all scripts on a small network, four steps of plain gradient descent in float64, as runs/<script>; and
+    runs/ms-folder-1, in which each process computes a different MAP@R."""
     from conftest import SCRIPTS, SmallNet
 
     import common
@@ -76,9 +76,9 @@ def train_all(data):
         __import__(script).main([*SHARED, data, *flags.split()])
     common.Images.__getitem__ = load
     torch.set_default_dtype(torch.float32)
-    measure = common.evaluate
-    others_gain = 10.0 * int(os.environ['RANK'])            # from epoch to epoch, so their patience would not end
-    common.evaluate = lambda model, data: measure(model, data) | {'MAP@R': 1.0 + others_gain * next(epochs)}
+    evaluate = common.evaluate
+    increase = 10.0 * int(os.environ['RANK'])               # per epoch: other ranks would not stop early
+    common.evaluate = lambda model, data: evaluate(model, data) | {'MAP@R': 1.0 + increase * next(epochs)}
     epochs = iter(range(100))
     flags = [*SHARED, data, *'--epochs 9 --fold 0/3 --patience 1 --batch-size 6'.split()]
     common.cli(partial(train_ms.main, flags))
@@ -86,7 +86,7 @@ def train_all(data):
 
 
 def load_and_embed(data):
-    """Each process loads its share of a training batch, and embeds its share of a set."""
+    """Each process loads its part of a training batch, and embeds its part of a set."""
     import common
     common.init_distributed(torch.device('cpu'))
     images = common.load_dataset('folder', data, resize=20, image_size=18).train
@@ -100,13 +100,13 @@ def load_and_embed(data):
     parts = [images.subset(torch.arange(n)) for n in (2, 11)]
     embedded = [common.embed(net, part) for part in parts]
     rank = int(os.environ['RANK'])
-    torch.save(dict(x=x, y=y, embedded=embedded), f'shares-{rank}.pt')
+    torch.save(dict(x=x, y=y, embedded=embedded), f'part-{rank}.pt')
     if common.world_size() > 1:
         torch.distributed.destroy_process_group()
 
 
 def import_all(names):
-    """Importing has no effect: no output, no file, no CUDA, no seed, and no reading of the command line."""
+    """Importing has no effect: no output, no file, no CUDA, no seed, and the command line is not parsed."""
     random.seed(1)
     torch.manual_seed(1)
     before, sys.argv = (random.getstate(), torch.get_rng_state().tolist()), ['x', '--nonsense']

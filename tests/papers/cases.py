@@ -1,5 +1,5 @@
-"""What the tests of all papers need to know of each script, an entry for each of them. Other tests of a script are in
-the file of its name."""
+"""One entry per script: losses, steps, recipes and flags, for the tests that apply to all papers. Other tests of a
+script are in the file with its name."""
 import random
 from functools import partial
 from typing import NamedTuple
@@ -18,14 +18,14 @@ import train_proxynca_pp
 
 class Case(NamedTuple):
     losses: dict = {}       # {name: loss(z, y, p)}: z (B, D), y (B,); proxies, centres or hybrids p (C, D)
-    steps: list = []        # [(flags, loss(images, labels, learned))]: each flag of a loss at a value not its default
-    recipes: str = ''       # of the four benchmarks, as papers and released code have them: rows of values, see KEYS
-    settings: list = []     # [(datasets, flags, values)]: what flags change in a recipe, and the flags of the method
+    steps: list = []        # [(flags, loss(images, labels, loss_params))]: no flag of a loss has its default value
+    recipes: str = ''       # of the four benchmarks, from papers and released code: a line of values, see KEYS
+    settings: list = []     # [(datasets, flags, values)]: flags of the method, and recipes that depend on flags
     per_class: tuple = (4, 4)           # images per class: on shapes and folders, and with --protocol reality-check
-    limits: dict = {}       # {flag: values}: between the signs the allowed ones with their ends, outside refused ones
-    no_effect: list = []    # flags, the last of which has no effect beside the others and the defaults
+    limits: dict = {}       # {flag: values}: allowed ones between the signs <, with the limits; rejected ones outside
+    no_effect: list = []    # flags, the last of which has no effect with the others and the defaults
     rates: list = [('', [0.01])]        # [(flags, learning rates)]: of the network, and of proxies or centres
-    starts: list = []       # [(flags, name, size)]: standard deviation of the first proxies or centres of six classes
+    starts: list = []       # [(flags, name, size)]: standard deviation of the initial proxies or centres of six classes
 
 
 KEYS = ('optimizer lr weight_decay momentum epochs batch_size per_class schedule decay_epochs decay_rate warmup clip '
@@ -33,13 +33,13 @@ KEYS = ('optimizer lr weight_decay momentum epochs batch_size per_class schedule
 
 
 def embed(x):
-    """Stands for the network: unit vectors that are far apart, and through which gradients pass"""
+    """Replaces the network: unit vectors that are far apart, and differentiable"""
     return F.normalize(x.flatten(1)[:, ::199][:, :16], dim=1)
 
 
-def step(loss, *learned, dropout=0.0, **options):
-    """The loss of the embeddings, which may have dropout, with what is learned under these names"""
-    return lambda x, y, t: loss(F.dropout(embed(x), dropout), y, *(t[name] for name in learned), **options)
+def step(loss, *names, dropout=0.0, **options):
+    """The loss of the embeddings, with dropout, and of the parameters of the loss with these names"""
+    return lambda x, y, t: loss(F.dropout(embed(x), dropout), y, *(t[name] for name in names), **options)
 
 
 def no_proxies(loss, **options):
@@ -47,25 +47,25 @@ def no_proxies(loss, **options):
 
 
 def hybrids(z, y, p, **options):
-    """The hybrid loss with the proxies as hybrids; classes 0 and 1 are their weak positives."""
+    """The hybrid loss with the proxies as hybrids, and images of classes 0 and 1 as their weak positives"""
     weak = (y < 2).expand(len(p), len(y))
     return train_hse.hybrid_loss(p, z, weak, ~weak, **options)
 
 
 def hybrids_by_hand(base_loss, alpha, temperature, stay, **options):
-    """HSE's step: the last images leave the batch; the base loss of those that stay, plus the loss of their hybrids"""
-    def expected(images, labels, learned):
+    """The step of HSE: the base loss of the first `stay` images, plus the loss of their hybrids"""
+    def expected(images, labels, loss_params):
         images, labels = images[:stay], labels[:stay]
         h, sources = train_hse.make_hybrids(images, labels, **options)
         z = embed(images)
         weak = (labels[None, :, None] == labels[sources][:, None, :]).any(dim=2)
-        extra = [learned['proxies']] if learned else []
+        extra = [loss_params['proxies']] if loss_params else []
         return base_loss(z, labels, *extra) + train_hse.hybrid_loss(embed(h), z, weak, ~weak, alpha, temperature)
     return expected
 
 
 def metrix(kind, pairs, z, y, p, k=None, **hyper):
-    """Clean and mixed loss, where each call draws the same lambdas"""
+    """Clean plus mixed loss, with the same lambdas at each call"""
     torch.manual_seed(0)
     random.seed(0)
     proxies = dict(proxies=p) if 'proxy' in kind else {}
@@ -211,7 +211,7 @@ CASES = {
             'metrix, proxy_anchor, pos-neg': partial(metrix, 'proxy_anchor', 'pos-neg'),
             'metrix, proxy_anchor, anc-neg': partial(metrix, 'proxy_anchor', 'anc-neg'),
             'metrix, proxynca_pp': partial(metrix, 'proxynca_pp', 'anc-neg')},
-        steps=[                                             # with mixtures: test_metrix.py
+        steps=[                                             # with mixup: see test_metrix.py
             ('--mixup none --epsilon off',
              step(train_ms.multi_similarity_loss, alpha=18, beta=75, lam=0.77)),
             ('--mixup none --gamma 2 --epsilon 0',
@@ -263,7 +263,7 @@ CASES = {
              hybrids_by_hand(train_hse.npair_loss, 3, 0.1, stay=8, axis='left-right', num=2, per_class=2,
                              combinations=2)),
             ('--loss proxy_anchor', hybrids_by_hand(train_hse.proxy_anchor_loss, 2, 0.1, stay=6, num=2, per_class=2)),
-            ('--batch-size 40 --combinations 2',    # the batch has 8 images; two classes leave it, not the first
+            ('--batch-size 40 --combinations 2',    # of 8 images, the last two classes are dropped
              hybrids_by_hand(train_hse.multi_similarity_loss, 0.05, 0.1, stay=4, num=2, per_class=2, combinations=2)),
             ('--loss epshn --alpha 0', step(train_hse.epshn_loss))],
         recipes='''
@@ -299,5 +299,5 @@ CASES = {
 
 
 def each(field):
-    """(script, one of this field's rows, ...) of all entries, for pytest.mark.parametrize"""
-    return [(script, *row) for script, case in CASES.items() for row in getattr(case, field)]
+    """(script, *entry) for all entries of this field of all scripts, for pytest.mark.parametrize"""
+    return [(script, *entry) for script, case in CASES.items() for entry in getattr(case, field)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 import common
 import train_ccl
@@ -22,7 +22,7 @@ def images_and_centers():
 
 
 def contrast(image, label, s=S, margin=0.0):
-    """First term of CCL Eq. (5) for an image at so many degrees"""
+    """First term of CCL Eq. (5) for an image at this angle, in degrees"""
     scaled = [exp(s * (cos(radians(image - c)) - margin * (k == label))) for k, c in enumerate(CENTERS)]
     return -log(scaled[label] / sum(scaled))
 
@@ -41,14 +41,14 @@ def mean_squared():
 
 
 def four_by_three():
-    """Four unit embeddings of classes 0, 2, 2, 0 and three centres that are not of unit length."""
+    """Four L2-normalized embeddings of classes 0, 2, 2, 0, and three centres that are not normalized"""
     return unit(4), torch.tensor([0, 2, 2, 0]), 3 * unit(3, seed=9)
 
 
 # ---- the loss and its two parts
 
 def test_ccl_eq1_is_what_eq2_reduces_to():
-    """InfoNCE of Eq. (1) with samples k in the place of centres: the centre term is all that is new."""
+    """Without its centre term, Eq. (2) is InfoNCE of Eq. (1), with samples k as centres."""
     tau, x, k = 1 / S, on_circle(10), on_circle(20, 100, 250)          # k_+ at 20 degrees
     infonce = -log(exp(cos(radians(10)) / tau) / sum(exp(cos(radians(d)) / tau) for d in (10, 90, 240)))
     expect(center_contrastive_loss(x, torch.tensor([0]), k, s=1 / tau, lam=0), infonce, 'CCL Eq. (1)')
@@ -56,13 +56,14 @@ def test_ccl_eq1_is_what_eq2_reduces_to():
 
 def test_ccl_eq2_and_ccl_eq3_by_hand():
     """Eq. (3) is the second line of Eq. (2)."""
-    both, alone = (center_contrastive_loss(*images_and_centers(), lam=lam) for lam in (1, 0))
+    both, contrast = (center_contrastive_loss(*images_and_centers(), lam=lam) for lam in (1, 0))
     expect(both, mean_contrast() + mean_squared(), f'CCL Eq. (2) {WHERE}')
-    expect(both - alone, mean_squared(), f'CCL Eq. (3) {WHERE}')
+    expect(both - contrast, mean_squared(), f'CCL Eq. (3) {WHERE}')
 
 
 def test_ccl_eq4_is_linear_in_x():
-    """2 - 2 c.x is the squared distance for unit x alone; for other x, as after dropout, it stays a line."""
+    """2 - 2 c.x equals the squared distance only for unit vectors x. For other x, as after dropout, it remains
+    linear."""
     x, y, centers = on_circle(0, 0, 0), torch.tensor([0]), on_circle(60, 200)
     values = [center_contrastive_loss(k * x[:1], y, centers, s=1e-9, lam=1) - log(2) for k in (0, 1, 2)]
     expect(torch.stack(values), [2, 1, 0], 'CCL Eq. (4) of x at 0 degrees, 0, 1 and 2 long, its centre at 60', 1e-6)
@@ -75,7 +76,7 @@ def test_ccl_eq5_by_hand():
 
 
 def test_ccl_eq5_of_embeddings_that_are_too_long():
-    """As after dropout: they are not normalised again."""
+    """Embeddings are not normalized in the loss: after dropout their norm differs from 1."""
     loss = center_contrastive_loss(1.118 * on_circle(*IMAGES), torch.tensor(LABELS), on_circle(*CENTERS), lam=0)
     expect(loss, mean_contrast(s=1.118 * S), f'CCL Eq. (5) {WHERE}, x of length 1.118, lambda 0', 1e-6)
 
@@ -89,47 +90,49 @@ def test_ccl_eq5_of_any_batch():
 
 
 def test_ccl_eq5_closed_form_gradient():
-    """s (softmax - 1) by the own cosine, s softmax by the others, and -2 lambda by the own one from the centre term"""
+    """The derivative with respect to the target cosine is s (softmax - 1) - 2 lambda, and s softmax for the others."""
     (t, z), (u, c), margin = moving(*IMAGES), moving(*CENTERS), 0.1
     center_contrastive_loss(z, torch.tensor(LABELS), 5 * c, S, margin, lam=2.0).backward()
     by_s = []
-    for image, own in zip(IMAGES, LABELS):
-        scaled = [exp(S * (cos(radians(image - c)) - margin * (k == own))) for k, c in enumerate(CENTERS)]
-        by_s.append([(S * (e / sum(scaled) - (k == own)) - 2 * 2 * (k == own)) / 3 for k, e in enumerate(scaled)])
+    for image, target in zip(IMAGES, LABELS):
+        scaled = [exp(S * (cos(radians(image - c)) - margin * (k == target))) for k, c in enumerate(CENTERS)]
+        by_s.append([(S * (e / sum(scaled) - (k == target)) - 2 * 2 * (k == target)) / 3
+                     for k, e in enumerate(scaled)])
     expect_gradients(by_s, f'CCL Eq. (5) {WHERE}, margin 0.1, lambda 2', 1e-5, images=t, centres=u)
 
 
 def test_ccl_eq5_stop_grad():
-    """The centre term alone moves centres, and only those of the batch; images have the same gradient as ever."""
+    """With stop_grad, only the centre term moves centres, and only of the classes in the batch. The gradient of the
+    images is unchanged."""
     (t, z), (u, c), (same, x) = moving(*IMAGES), moving(*CENTERS), moving(*IMAGES)
     loss = center_contrastive_loss(z, torch.tensor(LABELS), 5 * c, lam=2.0, stop_grad=True)
     loss.backward()
     center_contrastive_loss(x, torch.tensor(LABELS), 5 * c.detach(), lam=2.0).backward()
     expect(loss, mean_contrast() + 2 * mean_squared(), f'CCL {WHERE}, stop_grad')
     by_angle = [0, 0, 0]                            # of lambda |x - c|^2 = 2 (2 - 2 cos(u - t)), over three images
-    for image, own in zip(IMAGES, LABELS):
-        by_angle[own] += 2 * 2 * sin(radians(CENTERS[own] - image)) / 3
+    for image, target in zip(IMAGES, LABELS):
+        by_angle[target] += 2 * 2 * sin(radians(CENTERS[target] - image)) / 3
     expect(u.grad, by_angle,
-           f'the derivatives by the angles of centres, CCL Eq. (5) {WHERE}, lambda 2, stop_grad')
-    expect(t.grad, same.grad, 'those of the images, with and without stop_grad')
+           f'derivatives with respect to the angles of centres, CCL Eq. (5) {WHERE}, lambda 2, stop_grad')
+    expect(t.grad, same.grad, 'derivatives with respect to the angles of images, with and without stop_grad')
 
 
 def test_ccl_eq5_smoothing():
-    """0.8 for the own class and 0.1 for each other one; torch would give 0.0667 to all three. The centre term stays,
-    and so does the margin on the own cosine."""
+    """The target class has label 0.8 and each other class 0.1; torch would add 0.0667 to all three. The centre term and
+    the margin do not change."""
     for margin in (0, 0.15):
         loss = center_contrastive_loss(*images_and_centers(), lam=2, smoothing=0.2, margin=margin)
         expected = 0
-        for image, own in zip(IMAGES, LABELS):
-            logits = [S * (cos(radians(image - c)) - margin * (k == own)) for k, c in enumerate(CENTERS)]
+        for image, target in zip(IMAGES, LABELS):
+            logits = [S * (cos(radians(image - c)) - margin * (k == target)) for k, c in enumerate(CENTERS)]
             total = log(sum(map(exp, logits)))
-            expected += sum((0.8 if k == own else 0.1) * (total - logit) for k, logit in enumerate(logits)) / 3
+            expected += sum((0.8 if k == target else 0.1) * (total - logit) for k, logit in enumerate(logits)) / 3
         expect(loss, expected + 2 * mean_squared(),
                f'CCL Eq. (5) {WHERE}, lambda 2, smoothing 0.2, margin {margin}', 1e-6)
 
 
-def test_ccl_eq5_without_overflow():
-    """With s = 1,000: perfect, and as bad as can be, with logits 2,000 apart and centres 2 away"""
+def test_ccl_eq5_is_numerically_stable():
+    """With s = 1,000, the best loss is 0. In the worst case the logits differ by 2,000, and the centres are 2 away."""
     y = torch.tensor([1, 0])
     for degrees, expected in ((180, 0), 0), ((0, 180), 2000 + 2 * 2 ** 2):
         loss = center_contrastive_loss(on_circle(*degrees), y, on_circle(0, 180), s=1000, lam=2)
@@ -137,16 +140,16 @@ def test_ccl_eq5_without_overflow():
 
 
 def test_ccl_eq5_in_half_precision():
-    """The tolerance is that of x: of half precision, it is not quite of unit length."""
+    """The tolerance is larger, since x in half precision is not exactly normalized."""
     z, y, centers = images_and_centers()
-    expect_raised(lambda z, centers: center_contrastive_loss(z, y, centers, smoothing=0.1, margin=0.1), 'CCL Eq. (5)',
+    expect_upcast(lambda z, centers: center_contrastive_loss(z, y, centers, smoothing=0.1, margin=0.1), 'CCL Eq. (5)',
                   z, centers, tolerance=5e-3)
 
 
-# ---- what the paper compares with
+# ---- losses that the paper compares with
 
 def test_ccl_eq6_and_ccl_eq7_in_value_and_gradient():
-    """Two images of class 0. Neither they nor their centre (1, 1) have unit length."""
+    """There are two images of class 0. Neither they nor their centre (1, 1) are normalized."""
     x = torch.tensor([[2.0, -1.0], [0.0, 1.0]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[1.0, 0], [0, 1], [1, 1]], dtype=torch.float64)
     bias = torch.tensor([0.5, 0, -0.5], dtype=torch.float64)
@@ -160,7 +163,8 @@ def test_ccl_eq6_and_ccl_eq7_in_value_and_gradient():
     by_score = torch.tensor([[q[0] - 1, *q[1:]] for q in p], dtype=torch.float64)
     from_center = torch.tensor([[1, -2], [-1, 0]])
     expect(x.grad, (by_score @ weight + 0.5 * 2 * from_center) / 2, 'the gradient of CCL Eq. (7), W^T (p - q) + ...')
-    expect(centers.grad, [[0, 0.5 * 2 * (2 + 0) / 2], [0, 0], [0, 0]], 'that by the centres, two of absent classes')
+    expect(centers.grad, [[0, 0.5 * 2 * (2 + 0) / 2], [0, 0], [0, 0]],
+           'the gradient of the centres, two of absent classes')
 
 
 def test_ccl_eq8_nsoftmax_is_lambda_and_margin_zero():
@@ -176,9 +180,9 @@ def test_ccl_eq9_by_hand():
 
 
 def test_ccl_eq9_and_ccl_eq10_gradients():
-    """With the axes of the space as centres and s = 1, the coordinates of x are its similarities. The derivative of
-    Eq. (9) by the own similarity is always -1. For Eq. (10), the numerator of the paper's second case is corrected to
-    exp(S(x,c) - S(x,c_y)); the paper has exp(S(x,c))."""
+    """With the coordinate axes as centres and s = 1, the coordinates of x are its similarities. The derivative of Eq.
+    (9) with respect to the target similarity is always -1. For Eq. (10), the numerator of the paper's second case is
+    corrected to exp(S(x,c) - S(x,c_y)); the paper has exp(S(x,c))."""
     x = torch.tensor([[1.0, 0.3, -2.0, 1.5]], dtype=torch.float64, requires_grad=True)
     y, axes = torch.tensor([0]), torch.eye(4, dtype=torch.float64)
     excess = [exp(t - 1.0) for t in (0.3, -2.0, 1.5)]
@@ -190,11 +194,11 @@ def test_ccl_eq9_and_ccl_eq10_gradients():
 
 
 def test_ccl_eq11_margin():
-    """Eq. (11) takes its m from the scaled similarity, so it is s times the margin on the cosine: here 16 x 0.2."""
+    """Eq. (11) subtracts its m from the scaled similarity: m is s times the margin of the cosine, here 16 x 0.2."""
     loss = center_contrastive_loss(on_circle(0), torch.tensor([1]), on_circle(70, 60), S, margin=0.2, lam=0)
-    own, other = exp(S * cos(radians(60)) - 3.2), exp(S * cos(radians(70)))
-    expect(loss, -log(own / (own + other)), 'CCL Eq. (11) of x at 0 (class 1), centres at 70, 60, s 16, margin 0.2',
-           1e-6)
+    target, other = exp(S * cos(radians(60)) - 3.2), exp(S * cos(radians(70)))
+    expect(loss, -log(target / (target + other)),
+           'CCL Eq. (11) of x at 0 (class 1), centres at 70, 60, s 16, margin 0.2', 1e-6)
 
 
 def test_the_margin_is_as_exact_as_the_embeddings():
@@ -203,8 +207,8 @@ def test_the_margin_is_as_exact_as_the_embeddings():
 
 
 def test_ccl_eq12_and_ccl_eq13_bounds():
-    """Eq. (13): max <= L_contrast <= max + log N, the maximum over the differences Delta_j, of which the own one is 0.
-    Eq. (12) says the same of the sum that the loss is the logarithm of."""
+    """Eq. (13): max <= L_contrast <= max + log N, with the maximum of the differences Delta_j, where Delta_y = 0.
+    Eq. (12) has the same bounds for the sum whose logarithm is the loss."""
     z, y, centers = four_by_three()
     for x, label in zip(z, y):
         similarity = S * F.normalize(centers, dim=1) @ x
@@ -219,19 +223,19 @@ def test_ccl_eq14_moves_the_centres_of_the_classes_present():
     moved = momentum_centers(centers, z, y, mu=0.9)
     expected = [0.9 * before[0] + 0.1 * (z[0] + z[3]) / 2, before[1], 0.9 * before[2] + 0.1 * (z[1] + z[2]) / 2]
     expect(moved, torch.stack(expected), 'CCL Eq. (14), mu 0.9, two images of class 0, two of class 2')
-    assert torch.equal(centers, before), 'new centres, the old ones untouched'
+    assert torch.equal(centers, before), 'the old centres are not modified'
     moved = momentum_centers(centers, z[:1], torch.tensor([1]), mu=0.9)
     expect(moved[1], 0.9 * before[1] + 0.1 * z[0], 'CCL Eq. (14), mu 0.9, one image of class 1')
 
 
 # ---- the script
 
-def test_symmetric_noise_moves_its_rounded_share_of_the_images_to_other_classes():
+def test_symmetric_noise_changes_a_rounded_fraction_of_the_labels():
     for total, rate, wrong in (10, 0.19, 2), (40, 0.24, 10), (600, 0.25, 150):
         clean = torch.arange(total) % 20
         noisy = train_ccl.corrupt_labels(clean, f'symmetric:{rate}', torch.Generator().manual_seed(0))
         assert (noisy != clean).sum() == wrong and noisy.min() >= 0 and noisy.max() <= clean.max()
-    assert len(((noisy - clean) % 20).unique()) == 20, 'drawn from all other classes'
+    assert len(((noisy - clean) % 20).unique()) == 20, 'sampled from all other classes'
 
 
 def test_longtail_noise_dissolves_classes_into_clusters_of_five():
@@ -242,21 +246,21 @@ def test_longtail_noise_dissolves_classes_into_clusters_of_five():
     for c in gone:
         assert all(len(cluster.unique()) == 1 for cluster in noisy[clean == c].split(5))
     kept = [noisy[clean == c][0].item() for c in range(20) if c not in gone]
-    assert sorted(kept) == noisy.unique().tolist() == list(range(15)), 'what remains keeps its class'
+    assert sorted(kept) == noisy.unique().tolist() == list(range(15)), 'all other images keep their class'
     noisy = train_ccl.corrupt_labels(torch.arange(40) // 4, 'longtail:0.99', torch.Generator().manual_seed(1))
     assert noisy.unique().tolist() == [0, 1], 'two classes always remain'
 
 
-def test_the_noise_is_that_of_the_seed_and_dissolved_classes_have_no_centre(before_training):
+def test_label_noise_follows_from_the_seed_and_dissolved_classes_have_no_centre(before_training):
     flags = '--label-noise', 'longtail:0.4', '--seed'
     one, same, other = (before_training(train_ccl, *flags, seed) for seed in '556')
     assert torch.equal(one.data.train.labels, same.data.train.labels)
     assert not torch.equal(one.data.train.labels, other.data.train.labels)
     assert len(one.loss_params['centers']) == one.data.train.num_classes == 4, 'of six'
-    assert torch.equal(one.data.query.labels, before_training(train_ccl).data.query.labels), 'the test set stays'
+    assert torch.equal(one.data.query.labels, before_training(train_ccl).data.query.labels), 'the test set has no noise'
 
 
-def test_centres_that_could_not_move_are_refused():
+def test_centres_that_could_not_move_are_rejected():
     with pytest.raises(common.UsageError, match='--lam 0: the centres would never move'):
         train_ccl.get_args(['--loss', 'stop_grad', '--lam', '0'])
 
@@ -268,18 +272,18 @@ def test_variant_is_another_name_of_the_flag_loss():
 
 
 @pytest.mark.parametrize('momentum', [0.0, 0.9])
-def test_nesterov_only_with_momentum(before_training, momentum):
+def test_nesterov_is_used_only_with_momentum(before_training, momentum):
     held = before_training(train_ccl, '--optimizer', 'sgd', '--momentum', str(momentum))
     assert all(group['nesterov'] == (momentum > 0) for group in held.optimizer.param_groups)
 
 
 def test_cluster_centres_are_running_means_without_a_gradient(before_training):
-    """They are means of embeddings without dropout, which is for the loss alone."""
+    """The running means are of embeddings without dropout, which applies only to the loss."""
     held = before_training(train_ccl, '--loss', 'cluster', '--mu', '0.5', '--dropout', '0.5')
     images, labels, centers = torch.rand(8, 3, 32, 32), torch.arange(8) % 2, held.loss_params['centers']
     before, z = centers.clone(), held.model.eval()(images).detach()
     held.step(images, labels).backward()
-    assert not centers.requires_grad and torch.equal(before[2:], centers[2:]), 'absent classes stay'
+    assert not centers.requires_grad and torch.equal(before[2:], centers[2:]), 'centres of absent classes do not move'
     for c in (0, 1):
         assert torch.allclose(centers[c], (before[c] + z[labels == c].mean(dim=0)) / 2, atol=1e-6)
 

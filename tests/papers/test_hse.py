@@ -1,11 +1,11 @@
-"""train_hse.py against the equations of HSE; hybrids pixel by pixel; EPSHN and N-pair; batches."""
+"""train_hse.py against the equations of HSE; pixels of hybrids; EPSHN and N-pair; batches."""
 from math import cos, exp, log, pi, radians, sin
 from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 import common
 import train_hse
@@ -28,7 +28,7 @@ def seeded(seed=0):
 
 
 def batch(classes=5, per_class=3, height=8, width=8, shuffle=False):
-    """Images of distinct values, so that a pixel tells where it comes from: (B, 3, h, w), (B,)"""
+    """Images of distinct values, so that each pixel shows which image it is from: (B, 3, h, w), (B,)"""
     labels = torch.arange(classes).repeat_interleave(per_class)
     if shuffle:
         labels = labels[torch.randperm(len(labels), generator=seeded())]
@@ -48,7 +48,7 @@ WHERE = 'weak positives at 0, 30, 100, 130 degrees, negatives at 60, 200'
 
 
 def masks(*rows):
-    """Rows that are True where an image is a weak positive -> weak positives and negatives, (H, B) each"""
+    """Rows that are True for weak positives -> masks of the weak positives and of the negatives, both (H, B)"""
     weak = torch.tensor(rows)
     return weak, ~weak
 
@@ -70,8 +70,8 @@ def test_hse_eq8_nearest_of_either_class():
 
 
 def test_hse_eq9_by_hand():
-    """The mean of three hybrids. For the last one the image at 200 degrees, its nearest, is in neither mask, and all
-    others are more than 90 degrees away: an image that is not allowed must not count as 0."""
+    """The loss is the mean over three hybrids. For the last hybrid, its nearest image, at 200 degrees, is in neither
+    mask, and the others have negative similarities: an excluded image must not count as similarity 0."""
     weak, negative = masks(WEAK, [True, False, False, False, True, True], [True, True, False, False, False, False])
     negative[2, 5] = False
     loss = hybrid_loss(on_circle(70, 120, 260), on_circle(*IMAGES), weak, negative, alpha=0.7, temperature=0.5)
@@ -81,7 +81,8 @@ def test_hse_eq9_by_hand():
 
 
 def test_hse_eq9_closed_form_gradient():
-    """By s_hn alpha/T sigmoid(s_hn - s_ewp), by s_ewp the opposite; halved, since there are two hybrids."""
+    """The derivative with respect to s_hn is alpha/T sigmoid(s_hn - s_ewp) over two hybrids, and
+    its negative for s_ewp."""
     (t, z), (u, h) = moving(*IMAGES), moving(70, 20)
     hybrid_loss(h, z, *masks(WEAK, WEAK), alpha=0.7, temperature=0.5).backward()
     by_s = torch.zeros(2, 6, dtype=torch.float64)
@@ -93,16 +94,16 @@ def test_hse_eq9_closed_form_gradient():
 
 
 def test_hse_eq9_a_hybrid_without_candidates_counts_as_0():
-    z, nobody = on_circle(45, -40), torch.zeros(0, 2).bool()
+    z, empty = on_circle(45, -40), torch.zeros(0, 2).bool()
     weak, negative = torch.tensor([[[1, 0], [0, 0], [1, 0], [0, 0]], [[0, 1], [0, 1], [0, 0], [0, 0]]]).bool()
     expect(hybrid_loss(on_circle(0, 0, 0, 0), z, weak, negative), l_hy(0, 45, -40) / 4, 'HSE Eq. (9) of hybrids at 0, '
            f'images at 45, -40, weak positives {weak.tolist()}, negatives {negative.tolist()}')
-    expect(hybrid_loss(on_circle(0)[:0], z, nobody, nobody), 0, 'HSE Eq. (9) of no hybrids, two images')
+    expect(hybrid_loss(on_circle(0)[:0], z, empty, empty), 0, 'HSE Eq. (9) of no hybrids, two images')
 
 
 def test_hse_eq9_of_any_batch():
-    """Of images of classes 5, 0 and 2 and three hybrids; classes 0 and 5 are the weak positives of the first two, class
-    5 alone that of the third. And of images without hybrids."""
+    """The loss of images of classes 5, 0 and 2 with three hybrids, or none, satisfies expect_sound. Weak positives are
+    of classes 0 and 5 for the first two hybrids, and only of class 5 for the third."""
     def loss(z, y, h):
         weak = torch.stack([y != 2, y != 2, y == 5])[:len(h)]
         return hybrid_loss(h, z, weak, ~weak)
@@ -112,8 +113,8 @@ def test_hse_eq9_of_any_batch():
 
 
 @pytest.mark.parametrize('dtype, temperature', [(torch.float32, 1e-3), (torch.float64, 1e-4)])
-def test_hse_eq9_without_overflow(dtype, temperature):
-    """exp() ends at an exponent of 88 in float32, and of 709 in float64; here it is 234 and 2,340."""
+def test_hse_eq9_is_numerically_stable(dtype, temperature):
+    """exp() overflows above 88 in float32, and above 709 in float64; the exponents here are 234 and 2,340."""
     h, z = on_circle(0, dtype=dtype).requires_grad_(), on_circle(40, 0, dtype=dtype)
     loss = hybrid_loss(h, z, *masks([True, False]), temperature=temperature)
     what = f'HSE Eq. (9) of a hybrid at 0, weak positive at 40, negative at 0 degrees, temperature {temperature}'
@@ -123,7 +124,7 @@ def test_hse_eq9_without_overflow(dtype, temperature):
 
 
 def test_hse_eq9_in_half_precision():
-    expect_raised(lambda h, z: hybrid_loss(h, z, *masks(WEAK, WEAK)), 'HSE Eq. (9)', on_circle(70, 20),
+    expect_upcast(lambda h, z: hybrid_loss(h, z, *masks(WEAK, WEAK)), 'HSE Eq. (9)', on_circle(70, 20),
                   on_circle(*IMAGES))
 
 
@@ -136,7 +137,7 @@ def test_hse_eq10_and_hse_eq11_with_the_contrastive_loss_by_hand():
 
 
 def test_without_hybrids_the_loss_is_the_base_loss():
-    images, y = batch(classes=1)                                 # nothing to join
+    images, y = batch(classes=1)                                 # no hybrid is possible
     z, (hybrids, sources) = unit(3), make_hybrids(images, y)
     assert hybrids.shape == (0, 3, 8, 8) and sources.shape == (0, 2)
     assert hse_loss(multi_similarity_loss, z, y, z[:0], sources) == multi_similarity_loss(z, y)
@@ -153,8 +154,8 @@ def test_without_hybrids_the_loss_is_the_base_loss():
     (dict(kind='gridmask', num=2, mask_size=3), '0001110 0001110 0001110 1110001'),
     (dict(kind='gridmask', num=3, mask_size=2), '0011220 0011220 1122001 1122001 2200112'),
     (dict(kind='gridmask', num=4, mask_size=2), '00112 00112 11223 11223 22330')])
-def test_each_pixel_comes_from_the_parent_that_owns_it(options, owners):
-    """Strips and blocks, line by line; what does not fit is cut at the end."""
+def test_each_pixel_is_from_the_expected_source_image(options, owners):
+    """Each text has the index of the source image for each pixel. Strips and blocks that do not fit are cropped."""
     owners = [[int(k) for k in line] for line in owners.split()]
     images, y = batch(height=len(owners), width=len(owners[0]), shuffle=True)
     hybrids, sources = make_hybrids(images, y, per_class=3, generator=seeded(), **options)
@@ -170,12 +171,12 @@ def test_nsize_and_cnum_count_hybrids_of_distinct_classes(num):
     assert sources.shape == (30, num)
     for combination in y[sources].view(10, 3, num):
         assert len(combination[0].unique()) == num
-        assert (combination == combination[0]).all(), 'Nsize hybrids of one combination share their classes'
+        assert (combination == combination[0]).all(), 'Nsize hybrids of one combination have the same classes'
     first = sources[:8 // num * 3].flatten()
-    assert len(first.unique()) == len(first), 'no image is used twice before each class has had its turn'
+    assert len(first.unique()) == len(first), 'no image is used twice before each class was used'
 
 
-def test_hybrid_r_joins_image_r_of_each_class_and_a_small_class_starts_over():
+def test_hybrid_r_combines_image_r_of_each_class_and_a_small_class_repeats():
     images, y = batch(classes=2)
     _, sources = make_hybrids(images[:4], y[:4], num=2, per_class=3)
     assert sorted(sources.T.tolist()) == [[0, 1, 2], [3, 3, 3]]
@@ -188,14 +189,14 @@ def test_classes_of_a_hybrid_come_from_one_superclass_and_few_combinations_from_
     assert {tuple(pair) for pair in pairs} == {(0, 0), (1, 1), (2, 2)}
 
 
-def test_the_generator_decides_and_the_global_one_is_left_alone():
+def test_hybrids_follow_from_the_generator_and_the_global_one_is_not_used():
     before = torch.get_rng_state()
     one, same, other = (make_hybrids(*batch(), combinations=9, generator=seeded(seed))[1] for seed in (7, 7, 8))
     assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize('kind, reason', [('gridmask', 'no room for 2 images'), ('cutout', 'cutout')])
-def test_what_does_not_fit_is_refused(kind, reason):
+def test_masks_and_kinds_that_do_not_fit_are_rejected(kind, reason):
     with pytest.raises((ValueError, KeyError), match=reason):
         blend(torch.zeros(1, 2, 3, 8, 8), kind, 'top-bottom', mask_size=8)
 
@@ -203,10 +204,10 @@ def test_what_does_not_fit_is_refused(kind, reason):
 # ---- base losses
 
 def test_epshn_by_hand():
-    """Class 2 at 0, 50 and 91 degrees, class 5 at 30 and 130, the only image of class 9 at 250; the duplicates of class
-    0 at -50 are positives of each other like any others."""
+    """Images of class 2 are at 0, 50 and 91 degrees, of class 5 at 30 and 130, and of class 9 at 250. The two
+    duplicates of class 0 at -50 are positives of each other."""
     z, y = on_circle(30, 0, -50, 91, 250, 50, -50, 130), torch.tensor([5, 2, 0, 2, 9, 2, 0, 5])
-    angles = [                      # to the easy positive; to the most similar other image that is farther than that
+    angles = [                      # to the easy positive; to the nearest negative that is farther than this positive
         (50, 110),                  # at 0:   30 is nearer than the positive, -50 as near; both are skipped
         (41, 80),                   # at 50:  30 is skipped
         (41, 61),                   # at 91:  130, 39 away, is skipped; 30 remains
@@ -229,7 +230,8 @@ def test_epshn_of_any_batch():
 
 
 def test_epshn_closed_form_gradient():
-    """By s_n sigmoid((s_n - s_p) / T) / T, by s_p the opposite, over the number of anchors."""
+    """The derivative with respect to s_n is sigmoid((s_n - s_p) / T) / T over the number of anchors, and
+    its negative for s_p."""
     t, z = moving(0, 100, 40)
     epshn_loss(z, torch.tensor([5, 2, 5]), temperature=0.5).backward()
     by_s = torch.zeros(3, 3, dtype=torch.float64)
@@ -239,9 +241,9 @@ def test_epshn_closed_form_gradient():
     expect_gradients(by_s, 'EPSHN at 0, 40 (class 5), 100 degrees (class 2), temperature 0.5', images=t)
 
 
-def test_epshn_without_overflow():
-    """The hardest positive is not the easiest. The anchor at 0 has a negative that is hardly less similar than its
-    positive; for those at 10 and 80 the negative is too near."""
+def test_epshn_is_numerically_stable():
+    """The negative of the anchor at 0 is slightly less similar than its easy positive. For the anchors at 10 and 80 the
+    negative is more similar than the positive, so their loss is 0."""
     loss = epshn_loss(on_circle(0, 10.1, 10, 80), torch.tensor([5, 2, 5, 5]), temperature=1e-3)
     at_0 = log(1 + exp((cos(radians(10.1)) - cos(radians(10))) / 1e-3))
     expect(loss, at_0, 'EPSHN at 0, 10, 80 (class 5), 10.1 degrees (class 2), temperature 0.001')
@@ -249,21 +251,21 @@ def test_epshn_without_overflow():
 
 def test_epshn_in_half_precision():
     y = torch.tensor([5, 2, 5, 2, 5])
-    expect_raised(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 30, 45, 130, 91))
+    expect_upcast(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 30, 45, 130, 91))
 
 
 def test_npair_by_hand():
-    """Two classes; a third image of class 0 and a class of one image take no part."""
+    """Only the first two images of classes 0 and 1 count; a third image and a class of one image are ignored."""
     z, y = on_circle(0, 100, 140, 30, 10, 200), torch.tensor([0, 1, 1, 0, 0, 2])
     a, b = (0, 100), (30, 140)                                   # anchors and positives
-    rows = [[cos(radians(i - j)) for j in b] for i in a]
-    expected = sum(log(sum(exp(v) for v in row)) - row[k] for k, row in enumerate(rows)) / 2
+    s = [[cos(radians(i - j)) for j in b] for i in a]
+    expected = sum(log(sum(exp(v) for v in row)) - row[k] for k, row in enumerate(s)) / 2
     expect(npair_loss(z, y), expected, 'N-pair at 0, 30, 10 (class 0), 100, 140 (class 1), 200 degrees (class 2)')
 
 
 # ---- the script
 
-def test_superclass_sampler_has_two_classes_of_each():
+def test_superclass_sampler_takes_two_classes_of_each_superclass():
     labels = torch.arange(30).repeat_interleave(torch.arange(30) % 4 + 2)         # 2 to 5 images per class
     superclasses = labels % 3
     sampler = SuperclassSampler(labels, superclasses, batch_size=18, per_class=3)
@@ -275,10 +277,10 @@ def test_superclass_sampler_has_two_classes_of_each():
         assert torch.bincount(g).tolist() == [6, 6, 6]
         assert sorted(torch.bincount(y).unique().tolist()) == [0, 3]
     last = {superclasses[indices[-1]].item() for indices in lists + list(sampler) + list(sampler)}
-    assert last == {0, 1, 2}, 'whose images --hybrids replace drops'
+    assert last == {0, 1, 2}, 'any superclass can be last, whose images --hybrids replace drops'
     uneven = torch.arange(12).repeat_interleave(5)          # superclasses of 40, 10 and 10 images
     lists = list(SuperclassSampler(uneven, (uneven > 7).long() + (uneven > 9), batch_size=12, per_class=2))
-    assert len(lists) == 60 // 12, 'the small superclasses begin again'
+    assert len(lists) == 60 // 12, 'the small superclasses are repeated'
     small = torch.arange(4).repeat_interleave(2)
     indices, = SuperclassSampler(small, small // 2, batch_size=12, per_class=3)
     assert sorted(small[indices].tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], 'fewer images than a batch'
@@ -287,7 +289,7 @@ def test_superclass_sampler_has_two_classes_of_each():
 
 
 def give_superclasses(monkeypatch, number):
-    """Data that are loaded from here on have so many superclasses, which the classes belong to in turn."""
+    """From now on, loaded data have this number of superclasses: class c is in superclass c modulo number."""
     load = common.dataset_from
 
     def load_with_superclasses(args):
@@ -298,7 +300,7 @@ def give_superclasses(monkeypatch, number):
 
 
 def test_with_superclasses_every_hybrid_stays_inside_one(run, small, monkeypatch):
-    """As on SOP: 2 superclasses x 2 classes x 2 images, one combination for each, hybrids appended."""
+    """Batches have 2 superclasses x 2 classes x 2 images, with one combination per superclass and appended hybrids."""
     watched = Mock(wraps=hse_loss)
     give_superclasses(monkeypatch, 2)
     monkeypatch.setattr(train_hse, 'hse_loss', watched)
@@ -311,8 +313,8 @@ def test_with_superclasses_every_hybrid_stays_inside_one(run, small, monkeypatch
         assert sorted((first % 2).tolist()) == [0, 0, 1, 1]
 
 
-def test_a_fold_may_lack_superclasses_and_does_without_them(run, small, monkeypatch):
-    """With three superclasses, batches of 8 cannot have equally many classes of each."""
+def test_a_fold_with_too_many_superclasses_ignores_them(run, small, monkeypatch):
+    """With three superclasses, batches of 8 cannot have two classes of each: an error, except with --fold."""
     give_superclasses(monkeypatch, 3)
     with pytest.raises(common.UsageError, match='need 6 classes in a batch, 2 of each superclass, and there are 4'):
         run(train_hse, '--hybrids', 'append')
@@ -323,7 +325,7 @@ def test_a_fold_may_lack_superclasses_and_does_without_them(run, small, monkeypa
     ('--kind mixup --axis left-right', '--axis has no effect with --kind mixup'),
     ('--mask-size 8', '--mask-size has no effect with --kind cutmix'),
     ('--kind gridmask --mask-size 64', 'no room for 2'), ('--kind gridmask --mask-size 63 --num 4', 'no room for 4')])
-def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
+def test_flags_that_do_not_fit_each_other_are_rejected(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_hse.get_args(flags.split())
 
@@ -331,7 +333,7 @@ def test_flags_that_do_not_fit_each_other_are_refused(flags, reason):
 @pytest.mark.parametrize('flags, needed, classes', [
     ('--num 3', 5, 4), ('--combinations 2', 5, 4), ('--per-class 0', 4, 0),
     ('--num 4 --combinations 2 --batch-size 64', 7, 6), ('--combinations 4', 7, 4)])
-def test_a_batch_with_no_negative_left_is_refused(run, small, flags, needed, classes):
-    """The batch has 4 classes, the dataset 6. Hybrids replace one class for each combination."""
+def test_a_batch_without_negatives_is_rejected(run, small, flags, needed, classes):
+    """The batch has 4 classes of 6. Hybrids replace one class for each combination."""
     with pytest.raises(common.UsageError, match=f'hybrids need {needed} classes in a batch, .* there are {classes}:'):
         run(train_hse, *flags.split())

@@ -1,6 +1,6 @@
-"""What every loss must do: all losses of all scripts, from cases.py, and the copies of base losses among them.
+"""Requirements on all losses of all scripts, which are listed in cases.py, and on duplicated base losses.
 
-The equations themselves are tested script by script, in the files of these names.
+The equations are tested in one file per script.
 """
 from functools import partial
 
@@ -9,7 +9,7 @@ import torch
 from cases import CASES
 from conftest import unit
 from torch.distributions import Beta
-from worked import expect_raised
+from worked import expect_upcast
 
 import train_ccl
 import train_contrastive
@@ -24,7 +24,8 @@ BATCHES = {'one class': [0, 0, 0, 0], 'no positives': [0, 1, 2, 3], 'a class of 
 
 @every_loss
 def test_degenerate_batches_are_finite(name):
-    """With a duplicate and an opposite among the images; with one, two or four classes, and equal proxies."""
+    """Loss and gradients are finite with duplicate and opposite images, with one, two or four classes and equal
+    proxies."""
     for what, labels in BATCHES.items():
         for classes in (1, 2, 4):
             y = torch.tensor(labels).clamp_max(classes - 1)
@@ -37,11 +38,11 @@ def test_degenerate_batches_are_finite(name):
 
 
 @every_loss
-def test_half_precision_is_raised_to_float32(name):
-    """Positives opposed, negatives equal: exp() of the logits overflows float16."""
+def test_half_precision_is_upcast_to_float32(name):
+    """With opposite positives and equal negatives, exp() of the logits would overflow float16."""
     z = torch.tensor([[1.0, 0], [-1, 0], [1, 0], [0.6, 0.8], [0, 1]])
     p, y = torch.tensor([[-1.0, 0], [1, 0], [0.8, 0.6]]), torch.tensor([0, 0, 1, 1, 2])
-    expect_raised(lambda z, p: LOSSES[name](z, y, p), name, z, p)
+    expect_upcast(lambda z, p: LOSSES[name](z, y, p), name, z, p)
 
 
 @every_loss
@@ -52,7 +53,8 @@ def test_gradcheck(name):
 
 @every_loss
 def test_order_of_the_batch_does_not_matter(name, monkeypatch):
-    """npair takes the first two images of a class, so these keep their order. Lambda is 1/2: a pair may be swapped."""
+    """The first two images of a class keep their order, for N-pair. Lambda is 1/2, so that a mixed pair may be
+    swapped."""
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.5))
     z, p, y = unit(8, 3), unit(4, 3, seed=1), torch.tensor([0, 0, 1, 1, 2, 2, 3, 1])
     order = torch.tensor([2, 0, 3, 4, 5, 1, 6, 7])
@@ -61,7 +63,7 @@ def test_order_of_the_batch_does_not_matter(name, monkeypatch):
 
 @every_loss
 def test_nan_embeddings_give_a_nan_loss(name):
-    """Comparisons with NaN are false: a loss that masks by them would be finite, and training would go on."""
+    """Comparisons with NaN are false: a loss that masks by them would be finite, and training would continue."""
     y = torch.tensor([0, 0, 1, 1, 2, 2])
     assert LOSSES[name](torch.full((6, 3), float('nan')), y, unit(3, 3, dtype=torch.float32)).isnan()
 
@@ -69,19 +71,19 @@ def test_nan_embeddings_give_a_nan_loss(name):
 @pytest.mark.parametrize('copy, original', [
     ('hse, ms', 'ms with miner'), ('hse, contrastive', 'contrastive, squared'), ('hse, proxy_anchor', 'proxy_anchor'),
     ('ccl, proxynca', 'proxynca')])
-def test_copies_agree_with_their_originals(copy, original):
-    """In value and gradient. (Those of train_metrix.py: test_metrix.py and test_wiring.py)"""
+def test_duplicated_losses_agree_with_their_originals(copy, original):
+    """Value and gradient are equal. For train_metrix.py see test_metrix.py and test_wiring.py."""
     y = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3])
     for seed in range(5):
         z, p = unit(8, 3, seed).requires_grad_(), torch.randn(6, 3, dtype=torch.float64)
         one, other = LOSSES[copy](z, y, p), LOSSES[original](z, y, p)
-        if copy == 'ccl, proxynca':                  # that of CCL has a scale, and is a mean
+        if copy == 'ccl, proxynca':                  # CCL's Proxy-NCA has a scale, and is a mean
             one, other = train_ccl.scaled_proxynca_loss(z, y, p, s=1.0), other / len(y)
         assert torch.allclose(one, other, atol=1e-12)
         assert torch.allclose(*(torch.autograd.grad(loss, z)[0] for loss in (one, other)), atol=1e-12)
 
 
-def test_an_unknown_reduction_is_refused():
+def test_an_unknown_reduction_is_rejected():
     for loss in (train_contrastive.contrastive_similarity_loss, partial(train_metrix.clean_loss, 'contrastive')):
         with pytest.raises(ValueError, match='reduction'):
             loss(unit(3), torch.tensor([0, 0, 1]), reduction='max')

@@ -1,4 +1,4 @@
-"""train_metrix.py against Metrix: the equations with numbers in them, loops from the paper, direct pooling."""
+"""train_metrix.py against Metrix: worked examples of the equations, loops written from the paper, direct pooling."""
 import random
 from functools import partial
 from itertools import combinations, product
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
 from torch.distributions import Beta
-from worked import Largest, expect, expect_raised
+from worked import Largest, expect, expect_upcast
 
 import common
 import train_metrix
@@ -31,14 +31,15 @@ def cosine(degrees):
     return cos(radians(degrees))
 
 
-def shares(n, dtype=torch.float64):
+def lambdas(n, dtype=torch.float64):
+    """n interpolation factors, the same at each call"""
     return torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=dtype)
 
 
 # ---- the generic loss
 
 def test_metrix_eq3_by_hand():
-    """The negative at -0.2 is below the margin, the positive at 0 counts, and the last example is not valid."""
+    """The negative at -0.2 is below the margin; the positive at 0 counts; the last example is not valid."""
     s, y, valid = torch.tensor([[0.8, 0, 0.7, -0.2, 0.9]]), torch.tensor([[1, 1, 0, 0, 1]]), torch.ones(1, 5).bool()
     valid[0, 4] = False
     pull, push = exp(-2 * 0.3) + exp(-2 * -0.5), exp(9 * 0.2) + exp(9 * -0.7)
@@ -51,7 +52,7 @@ def test_metrix_eq3_by_hand():
 
 
 def test_metrix_eq7_by_hand():
-    """An example at 0.6 with label 0.3 counts 0.3 times as a positive and 0.7 times as a negative."""
+    """An example at 0.6 with label 0.3 is a positive with weight 0.3 and a negative with weight 0.7."""
     s, y = torch.tensor([[[0.6]], [[0.3]]], dtype=torch.float64)
     for kind, hyper, expected in (
             ('contrastive', dict(m=0.5, reduction='sum'), -0.3 * 0.6 + 0.7 * (0.6 - 0.5)),
@@ -60,7 +61,7 @@ def test_metrix_eq7_by_hand():
         expect(loss, [expected], f'Metrix Eq. (7), an example at 0.6 with label 0.3, {kind}, {hyper}')
 
 
-# Table 1: hyper-parameters, and tau, sigma+, rho+, sigma-, rho- as printed, with plain exponentials
+# Table 1: hyper-parameters, and tau, sigma+, rho+, sigma-, rho- as printed, without log-sum-exp
 LOG1P, SAME = torch.log1p, lambda x: x
 PRINTED = {
     'contrastive': (dict(m=0.3, reduction='sum'), SAME, SAME, lambda x: -x, SAME, lambda x: (x - 0.3).clamp_min(0)),
@@ -70,7 +71,7 @@ PRINTED = {
                  LOG1P, lambda x: (4 * (x - 0.3)).exp()),
     'ms': (dict(beta=3, gamma=4, m=0.3), SAME, lambda x: LOG1P(x) / 3, lambda x: (-3 * (x - 0.3)).exp(),
            lambda x: LOG1P(x) / 4, lambda x: (4 * (x - 0.3)).exp()),
-    # Proxy-Anchor Eq. (4), not the row as printed: + delta on negatives, no factors
+    # Proxy-Anchor Eq. (4), which differs from the row as printed: + delta for negatives, no factors
     'proxy_anchor': (dict(alpha=3, delta=0.3), SAME, LOG1P, lambda x: (-3 * (x - 0.3)).exp(),
                      LOG1P, lambda x: (3 * (x + 0.3)).exp()),
     'nca': (dict(), SAME, lambda x: -torch.log(x), torch.exp, torch.log, torch.exp),
@@ -98,10 +99,10 @@ def test_metrix_eq7_table_1_row_by_row(kind):
 
 
 @every_row
-def test_metrix_eq7_a_side_without_examples_adds_nothing(kind):
+def test_metrix_eq7_a_term_without_examples_is_0(kind):
     s, y, some = (2 * torch.rand(3, 4) - 1).requires_grad_(), torch.rand(3, 4), torch.ones(3, 4).bool()
-    but_the_first = some & torch.tensor([[False], [True], [True]])
-    for y_, valid in ((0 * y, some), (0 * y + 1, some), (y, but_the_first)):
+    not_the_first = some & torch.tensor([[False], [True], [True]])
+    for y_, valid in ((0 * y, some), (0 * y + 1, some), (y, not_the_first)):
         loss = labelled_loss(s, y_, valid, kind)
         grad, = torch.autograd.grad(loss.sum(), s)
         assert loss.isfinite().all() and grad.isfinite().all()
@@ -114,42 +115,43 @@ def test_metrix_eq7_in_half_precision():
     valid = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1]]).bool()
     s = torch.tensor([[0.9, 0.8, 0.4, -0.2], [0.7, 0.95, 0.1, 0.85]], dtype=torch.float64)
     for kind in ('ms', 'contrastive'):
-        expect_raised(lambda s, kind=kind: labelled_loss(s, y, valid, kind), f'Metrix Eq. (7), {kind},', s)
+        expect_upcast(lambda s, kind=kind: labelled_loss(s, y, valid, kind), f'Metrix Eq. (7), {kind},', s)
 
 
-def test_metrix_eq7_leaves_its_arguments_and_takes_masks_for_labels():
-    """Labels may be 0 and 1 as integers, or a mask of the positives."""
-    s, mask, valid = shares(12).view(3, 4), torch.rand(3, 4) < 0.5, torch.rand(3, 4) < 0.8
+def test_metrix_eq7_keeps_its_arguments_and_takes_masks_for_labels():
+    """Labels may be the integers 0 and 1, or a mask of the positives."""
+    s, mask, valid = lambdas(12).view(3, 4), torch.rand(3, 4) < 0.5, torch.rand(3, 4) < 0.8
     given = [t.clone() for t in (s, mask, valid)]
     expected = labelled_loss(s, mask.double(), valid, 'ms')
     for labels in (mask, mask.long(), mask.float()):
         expect(labelled_loss(s, labels, valid, 'ms'), expected, f'Metrix Eq. (7) with labels of {labels.dtype}')
-    assert all(map(torch.equal, given, (s, mask, valid))), 'Metrix Eq. (7): the arguments were changed'
+    assert all(map(torch.equal, given, (s, mask, valid))), 'Metrix Eq. (7): the arguments were modified'
 
 
-def test_metrix_eq9_over_mixtures_by_hand():
-    """Two anchors, two mixtures: the second anchor has the first one only. Each counts as a positive with its label, as
-    a negative with the rest; the loss of an anchor is no mean over them."""
+def test_metrix_eq9_over_mixed_examples_by_hand():
+    """The first anchor has two mixed examples, the second anchor only the first. The weight of an example as a positive
+    is its label y, and 1 - y as a negative. The loss of an anchor is a sum over its examples, not a mean."""
     s = torch.tensor([[0.6, 0.9], [0.2, 0.8]], dtype=torch.float64)
     y = torch.tensor([[0.3, 0.8], [0.7, 0.2]], dtype=torch.float64)
     valid = torch.tensor([[True, True], [True, False]])
     first = -(0.3 * 0.6 + 0.8 * 0.9) + 0.7 * (0.6 - 0.5) + 0.2 * (0.9 - 0.5)
     expect(labelled_loss(s, y, valid, 'contrastive', reduction='sum'), [first, -0.7 * 0.2],
-           'Metrix Eq. (9), mixtures at 0.6 and 0.9 with labels 0.3 and 0.8, and one at 0.2 with label 0.7, '
+           'Metrix Eq. (9), mixed examples at 0.6 and 0.9 with labels 0.3 and 0.8, and one at 0.2 with label 0.7, '
            'contrastive, sum')
 
 
-def test_metrix_eq9_over_mixtures_closed_form_gradient():
-    """Contrastive with sums: -y by a similarity below the margin, -y + (1 - y) above it; 0 where it is not valid."""
+def test_metrix_eq9_over_mixed_examples_closed_form_gradient():
+    """For the contrastive loss with sums, the derivative with respect to a similarity is -y below the margin, -y + (1 -
+    y) above it, and 0 if the example is not valid."""
     s = torch.tensor([[0.6, 0.1, 0.9]], dtype=torch.float64, requires_grad=True)
     y = torch.tensor([[0.3, 0.8, 0.4]], dtype=torch.float64)
     valid = torch.tensor([[True, True, False]])
     labelled_loss(s, y, valid, 'contrastive', reduction='sum').sum().backward()
-    expect(s.grad, [[-0.3 + 0.7, -0.8, 0]], 'the gradient of Metrix Eq. (9), mixtures at 0.6, 0.1, 0.9 with labels '
-           '0.3, 0.8, 0.4, the last one not valid, contrastive, sum')
+    expect(s.grad, [[-0.3 + 0.7, -0.8, 0]], 'the gradient of Metrix Eq. (9), mixed examples at 0.6, 0.1, 0.9 with '
+           'labels 0.3, 0.8, 0.4, the last one not valid, contrastive, sum')
 
 
-# ---- mixing
+# ---- mixed examples
 
 def test_metrix_eq4_input_and_embedding_by_hand():
     x, i, j = torch.rand(3, 3, 4, 4, dtype=torch.float64), torch.tensor([0, 1]), torch.tensor([1, 2])
@@ -161,7 +163,7 @@ def test_metrix_eq4_input_and_embedding_by_hand():
 
 @pytest.mark.parametrize('pool, expected', [('avg', 1.75), ('max', 6), ('avg+max', 7.75)])
 def test_metrix_eq4_feature_by_hand(pool, expected):
-    """A quarter of one map and three quarters of the other: [[1, 0], [0, 6]]"""
+    """With lambda 0.25, the mixed map is [[1, 0], [0, 6]]."""
     f = torch.tensor([[[[4.0, 0], [0, 0]]], [[[0, 0], [0, 8]]]], dtype=torch.float64, requires_grad=True)
     p = mix_features(f, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.25], dtype=torch.float64), pool)
     p.sum().backward()
@@ -173,7 +175,7 @@ def test_metrix_eq4_feature_by_hand(pool, expected):
 
 
 def direct(f, i, j, lam, pool):
-    """Eq. (4) with the whole (M, c, h, w) tensor"""
+    """Eq. (4) with the tensor (M, c, h, w) of all mixed maps"""
     lam = lam[:, None, None, None]
     mixed = lam * f[i] + (1 - lam) * f[j]
     parts = dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
@@ -181,16 +183,16 @@ def direct(f, i, j, lam, pool):
 
 
 def maps_and_pairs(dtype=torch.float64):
-    """24 maps of 130 channels and 289 positions, more than a byte holds, and 276 pairs of them: they repeat, and come
-    in any order. All mixed maps together would have ten million values."""
+    """24 maps of 130 channels and 289 positions, more than the range of a byte, and 276 pairs of them in random order,
+    with repetitions. All mixed maps together would have ten million values."""
     generator = torch.Generator().manual_seed(0)
     f = torch.randn(24, 130, 17, 17, generator=generator, dtype=dtype)
     i, j = torch.randint(24, (2, 276), generator=generator)
-    return f, i, j, shares(276, dtype)
+    return f, i, j, lambdas(276, dtype)
 
 
 def with_gradient(pooled, f, *pairs):
-    """What a function of maps returns, and its gradient by the maps"""
+    """The result of a function of maps, and its gradient with respect to the maps"""
     f = f.detach().clone().requires_grad_()
     p = pooled(f, *pairs)
     p.backward(torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype))
@@ -201,12 +203,12 @@ def expect_direct_pooling(f, i, j, lam, pool):
     p, gradient = with_gradient(direct, f, i, j, lam, pool)
     found, its_gradient = with_gradient(mix_features, f, i, j, lam, pool)
     expect(found, p, f'Metrix Eq. (4), {pool}, of maps {list(f.shape)}')
-    expect(its_gradient, gradient, f'the gradient of Metrix Eq. (4), {pool}: the first maximum takes it')
+    expect(its_gradient, gradient, f'the gradient of Metrix Eq. (4), {pool}: the first maximum')
 
 
 @pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
 def test_metrix_eq4_feature_is_direct_pooling(pool):
-    """Lambda may be 0 or 1."""
+    """The result equals pooling of all mixed maps, also with lambda 0 or 1."""
     f, i, j, lam = maps_and_pairs()
     lam[:3] = torch.tensor([0, 1, 0.5])
     expect_direct_pooling(f, i, j, lam, pool)
@@ -214,7 +216,7 @@ def test_metrix_eq4_feature_is_direct_pooling(pool):
 
 @pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
 def test_metrix_eq4_feature_takes_half_of_the_memory_of_all_mixed_maps(pool):
-    """Neither one tensor nor all that is kept for the backward pass may have more values."""
+    """The limit applies to the largest tensor, and to the sum of the tensors that are saved for the backward pass."""
     f, i, j, lam = maps_and_pairs()
     f.requires_grad_()
     kept = {}
@@ -225,23 +227,23 @@ def test_metrix_eq4_feature_takes_half_of_the_memory_of_all_mixed_maps(pool):
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         mix_features(f, i, j, lam, pool).sum().backward()
     limit = len(i) * f[0].numel() // 2
-    for number, what in (largest.values, 'in the largest tensor'), (sum(kept.values()), 'kept for the backward pass'):
+    for number, what in (largest.values, 'in the largest tensor'), (sum(kept.values()), 'saved for the backward pass'):
         assert number < limit, (f'Metrix Eq. (4) of maps {list(f.shape)}, {len(i)} pairs: expected fewer than '
                                 f'{limit:,} values {what}, got {number:,}')
 
 
 def test_metrix_eq4_feature_of_equal_maxima():
-    """With many of them, and with channels of zeros"""
+    """Many values of a map are equal, and some channels are zero."""
     f, i, j, lam = maps_and_pairs()
     expect_direct_pooling((2 * f.relu()).round() / 2, i, j, lam, 'avg+max')
 
 
 def test_metrix_eq4_feature_of_any_pairs():
-    """Their order does not matter, and arguments stay as they are."""
+    """The order of the pairs does not matter, and the arguments are not modified."""
     f, i, j, lam = maps_and_pairs()
     given = [t.clone() for t in (f, i, j, lam)]
     p = mix_features(*given)
-    assert all(map(torch.equal, given, (f, i, j, lam))), 'Metrix Eq. (4): the arguments were changed'
+    assert all(map(torch.equal, given, (f, i, j, lam))), 'Metrix Eq. (4): the arguments were modified'
     order = torch.arange(len(i)).flip(0)
     expect(mix_features(f, i[order], j[order], lam[order]), p[order],
            'Metrix Eq. (4) of the same pairs from last to first')
@@ -249,21 +251,21 @@ def test_metrix_eq4_feature_of_any_pairs():
 
 def test_metrix_eq4_feature_in_half_precision():
     f, i, j, lam = maps_and_pairs(torch.float32)
-    expect_raised(lambda f: mix_features(f, i, j, lam.to(f.dtype) if f.dtype == torch.float64 else lam),
+    expect_upcast(lambda f: mix_features(f, i, j, lam.to(f.dtype) if f.dtype == torch.float64 else lam),
                   'Metrix Eq. (4), features', f.relu())
 
 
 def test_metrix_eq4_embedding_in_half_precision():
     i, j = cross_class_pairs(Y)
-    lam = shares(len(i), dtype=torch.float32)
-    expect_raised(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
+    lam = lambdas(len(i), dtype=torch.float32)
+    expect_upcast(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
 
 
 # ---- labels
 
 def test_metrix_eq5_and_metrix_eq6_by_hand():
-    """Points at 0, 10 and 80 degrees are of class 0, the one at 60 of class 1. Each anchor in turn: minus the cosines
-    to its positives, plus those to its negatives (contrastive, margin 0, sums); the point itself is neither."""
+    """Points at 0, 10 and 80 degrees are of class 0, the point at 60 is of class 1. The loss of an anchor is the sum of
+    the cosines to its negatives minus the cosines to its positives (contrastive, margin 0, sums)."""
     loss = clean_loss('contrastive', on_circle(0, 10, 60, 80), torch.tensor([0, 0, 1, 0]), m=0, reduction='sum')
     at_0 = -cosine(10) - cosine(80) + cosine(60)
     at_10 = -cosine(10) - cosine(70) + cosine(50)
@@ -273,7 +275,7 @@ def test_metrix_eq5_and_metrix_eq6_by_hand():
 
 
 def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkeypatch):
-    """What the clean loss hands to the generic one. No anchor is its own positive."""
+    """The clean loss calls the generic loss with these labels. An anchor is not a positive of itself."""
     seen = []
     monkeypatch.setattr(train_metrix, 'labelled_loss', lambda s, y, valid, kind: seen.extend((y, valid)) or s.sum(1))
     clean_loss('ms', unit(4), torch.tensor([0, 0, 1, 0]))
@@ -283,41 +285,43 @@ def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkey
 
 
 def test_metrix_eq8_labels_by_hand():
-    """A mixture is valid for the class of one of its ends, and labelled with the share of that end."""
+    """A mixed example is valid for anchors of the class of one of its two examples. Its label is the weight of this
+    example."""
     y, i, j = torch.tensor([5, 2, 5, 0]), torch.tensor([0, 2, 0]), torch.tensor([1, 3, 2])
     pair_y, valid = train_metrix.pair_labels(y, torch.tensor([5, 2, 0, 3]), i, j, torch.tensor([0.3, 0.6, 0.5]))
-    what = 'Metrix Eq. (8): anchors of classes 5, 2, 0, 3; mixtures of classes 5-2, 5-0, 5-5, lambda 0.3, 0.6, 0.5'
+    what = ('Metrix Eq. (8): anchors of classes 5, 2, 0, 3; mixed examples of classes 5-2, 5-0, 5-5, lambda 0.3, 0.6, '
+            '0.5')
     expect(valid, [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]], f'valid, {what}')
     expect(pair_y[valid], [0.3, 0.6, 0.7, 0.4], f'the labels of the valid ones, row by row, {what}', 1e-6)
 
 
-def test_metrix_eq8_labels_of_either_end():
-    """The second end may be the positive one; then the label is 1 - lambda. Anchors need not be in the batch."""
+def test_metrix_eq8_labels_of_either_example():
+    """If the second example is the positive, the label is 1 - lambda. Anchors need not be in the batch."""
     y, i, j = torch.tensor([1, 4, 1, 7]), torch.tensor([1, 3, 3]), torch.tensor([0, 2, 1])
     lam = torch.tensor([0.25, 0.125, 1.0], dtype=torch.float64)
     pair_y, valid = train_metrix.pair_labels(y, torch.tensor([7, 1]), i, j, lam)
-    what = 'Metrix Eq. (8): anchors of classes 7, 1; mixtures of classes 4-1, 7-1, 7-4, lambda 0.25, 0.125, 1'
+    what = 'Metrix Eq. (8): anchors of classes 7, 1; mixed examples of classes 4-1, 7-1, 7-4, lambda 0.25, 0.125, 1'
     expect(valid, [[0, 1, 1], [1, 1, 0]], f'valid, {what}')
     expect(pair_y[valid], [0.125, 1, 0.75, 0.875], f'the labels of the valid ones, row by row, {what}')
     assert (valid.dtype, pair_y.dtype) == (torch.bool, torch.float64), f'expected a mask and labels like lambda, {what}'
 
 
-def test_metrix_eq8_of_no_mixtures_and_unchanged_arguments():
+def test_metrix_eq8_of_no_mixed_examples_and_unchanged_arguments():
     given = [torch.tensor([5, 0, 2]), torch.tensor([2, 5]), torch.tensor([0]), torch.tensor([2]), torch.tensor([0.3])]
     kept = [t.clone() for t in given]
     train_metrix.pair_labels(*given)
-    assert all(map(torch.equal, given, kept)), 'Metrix Eq. (8): the arguments were changed'
-    y, anchor_y, *ends = given
-    pair_y, valid = train_metrix.pair_labels(y, anchor_y, *(t[:0] for t in ends))
-    assert pair_y.shape == valid.shape == (2, 0), 'Metrix Eq. (8) of no mixtures: expected two empty rows'
+    assert all(map(torch.equal, given, kept)), 'Metrix Eq. (8): the arguments were modified'
+    y, anchor_y, *pairs = given
+    pair_y, valid = train_metrix.pair_labels(y, anchor_y, *(t[:0] for t in pairs))
+    assert pair_y.shape == valid.shape == (2, 0), 'Metrix Eq. (8) of no mixed examples: expected two empty rows'
 
 
 def mixed_for_the_first_anchor(monkeypatch, pairs):
-    """V(a) of the first anchor of classes 0, 0, 0, 1: pairs (i, j), their labels, and their interpolation factors, as
-    mixed_loss hands them to Eq. (4) and (9)"""
+    """V(a) of the first anchor in a batch of classes 0, 0, 0, 1, from the arguments with which mixed_loss calls Eq. (4)
+    and (9): pairs (i, j), their labels, and their interpolation factors"""
     seen = {}
     with monkeypatch.context() as patch:
-        patch.setattr(Beta, 'sample', lambda self, shape: shares(*shape))
+        patch.setattr(Beta, 'sample', lambda self, shape: lambdas(*shape))
         patch.setattr(train_metrix, 'mixed_embeddings', lambda config, model, levels, i, j, lam: seen.update(
             i=i, j=j, lam=lam) or mix_embeddings(levels['embed'], i, j, lam))
         patch.setattr(train_metrix, 'labelled_loss', lambda s, y, valid, kind: seen.update(
@@ -330,24 +334,24 @@ def mixed_for_the_first_anchor(monkeypatch, pairs):
 
 @pytest.mark.parametrize('pairs, expected', [('pos-neg', [[1, 3], [2, 3]]), ('anc-neg', [[0, 3]])])
 def test_metrix_eq8_sets(monkeypatch, pairs, expected):
-    """U+ x U-, S x U-"""
-    ends, labels, lam = mixed_for_the_first_anchor(monkeypatch, pairs)
+    """Pairs pos-neg are U+ x U-, and anc-neg are S x U-."""
+    found, labels, lam = mixed_for_the_first_anchor(monkeypatch, pairs)
     what = f'Metrix Eq. (8), {pairs}, of the first anchor of classes 0, 0, 0, 1'
-    expect(ends, expected, what)
+    expect(found, expected, what)
     expect(labels, lam, f'the labels, {what}', 1e-6)
 
 
 def test_pos_pos_pairs_have_label_1(monkeypatch):
-    """U+ x U+: both are positives, whatever their interpolation factors."""
-    ends, labels, _ = mixed_for_the_first_anchor(monkeypatch, 'pos-pos')
-    assert ends.tolist() == [[1, 2]] and labels.tolist() == [1]
+    """Pairs pos-pos are U+ x U+: both examples are positives, so the label is 1 for any interpolation factor."""
+    found, labels, _ = mixed_for_the_first_anchor(monkeypatch, 'pos-pos')
+    assert found.tolist() == [[1, 2]] and labels.tolist() == [1]
 
 
 # ---- the mixed loss
 
 def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
-    """Of the first anchor, mixtures of the positive and each of two negatives, with lambda 0.3 and 0.8, are at 0.6 and
-    at 0.9: lambda counts among positives, the rest among negatives."""
+    """The mixed examples of the first anchor, its positive with each of two negatives, with lambda 0.3 and 0.8, have
+    similarities 0.6 and 0.9. The weight is lambda in the positive term and 1 - lambda in the negative term."""
     y, i, j, lam = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([0.3, 0.8])
     labels, valid = pair_labels(y, y[:1], i, j, lam)
     pull = 0.3 * exp(-2 * (0.6 - 0.7)) + 0.8 * exp(-2 * (0.9 - 0.7))
@@ -362,27 +366,29 @@ def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
                f'Metrix Eq. (13) to (15): lambda 0.3 and 0.8, s(a, v) 0.6 and 0.9, {kind}, {hyper}', 1e-5)
 
 
-# ms of Table 1 over mixtures: similarities, and labels lambda
-MIXED = 'mixtures at 0.6, 0.9 with labels 0.3, 0.8, beta 2, gamma 9, m 0.7'
+# ms of Table 1 over mixed examples: similarities, and labels lambda
+MIXED = 'mixed examples at 0.6, 0.9 with labels 0.3, 0.8, beta 2, gamma 9, m 0.7'
 
 
-def two_mixtures():
+def two_mixed_examples():
     return (torch.tensor([[0.6, 0.9]], dtype=torch.float64, requires_grad=True),
             torch.tensor([[0.3, 0.8]], dtype=torch.float64))
 
 
 def test_metrix_eq15_by_hand():
-    """lambda counts among positives, the rest among negatives."""
-    s, y = two_mixtures()
+    """The weight of an example is lambda in the positive term, and 1 - lambda in the negative term."""
+    s, y = two_mixed_examples()
     pull = 0.3 * exp(-2 * (0.6 - 0.7)) + 0.8 * exp(-2 * (0.9 - 0.7))
     push = 0.7 * exp(9 * (0.6 - 0.7)) + 0.2 * exp(9 * (0.9 - 0.7))
     terms = train_metrix.ms(s, y, 1 - y, 2, 9, 0.7)
-    expect(torch.stack(terms), [[log(1 + pull) / 2], [log(1 + push) / 9]], f'Metrix Eq. (15), pull and push, {MIXED}')
+    expect(torch.stack(terms), [[log(1 + pull) / 2], [log(1 + push) / 9]],
+           f'Metrix Eq. (15), positive and negative term, {MIXED}')
 
 
 def test_metrix_eq15_closed_form_gradient():
-    """By s: minus the share of a mixture in 1 + sum y exp(...) for the pull, plus its share for the push"""
-    s, y = two_mixtures()
+    """The derivative with respect to s is the weighted exponential of an example over 1 + the sum of all, for the
+    negative term, minus the same for the positive term."""
+    s, y = two_mixed_examples()
     pull, push = train_metrix.ms(s, y, 1 - y, 2, 9, 0.7)
     (pull.sum() + push.sum()).backward()
     p = [0.3 * exp(-2 * (0.6 - 0.7)), 0.8 * exp(-2 * (0.9 - 0.7))]
@@ -393,16 +399,16 @@ def test_metrix_eq15_closed_form_gradient():
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 def test_metrix_eq15_is_a_soft_maximum(dtype):
-    """With large scales the hardest mixture of each kind is left, whatever its weight, unless that is 0."""
+    """With large scales, a term is determined by its hardest mixed example with a weight above 0."""
     s, y = torch.tensor([[0.5, -0.9, 0.8, 0.95]], dtype=dtype), torch.tensor([[0.5, 0, 0.25, 1]], dtype=dtype)
     pull, push = train_metrix.ms(s, y, 1 - y, beta=1e4, gamma=1e4, m=0.7)
-    expect(torch.stack([pull, push]), [[0.7 - 0.5], [0.8 - 0.7]], 'Metrix Eq. (15), mixtures at 0.5, -0.9, 0.8, 0.95 '
-           'with labels 0.5, 0, 0.25, 1, m 0.7, beta and gamma 10,000: does exp() overflow?', 1e-3)
+    expect(torch.stack([pull, push]), [[0.7 - 0.5], [0.8 - 0.7]], 'Metrix Eq. (15), mixed examples at 0.5, -0.9, 0.8, '
+           '0.95 with labels 0.5, 0, 0.25, 1, m 0.7, beta and gamma 10,000: does exp() overflow?', 1e-3)
 
 
 def test_metrix_eq15_of_no_positives_or_no_negatives_is_0():
-    """Value and gradient; a mask serves as weights 1 and 0."""
-    s, y = two_mixtures()
+    """A term without positive weights has value and gradient 0. A mask has weights 1 and 0."""
+    s, y = two_mixed_examples()
     for positive, negative in ((0 * y, 0 * y), (torch.zeros(1, 2).bool(), torch.zeros(1, 2).bool())):
         terms = train_metrix.ms(s, positive, negative)
         gradient, = torch.autograd.grad(sum(terms).sum(), s)
@@ -414,34 +420,34 @@ def test_metrix_eq15_of_no_positives_or_no_negatives_is_0():
 
 
 def test_metrix_eq15_of_any_order_and_unchanged_arguments():
-    s, y = shares(12).view(2, 6), shares(12).flip(0).view(2, 6)
+    s, y = lambdas(12).view(2, 6), lambdas(12).flip(0).view(2, 6)
     given = s.clone(), y.clone()
     terms = train_metrix.ms(s, y, 1 - y)
-    assert torch.equal(s, given[0]) and torch.equal(y, given[1]), 'Metrix Eq. (15): the arguments were changed'
+    assert torch.equal(s, given[0]) and torch.equal(y, given[1]), 'Metrix Eq. (15): the arguments were modified'
     expect(torch.stack(train_metrix.ms(s.flip(1), y.flip(1), 1 - y.flip(1))), torch.stack(terms),
-           'Metrix Eq. (15) with the mixtures in another order')
+           'Metrix Eq. (15) with the mixed examples in another order')
     assert terms[0].shape == (2,) and terms[0].dtype == torch.float64, 'two terms, both (A,), of the type of s'
 
 
 def test_metrix_eq9_and_metrix_eq10_by_hand(before_training, monkeypatch):
-    """Points at 0, 20 (class 0), 90, 130 degrees (class 1). With lambda 1/2, the mixtures lie midway: at 45 (of 0 and
-    90), 65 (0, 130), 55 (20, 90) and 75 degrees (20, 130). An anchor has those of its positive with a negative: that at
-    0 has 55 and 75. Each counts half as a positive, -cosine, and half as a negative, max(0, cosine - 0.5)."""
-    def mixture(degrees_from_anchor):
+    """Points are at 0, 20 (class 0), 90, 130 degrees (class 1). With lambda 1/2, mixed examples are midway: at 45 (0
+    and 90), 65 (0, 130), 55 (20, 90) and 75 degrees (20, 130). An anchor has the mixes of its positive and a negative:
+    the anchor at 0 has 55 and 75. Both terms, -cosine and max(0, cosine - 0.5), have weight 1/2."""
+    def loss_of_mixed(degrees_from_anchor):
         return -cosine(degrees_from_anchor) / 2 + max(0, cosine(degrees_from_anchor) - 0.5) / 2
-    at_0 = mixture(55) + mixture(75)
-    at_20 = mixture(25) + mixture(45)                       # of the positive at 0: 45 and 65 degrees
-    at_90 = mixture(25) + mixture(15)                       # of the positive at 130: 65 and 75 degrees
-    at_130 = mixture(85) + mixture(75)                      # of the positive at 90: 45 and 55 degrees
+    at_0 = loss_of_mixed(55) + loss_of_mixed(75)
+    at_20 = loss_of_mixed(25) + loss_of_mixed(45)           # the positive at 0: 45 and 65 degrees
+    at_90 = loss_of_mixed(25) + loss_of_mixed(15)           # the positive at 130: 65 and 75 degrees
+    at_130 = loss_of_mixed(85) + loss_of_mixed(75)          # the positive at 90: 45 and 55 degrees
     mixed = (at_0 + at_20 + at_90 + at_130) / 4
-    # The clean positives are 20 and 40 degrees apart; negatives, 70 degrees and more apart, are below the margin.
+    # The clean positives are 20 and 40 degrees apart. Negatives, at least 70 degrees apart, satisfy the margin.
     clean = -(cosine(20) + cosine(40)) / 2
 
     monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.5, dtype=torch.float64))
     flags = '--loss contrastive --reduction sum --m 0.5 --mixup embed --pairs pos-neg --strength'
     for w in (1, 0.4):
         held = before_training(train_metrix, *flags.split(), str(w))
-        held.model.features = held.model.head = lambda x: x                 # the points stand for images
+        held.model.features = held.model.head = lambda x: x                 # the points replace images
         loss = held.step(on_circle(0, 20, 90, 130), torch.tensor([0, 0, 1, 1]))
         expect(loss, clean + w * mixed, f'Metrix Eq. (9), (10), w {w}: 0, 20 (class 0), 90, 130 degrees (class 1)')
 
@@ -449,7 +455,7 @@ def test_metrix_eq9_and_metrix_eq10_by_hand(before_training, monkeypatch):
 # ---- the step against loops
 
 def loss_of(terms, kind):
-    """Table 1 on the labelled examples of one anchor, [(s, y)]: Eq. (3), (7), (9)"""
+    """Loss of one anchor by Table 1, Eq. (3), (7), (9), for its examples [(s, y)]"""
     if not terms:
         return 0
     s, y = zip(*terms)
@@ -459,7 +465,7 @@ def loss_of(terms, kind):
 def clean_by_loops(kind, z, y, proxies):
     if kind == 'proxynca_pp':
         return -(2 / 0.3 * z @ proxies.T).log_softmax(dim=1)[range(len(y)), y].mean()
-    if kind == 'proxy_anchor':                              # its two sums have divisors of their own
+    if kind == 'proxy_anchor':                              # its two sums have different denominators
         pull = [loss_of([(p @ z[i], 1) for i in range(len(y)) if y[i] == c], kind)
                 for c, p in enumerate(proxies) if c in y]
         push = [loss_of([(p @ z[i], 0) for i in range(len(y)) if y[i] != c], kind) for c, p in enumerate(proxies)]
@@ -468,7 +474,7 @@ def clean_by_loops(kind, z, y, proxies):
     for a in range(len(y)):
         P = [z[a] @ z[i] for i in range(len(y)) if y[i] == y[a] and i != a]             # Eq. (5)
         N = [z[a] @ z[i] for i in range(len(y)) if y[i] != y[a]]                        # Eq. (6)
-        if kind == 'ms':                                    # the miner, on the clean loss alone
+        if kind == 'ms':                                    # the miner, only in the clean loss
             least, most = min(P, default=float('inf')), max(N)
             P, N = [s for s in P if s - 0.02 < most], [s for s in N if s + 0.02 > least]
         total = total + loss_of([(s, 1) for s in P] + [(s, 0) for s in N], kind)
@@ -476,13 +482,13 @@ def clean_by_loops(kind, z, y, proxies):
 
 
 def mixed_by_loops(kind, embed, z, y, proxies, pairs, k, lam):
-    """embed(i, j, share): Eq. (4); lam: {(i, j): the share of i}, i < j, proxies numbered after the images"""
+    """embed(i, j, lam_i): Eq. (4); lam: {(i, j): weight of i}, i < j, with indices of proxies after those of images"""
     if kind == 'proxynca_pp':
         s, terms = z @ z.T, []
-        for (i, j), share in lam.items():
+        for (i, j), lam_i in lam.items():
             if any(k is None or (s[a] > s[a, n])[y != y[a]].sum() < k for a, n in ((i, j), (j, i))):
-                log_p = (2 / 0.3 * proxies @ embed(i, j, share)).log_softmax(0)         # among the k nearest of either
-                terms.append(-share * log_p[y[i]] - (1 - share) * log_p[y[j]])
+                log_p = (2 / 0.3 * proxies @ embed(i, j, lam_i)).log_softmax(0)         # among the k nearest of either
+                terms.append(-lam_i * log_p[y[i]] - (1 - lam_i) * log_p[y[j]])
         return sum(terms) / len(terms)
     anchors = [(z[a], y[a], a) for a in range(len(y))]
     if kind == 'proxy_anchor':
@@ -493,13 +499,13 @@ def mixed_by_loops(kind, embed, z, y, proxies, pairs, k, lam):
         N = sorted((n for n in range(len(y)) if y[n] != label), key=lambda n: -(anchor @ z[n]).item())[:k]
         V = []                                              # Eq. (8)
         for p, n in {'pos-neg': product(P, N), 'anc-neg': product([own], N), 'pos-pos': combinations(P, 2)}[pairs]:
-            share = lam[p, n] if p < n else 1 - lam[n, p]
-            V.append((anchor @ embed(p, n, share), 1 if pairs == 'pos-pos' else share))
+            lam_p = lam[p, n] if p < n else 1 - lam[n, p]
+            V.append((anchor @ embed(p, n, lam_p), 1 if pairs == 'pos-pos' else lam_p))
         total = total + loss_of(V, kind)
     return total / len(anchors)
 
 
-# As in PRINTED, and for the miner and proxynca_pp as in the loops
+# Hyper-parameters as in PRINTED and in the loops
 HYPER = {'contrastive': '--m 0.3 --reduction sum --pool max', 'ms': '--beta 3 --gamma 4 --m 0.3 --epsilon 0.02',
          'proxy_anchor': '--proxy-alpha 3 --delta 0.3 --pool avg', 'proxynca_pp': '--temperature 0.3'}
 MIXUP = ['--mixup input', '--mixup feature', '--mixup embed']
@@ -515,7 +521,8 @@ STEPS = [*product(['contrastive', 'ms'], MIXUP, ['--pairs pos-neg', '--pairs anc
 
 @pytest.mark.parametrize('step', STEPS, ids=' '.join)
 def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monkeypatch, step):
-    """Value, and gradients by all weights and proxies. Hyper-parameters and w are not the defaults."""
+    """The values are equal, and so are the gradients of all weights and proxies. Hyper-parameters are not the
+    defaults."""
     def sample(self, shape):
         assert self.concentration1 == self.concentration0 == 1.5, 'lambda comes from Beta(alpha, alpha)'
         return torch.linspace(0.1, 0.85, *shape, dtype=torch.float64)
@@ -526,7 +533,7 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
         flags.remove('LayerNorm')
         monkeypatch.setattr(common, 'build', partial(common.build, layer_norm=True))
     held = before_training(train_metrix, *flags)
-    args, model = held.args, held.model.double().eval()     # BatchNorm as at evaluation: each image by itself
+    args, model = held.args, held.model.double().eval()     # BatchNorm in evaluation mode: images are independent
     for proxies in held.loss_params.values():
         proxies.data = proxies.data.double()
     weights = [*model.parameters(), *held.loss_params.values()]
@@ -538,19 +545,19 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
     f = [model.features(x[None]) for x in images]
     z = torch.cat([model.head(t) for t in f])
     proxies = F.normalize(held.loss_params['proxies'], dim=1) if held.loss_params else None
-    ends, ends_y = z, y
+    cand_z, cand_y = z, y                                   # candidates for mixup
     if kind == 'proxy_anchor' and args.pairs == 'anc-neg':
-        ends, ends_y = torch.cat([z, proxies[:3]]), torch.cat([y, torch.arange(3)])
-    keys = [(i, j) for i, j in combinations(range(len(ends)), 2)            # no two proxies are mixed
-            if i < len(y) and (args.pairs == 'pos-pos' or ends_y[i] != ends_y[j])]
+        cand_z, cand_y = torch.cat([z, proxies[:3]]), torch.cat([y, torch.arange(3)])
+    keys = [(i, j) for i, j in combinations(range(len(cand_z)), 2)          # no two proxies are mixed
+            if i < len(y) and (args.pairs == 'pos-pos' or cand_y[i] != cand_y[j])]
     lam = dict(zip(keys, torch.linspace(0.1, 0.85, len(keys), dtype=torch.float64).tolist()))
 
-    def embed(i, j, share):                                 # Eq. (4)
+    def embed(i, j, lam_i):                                 # Eq. (4)
         if args.mixup == ['input']:
-            return model((share * images[i] + (1 - share) * images[j])[None])[0]
+            return model((lam_i * images[i] + (1 - lam_i) * images[j])[None])[0]
         if args.mixup == ['feature']:
-            return model.head(share * f[i] + (1 - share) * f[j])[0]
-        return F.normalize(share * ends[i] + (1 - share) * ends[j], dim=0)
+            return model.head(lam_i * f[i] + (1 - lam_i) * f[j])[0]
+        return F.normalize(lam_i * cand_z[i] + (1 - lam_i) * cand_z[j], dim=0)
 
     k = 2 if step[-1] == '--hard-negatives 2' else None
     expected = clean_by_loops(kind, z, y, proxies)
@@ -560,19 +567,19 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
         assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-def test_types_and_kinds_of_pairs_are_drawn_per_iteration(before_training, monkeypatch):
-    drawn = []
+def test_types_of_mixup_and_pairs_are_sampled_in_each_step(before_training, monkeypatch):
+    sampled = []
     monkeypatch.setattr(train_metrix, 'mixed_loss', lambda base, config, *rest:
-                        drawn.append(config[:3]) or torch.zeros(()))
+                        sampled.append(config[:3]) or torch.zeros(()))
     held = before_training(train_metrix, '--mixup', 'input', 'embed')
     for _ in range(60):
         held.step(torch.randn(4, 3, 32, 32), torch.tensor([0, 0, 1, 1]))
     choices = list(product([('input', 3), ('embed', None)], ['pos-neg', 'anc-neg']))
-    assert len(set(drawn)) == len(choices)
-    assert all(drawn.count((mixup, pairs, k)) >= 5 for (mixup, k), pairs in choices), 'all about equally often'
+    assert len(set(sampled)) == len(choices)
+    assert all(sampled.count((mixup, pairs, k)) >= 5 for (mixup, k), pairs in choices), 'all about equally often'
 
 
-def test_the_trunk_sees_clean_images_once(before_training, monkeypatch):
+def test_the_trunk_computes_clean_images_once(before_training, monkeypatch):
     seen, real = [], common.Embedder.features
     monkeypatch.setattr(common.Embedder, 'features', lambda self, x: seen.append(len(x)) or real(self, x))
     for mixup in ('feature', 'embed', 'input'):
@@ -580,11 +587,11 @@ def test_the_trunk_sees_clean_images_once(before_training, monkeypatch):
         seen.clear()
         held.step(torch.randn(8, 3, 32, 32), torch.arange(8) // 2)
         assert seen[0] == 8 and len(seen) == 1 + (mixup == 'input'), mixup
-    assert 4 <= seen[1] <= 8, 'mixed images alone: one to a pair, or one each'
+    assert 4 <= seen[1] <= 8, 'only mixed images, at least one per pair of images'
 
 
-def test_clean_statistics_are_those_of_clean_images(before_training):
-    """Input mixing normalises mixtures by their own batch either way; only what the evaluation will use differs."""
+def test_with_clean_bn_the_running_statistics_are_of_clean_images(before_training):
+    """Input mixup normalizes mixed images by the statistics of their batch; only the running statistics differ."""
     def statistics(*flags):
         torch.manual_seed(0)
         held = before_training(train_metrix, '--precision', 'fp32', *flags)
@@ -623,10 +630,10 @@ BOTH = ['pos-neg', 'anc-neg']
     ('--mixup input embed --hard-negatives 7', [('input', BOTH, 7), ('embed', BOTH, 7)]),
     ('--loss proxy_anchor --mixup input embed', [('input', ['pos-neg'], 3), ('embed', BOTH, None)]),
     ('--loss proxynca_pp --mixup feature', [('feature', ['anc-neg'], None)])])
-def test_the_choice_of_plan(flags, expected):
+def test_the_plan_follows_from_the_flags(flags, expected):
     choices = train_metrix.plan(train_metrix.get_args(flags.split()))
-    assert [(choice[0].mixup, [mixing.pairs for mixing in choice], choice[0].k) for choice in choices] == expected
-    assert all(mixing[:1] + mixing[2:] == choice[0][:1] + choice[0][2:] for choice in choices for mixing in choice)
+    assert [(choice[0].mixup, [config.pairs for config in choice], choice[0].k) for choice in choices] == expected
+    assert all(config[:1] + config[2:] == choice[0][:1] + choice[0][2:] for choice in choices for config in choice)
 
 
 @pytest.mark.parametrize('flags, reason', [
@@ -636,22 +643,23 @@ def test_the_choice_of_plan(flags, expected):
     ('--proxy-lr-mult 3', '--proxy-lr-mult has no effect with --loss ms'),
     ('--mixup none --pairs anc-neg', '--pairs has no effect with --mixup none'),
     ('--pairs pos-pos --hard-negatives 5', '--hard-negatives has no effect with --pairs pos-pos')])
-def test_what_the_paper_does_not_define_is_refused(flags, reason):
+def test_combinations_that_the_paper_does_not_define_are_rejected(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_metrix.get_args(flags.split())
 
 
-# ---- what a mixture does to its anchor
+# ---- the effect of a mixed example on its anchor
 
 @pytest.mark.parametrize('beta, gamma, m', [(18, 75, 0.77), (2, 50, 0.5)])
-def test_metrix_eq16_and_metrix_eq17_and_metrix_eq18_value_and_derivatives_for_one_mixture(beta, gamma, m):
-    """s(a, v) with lambda as its label; the derivative by v is that by s(a, v) times a."""
+def test_metrix_eq16_and_metrix_eq17_and_metrix_eq18_value_and_derivatives_for_one_mixed_example(beta, gamma, m):
+    """A mixed example v has label lambda. The derivative of the loss with respect to v is its derivative with respect
+    to s(a, v) times a."""
     lam, s = torch.cartesian_prod(torch.linspace(0.01, 0.99, 9), torch.linspace(-1, 1, 201)).double().unbind(1)
     a, v = on_circle(0)[0], torch.stack([s, (1 - s ** 2).sqrt()], dim=1).requires_grad_()
     one = torch.ones(len(s), 1).bool()
     loss = labelled_loss((v @ a)[:, None], lam[:, None], one, 'ms', beta=beta, gamma=gamma, m=m)
     pull, push = lam * (-beta * (s - m)).exp(), (1 - lam) * (gamma * (s - m)).exp()
-    what = f'of one mixture, beta {beta}, gamma {gamma}, m {m}'
+    what = f'of one mixed example, beta {beta}, gamma {gamma}, m {m}'
     expect(loss, pull.log1p() / beta + push.log1p() / gamma, f'Metrix Eq. (17) {what}')
     by_s = -pull / (1 + pull) + push / (1 + push)
     expect(*torch.autograd.grad(loss.sum(), v), by_s[:, None] * a, f'Metrix Eq. (16), (18) {what}')
@@ -679,7 +687,7 @@ def test_metrix_eq24_by_hand(lam, beta, gamma, m, expected):
     expect(got, expected, f'Metrix Eq. (24), lambda {lam:g}, beta {beta}, gamma {gamma}, m {m:g}', 1e-6)
 
 
-def test_metrix_eq24_of_a_number_is_a_precise_tensor():
+def test_metrix_eq24_of_a_float_is_a_float64_tensor():
     got = train_metrix.positivity_threshold(0.9, 18, 75, 0.77)
     assert isinstance(got, torch.Tensor) and got.dtype == torch.float64, f'expected a float64 tensor, got {got!r}'
     expect(got, log(9) / 93 + 0.77, 'Metrix Eq. (24), lambda 0.9, beta 18, gamma 75, m 0.77', 1e-14)
@@ -691,11 +699,11 @@ def test_metrix_eq24_of_0_and_1_is_infinite():
     assert got.dtype == torch.float64, f'expected float64, got {got.dtype}'
     assert got.tolist() == [[-float('inf'), pytest.approx(0.77), float('inf')]], (
         f'Metrix Eq. (24), lambda 0, 0.5 and 1, m 0.77: expected -inf, 0.77, inf, got {got}')
-    assert lam.tolist() == [[0, 0.5, 1]] and lam.dtype == torch.float32, 'its argument was changed'
+    assert lam.tolist() == [[0, 0.5, 1]] and lam.dtype == torch.float32, 'its argument was modified'
 
 
 def test_metrix_eq24_near_0_and_1():
-    """No lambda is moved away from the ends."""
+    """Lambda is not clamped near 0 and 1."""
     for lam, odds in ((1e-12, 1e-12), (1 - 1e-9, 1e9)):
         got = train_metrix.positivity_threshold(torch.tensor(lam, dtype=torch.float64), 2, 3, 0)
         expect(got, log(odds) / 5, f'Metrix Eq. (24), lambda {lam!r}, beta 2, gamma 3, m 0', 1e-6)

@@ -1,17 +1,17 @@
-"""train_ms.py against Multi-Similarity as Metrix Eq. (2) writes it."""
+"""train_ms.py against the Multi-Similarity loss, Metrix Eq. (2)."""
 from functools import partial
 from math import cos, exp, log, radians
 
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 from train_ms import mine, multi_similarity_loss
 
 
 def pull(*degrees, alpha=2.0, lam=0.5):
-    """First term of Metrix Eq. (2) for positives that are so many degrees away"""
+    """First term of Metrix Eq. (2) for positives at these angles from the anchor, in degrees"""
     return log(1 + sum(exp(-alpha * (cos(radians(d)) - lam)) for d in degrees)) / alpha
 
 
@@ -22,7 +22,7 @@ def push(*degrees, beta=50.0, lam=0.5):
 
 @pytest.mark.parametrize('alpha, beta, lam', [(2, 50, 0.5), (5, 3, -0.2)])
 def test_metrix_eq2_by_hand(alpha, beta, lam):
-    """Two images coincide, and are positives: an image excludes itself by its index. Two have no positive."""
+    """Two equal images are positives of each other: an anchor is excluded by its index. Two images have no positive."""
     z, y = on_circle(90, 0, 200, 50, 0), torch.tensor([2, 5, 0, 5, 5])
     positives = (0, 50), (0, 50), (50, 50), (), ()
     negatives = (90, 200), (90, 200), (40, 150), (90, 90, 40, 110), (200, 200, 150, 110)
@@ -32,7 +32,8 @@ def test_metrix_eq2_by_hand(alpha, beta, lam):
 
 
 def test_metrix_eq2_closed_form_gradient():
-    """The derivative by a similarity is a softmax weight over the anchor's pairs of that kind, and the one of "1 +"."""
+    """The derivative with respect to a similarity is a softmax weight over the positives, or negatives, and the 1 of
+    "1 +"."""
     (t, z), y = moving(0, 100, 40, 70), torch.tensor([2, 0, 2, 2])
     multi_similarity_loss(z, y, alpha=2, beta=5, lam=0.5).backward()
     s, same = z.detach() @ z.detach().T, y[:, None] == y
@@ -55,7 +56,7 @@ def test_metrix_eq2_is_a_soft_maximum():
 def test_metrix_eq2_in_half_precision():
     y = torch.tensor([5, 0, 5, 0, 5, 2])
     for epsilon in (None, 0.1):
-        expect_raised(partial(multi_similarity_loss, y=y, epsilon=epsilon), 'Metrix Eq. (2)', unit(6))
+        expect_upcast(partial(multi_similarity_loss, y=y, epsilon=epsilon), 'Metrix Eq. (2)', unit(6))
 
 
 @pytest.mark.parametrize('epsilon', [None, 0.1])
@@ -67,29 +68,29 @@ def test_metrix_eq2_of_any_batch(epsilon):
 # ---- the miner
 
 def test_metrix_eq2_miner_keeps_what_is_harder_than_the_hardest_of_the_other_kind():
-    """Of the anchor at 0, the hardest negative is at 40 (0.766), the hardest positive at 50 (0.643)."""
+    """For the anchor at 0, the hardest negative is at 40 (0.766), and the hardest positive at 50 (0.643)."""
     z, y = on_circle(0, 40, 25, 120, 50), torch.tensor([5, 2, 5, 2, 5])
     kept = mine(z @ z.T, y, 0.05)
-    expected = [[[0, 0, 0, 0, 1],                                # of 25 (0.906) and 50 the second
+    expected = [[[0, 0, 0, 0, 1],                                # 50, but not 25 (0.906)
                  [0, 0, 0, 1, 0], [1, 0, 0, 0, 1], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0]],
-                [[0, 1, 0, 0, 0],                                # of 40 and 120 (-0.5) the first
+                [[0, 1, 0, 0, 0],                                # 40, but not 120 (-0.5)
                  [1, 0, 1, 0, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 1], [0, 1, 0, 0, 0]]]
     for kind, mask, rows in zip(('positives', 'negatives'), kept, expected):
         assert mask.dtype == torch.bool, f'the miner returns bool masks, got {mask.dtype}'
         expect(mask, rows, f'the {kind} that the miner keeps, epsilon 0.05, of 0, 25, 50 (class 5), 40, 120 (class 2)')
 
 
-def test_metrix_eq2_miner_keeps_no_pair_of_an_anchor_that_lacks_a_kind():
-    """However large the tolerance: one class; all classes different; a class of one image"""
+def test_metrix_eq2_miner_keeps_no_pair_of_an_anchor_without_positives_or_negatives():
+    """An anchor without positives, or without negatives, has no pairs, for any epsilon."""
     for labels, positives, negatives in (([5, 5, 5], 0, 0), ([5, 0, 2], 0, 0), ([2, 0, 2], 2, 2)):
         z = on_circle(0, 40, 90)
         kept = [int(mask.sum()) for mask in mine(z @ z.T, torch.tensor(labels), 10.0)]
         expect(kept, [positives, negatives], f'positives, negatives that the miner keeps of classes {labels}')
 
 
-def test_metrix_eq2_miner_takes_an_exact_copy_for_a_positive():
-    """An image is known by its index and not by a similarity of 1. With epsilon 2 all pairs stay, but for the anchor
-    that lacks positives."""
+def test_metrix_eq2_miner_takes_an_exact_duplicate_for_a_positive():
+    """An anchor is excluded by its index, not by a similarity of 1. With epsilon 2 all pairs are kept, except for
+    the anchor without positives."""
     y = torch.tensor([5, 2, 5])
     positive, negative = mine(on_circle(0, 90, 0) @ on_circle(0, 90, 0).T, y, 2.0)
     what = 'that the miner keeps, epsilon 2, of 0, 0 (class 5), 90 degrees (class 2), in the order 5, 2, 5'
@@ -99,14 +100,14 @@ def test_metrix_eq2_miner_takes_an_exact_copy_for_a_positive():
 
 @pytest.mark.parametrize('epsilon', [0.0, 0.1])
 def test_metrix_eq2_with_the_miner(epsilon):
-    """At 0 and at 170 all pairs are easy, so these two anchors add 0 to the mean of four."""
+    """All pairs of the anchors at 0 and 170 are easy, so these two anchors add 0 to the mean of four."""
     loss = multi_similarity_loss(on_circle(45, 0, 170, 30), torch.tensor([2, 5, 2, 5]), epsilon=epsilon)
     expect(loss, (pull(30) + push(15) + pull(125) + push(45, 15)) / 4,
            f'Metrix Eq. (2) with epsilon {epsilon} at 0, 30 (class 5), 45, 170 degrees (class 2)')
 
 
-def test_metrix_eq2_miner_drops_what_is_just_as_hard():
-    """Four axes: all similarities are 0, so with epsilon 0 no pair is harder than the hardest of the other kind."""
+def test_metrix_eq2_miner_drops_pairs_that_are_equally_hard():
+    """All similarities of four axes are 0, so with epsilon 0 no pair is harder than the hardest of the other kind."""
     z, y = torch.eye(4).double(), torch.tensor([5, 2, 5, 2])
     kept = [int(mask.sum()) for mask in mine(z @ z.T, y, 0)]
     expect(kept, [0, 0], 'positives, negatives that the miner keeps of four orthogonal images of classes 5, 2, 5, 2')

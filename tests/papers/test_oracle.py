@@ -1,4 +1,4 @@
-"""Losses and measures against those of pytorch-metric-learning, in float64. Skipped where that is not installed."""
+"""Losses and metrics against pytorch-metric-learning, in float64. Skipped if that is not installed."""
 from functools import partial
 
 import pytest
@@ -27,7 +27,7 @@ def with_miner(loss, miner):
 
 
 def of_proxies(loss, held='proxies'):
-    """Theirs as loss(z, y, p), where it has the proxies p in place of parameters of its own"""
+    """Their loss as loss(z, y, p), with the proxies p in place of its parameters"""
     def value(z, y, p):
         delattr(loss, held)
         setattr(loss, held, p.T if held == 'W' else p)
@@ -37,7 +37,7 @@ def of_proxies(loss, held='proxies'):
 
 
 def minus_one_for_each_anchor_with_positives(loss):
-    """Their pull is the mean of 1 - s, ours that of -s, as Metrix Eq. (1) is written."""
+    """Their positive term is the mean of 1 - s, ours is the mean of -s, as in Metrix Eq. (1)."""
     def value(z, y, p):
         same = (y[:, None] == y).sum(dim=1)
         return loss(z, y) - (same > 1).double().mean()
@@ -45,8 +45,8 @@ def minus_one_for_each_anchor_with_positives(loss):
 
 
 def compared(C, D):
-    """{name: (ours, theirs)}, each loss(z, y, p). Both count a pair as (a, b) and as (b, a), and divide by the same
-    numbers, so no factor is needed."""
+    """{name: (ours, theirs)}, each loss(z, y, p). Both count a pair as (a, b) and as (b, a), and have the same
+    denominators, so no factor is needed."""
     return {
         'contrastive': (no_proxies(contrastive_loss), no_proxies(losses.ContrastiveLoss(0, 0.5))),
         'contrastive, both margins': (no_proxies(contrastive_loss, pos_margin=0.6, neg_margin=1.4),
@@ -78,13 +78,13 @@ def compared(C, D):
 C, D = 6, 5
 PAIRS = compared(C, D)
 BATCHES = {'balanced': [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], 'unbalanced': [0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 4],
-           'one class': [2] * 6, 'no positives': [0, 1, 2, 3, 4]}           # class 5 is in none of them
+           'one class': [2] * 6, 'no positives': [0, 1, 2, 3, 4]}           # class 5 is absent
 
 
 @pytest.mark.parametrize('labels', BATCHES)
 @pytest.mark.parametrize('name', PAIRS)
-def test_value_and_gradients_are_those_of_the_other_library(name, labels):
-    """Theirs normalise the embeddings, so the gradients by these are compared without their radial part."""
+def test_value_and_gradients_match_the_other_library(name, labels):
+    """The other library normalizes embeddings, so gradients of embeddings are compared without the radial component."""
     y = torch.tensor(BATCHES[labels])
     for seed in range(3):
         results = []
@@ -97,7 +97,7 @@ def test_value_and_gradients_are_those_of_the_other_library(name, labels):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_measures_are_those_of_the_other_library():
+def test_metrics_match_the_other_library():
     z, y = unit(60, 4, dtype=torch.float32), torch.arange(60) % 12
     y[:9] = 0                                                               # classes of several sizes
     ours, names = common.retrieval_metrics(z, y), ('precision_at_1', 'r_precision', 'mean_average_precision_at_r')

@@ -4,13 +4,13 @@ from math import cos, exp, log, radians
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 from train_proxy_anchor import get_args, proxy_anchor_loss
 
 ALPHA, DELTA = 32.0, 0.1
 IMAGES, LABELS, PROXIES = (0, 130, 50, 200), [5, 2, 5, 0], (210, 60, 100, 300, 160, 20)
-PRESENT = {5: (0, 2), 2: (1,), 0: (3,)}             # {class: the places of its images}
+PRESENT = {5: (0, 2), 2: (1,), 0: (3,)}             # {class: the indices of its images}
 WHERE = f'of images at {IMAGES} degrees, of classes {LABELS}, and proxies of 6 classes at {PROXIES}'
 
 
@@ -28,7 +28,8 @@ def others(k):
 
 
 def test_pa_eq4_by_hand():
-    """Three classes have no image in the batch: their proxies only push. The length of proxies does not matter."""
+    """Three classes have no image in the batch: their proxies have only a negative term. The norm of proxies does not
+    matter."""
     proxies = on_circle(*PROXIES) * torch.tensor([[0.1], [3.0], [50.0], [1.0], [2.0], [0.5]])
     loss = proxy_anchor_loss(on_circle(*IMAGES), torch.tensor(LABELS), proxies, alpha=4.0)
     plus, minus = h(-1, 4.0, DELTA), h(1, 4.0, DELTA)
@@ -39,8 +40,8 @@ def test_pa_eq4_by_hand():
 
 
 def test_pa_eq4_of_a_batch_of_one_class():
-    """The push is divided by both proxies, though that of the class itself has nothing to push; the last class has no
-    image."""
+    """The negative term is divided by the number of all proxies, 2, although the first proxy has no negatives. The
+    second class has no image."""
     loss = proxy_anchor_loss(on_circle(0, 40), torch.tensor([0, 0]), on_circle(10, 100), 4.0)
     pull = log(1 + sum(exp(-4 * (cos(radians(d)) - DELTA)) for d in (10, 30)))
     push = log(1 + sum(exp(4 * (cos(radians(d)) + DELTA)) for d in (100, 60)))
@@ -64,7 +65,7 @@ def test_pa_eq4_is_a_soft_maximum():
 
 
 def test_pa_eq4_in_half_precision():
-    expect_raised(lambda z, proxies: proxy_anchor_loss(z, torch.tensor(LABELS), proxies), 'Proxy-Anchor Eq. (4)',
+    expect_upcast(lambda z, proxies: proxy_anchor_loss(z, torch.tensor(LABELS), proxies), 'Proxy-Anchor Eq. (4)',
                   on_circle(*IMAGES), 3 * on_circle(*PROXIES))
 
 
@@ -78,7 +79,8 @@ def test_pa_eq5_softplus_of_logsumexp():
 
 
 def test_pa_eq6_closed_form_gradient():
-    """By s(x,p): -alpha h+ / (|P+| (1 + sum h+)) for positives, alpha h- / (C (1 + sum h-)) for negatives."""
+    """The derivative with respect to s(x,p) is -alpha h+ / (|P+| (1 + sum h+)) for positives, alpha h- / (C (1 + sum
+    h-)) for negatives."""
     (t, z), (u, p), y = moving(*IMAGES), moving(*PROXIES), torch.tensor(LABELS)
     proxy_anchor_loss(z, y, 3 * p, 4.0).backward()
     plus, minus, by_s = h(-1, 4.0, DELTA), h(1, 4.0, DELTA), torch.zeros(4, 6, dtype=torch.float64)
@@ -90,5 +92,5 @@ def test_pa_eq6_closed_form_gradient():
     expect_gradients(by_s, f'Proxy-Anchor Eq. (6), {WHERE}, alpha 4', images=t, proxies=u)
 
 
-def test_proxies_may_learn_more_slowly_than_the_network():
+def test_proxies_may_have_a_lower_learning_rate_than_the_network():
     assert get_args(['--proxy-lr-mult', '0.5']).proxy_lr_mult == 0.5

@@ -1,10 +1,10 @@
-"""train_proxynca_pp.py: ProxyNCA++ as its code has it, Proxy-NCA as Proxy-Anchor Eq. (1)-(3) writes it."""
+"""train_proxynca_pp.py: ProxyNCA++ as in its released code, Proxy-NCA as in Proxy-Anchor Eq. (1) to (3)."""
 from math import cos, exp, log, radians
 
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_raised, expect_sound, moving
+from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
 
 import train_proxynca_pp
 from train_proxynca_pp import proxynca_loss, proxynca_pp_loss
@@ -30,23 +30,24 @@ def powers(scale):
 # ---- ProxyNCA++
 
 def test_proxynca_pp_by_hand():
-    """Squared distances over T, the own proxy in the denominator too, a mean over the batch"""
+    """A softmax of squared distances over T, with the positive proxy in the denominator, and a mean over the batch"""
     distances = [[(2 - 2 * c) / 0.5 for c in s(image, *PROXIES)] for image in IMAGES]
-    expected = sum(-log(exp(-d[own]) / sum(exp(-d) for d in d)) for d, own in zip(distances, LABELS)) / 4
+    expected = sum(-log(exp(-d[target]) / sum(exp(-d) for d in d)) for d, target in zip(distances, LABELS)) / 4
     expect(proxynca_pp_loss(*images_and_proxies(), 0.5), expected, f'ProxyNCA++ {WHERE}, T = 0.5')
 
 
 def test_proxynca_pp_closed_form_gradient():
-    """dl/ds = 18/B (softmax probability - 1 for the own proxy): the pull fades as x comes near."""
+    """dl/ds is 18/B times the softmax probability, minus 18/B for the positive proxy: its gradient vanishes as x comes
+    near."""
     (t, z), (u, p) = moving(*IMAGES), moving(*PROXIES)
     proxynca_pp_loss(z, torch.tensor(LABELS), 3 * p).backward()
-    by_s = [[18 / 4 * (e / sum(row) - (k == own)) for k, e in enumerate(row)]
-            for row, own in zip(powers(18), LABELS)]
+    by_s = [[18 / 4 * (e / sum(row) - (k == target)) for k, e in enumerate(row)]
+            for row, target in zip(powers(18), LABELS)]
     expect_gradients(by_s, f'ProxyNCA++ {WHERE}, T = 1/9', images=t, proxies=u)
 
 
-def test_proxynca_pp_without_overflow():
-    """With T = 0.001, what is left is how much nearer the nearest other proxy is, in squared distance, over T."""
+def test_proxynca_pp_is_numerically_stable():
+    """With T = 0.001, the loss is the difference of squared distances to the positive and the nearest proxy, over T."""
     loss = proxynca_pp_loss(on_circle(0, 70), torch.tensor([2, 2]), on_circle(150, 20, 90), 1e-3)
     expect(loss, (2 * s(0, 20)[0] - 2 * s(0, 90)[0]) / 1e-3 / 2,
            'ProxyNCA++ of images at 0, 70 degrees, both of class 2, proxies at 150, 20, 90, T = 0.001')
@@ -59,7 +60,7 @@ def test_proxynca_pp_of_any_batch():
 
 def test_proxynca_pp_in_half_precision():
     z, y, proxies = images_and_proxies()
-    expect_raised(lambda z, proxies: proxynca_pp_loss(z, y, proxies), 'ProxyNCA++', z, proxies)
+    expect_upcast(lambda z, proxies: proxynca_pp_loss(z, y, proxies), 'ProxyNCA++', z, proxies)
 
 
 def test_networks_of_the_protocol_have_no_layer_norm(before_training):
@@ -79,13 +80,14 @@ def test_eps_reaches_the_optimizers_that_have_one(before_training):
 
 @pytest.mark.parametrize('temperature', [2, 0.25])
 def test_pa_eq1_by_hand(temperature):
-    """A sum over the batch; only negative proxies in the denominator. The exponents 2 s / T are s for T = 2."""
-    expected = sum(-log(row[own] / (sum(row) - row[own])) for row, own in zip(powers(2 / temperature), LABELS))
+    """The loss is a sum over the batch, with only negative proxies in the denominator. The logits 2 s / T are s for
+    T = 2."""
+    expected = sum(-log(row[target] / (sum(row) - row[target])) for row, target in zip(powers(2 / temperature), LABELS))
     loss = proxynca_loss(*images_and_proxies(), temperature)
     expect(loss, expected, f'Proxy-Anchor Eq. (1) {WHERE}, T = {temperature}')
 
 
-def test_pa_eq1_one_class_leaves_the_pull():
+def test_pa_eq1_of_one_class_has_only_the_positive_term():
     loss = proxynca_loss(on_circle(0, 60), torch.tensor([0, 0]), on_circle(0))
     expect(loss, -1 - 0.5, 'Proxy-Anchor Eq. (1) of images at 0, 60 degrees, and a single proxy at 0')
 
@@ -97,20 +99,21 @@ def test_pa_eq1_of_any_batch():
 
 def test_pa_eq1_in_half_precision():
     z, y, proxies = images_and_proxies()
-    expect_raised(lambda z, proxies: proxynca_loss(z, y, proxies), 'Proxy-Anchor Eq. (1)', z, proxies)
+    expect_upcast(lambda z, proxies: proxynca_loss(z, y, proxies), 'Proxy-Anchor Eq. (1)', z, proxies)
 
 
-def test_pa_eq2_is_a_pull_and_a_soft_maximum():
-    """sum { -s(x,p+) + LSE s(x,p-) }"""
+def test_pa_eq2_is_a_positive_term_and_a_soft_maximum():
+    """Eq. (2) is sum { -s(x,p+) + LSE s(x,p-) }."""
     z, y, proxies = unit(4, seed=1), torch.tensor([0, 0, 1, 3]), unit(5)
     lse = [torch.stack([z[i] @ p for k, p in enumerate(proxies) if k != y[i]]).logsumexp(0) for i in range(4)]
     expect(proxynca_loss(z, y, proxies), sum(lse) - (z * proxies[y]).sum(), 'Proxy-Anchor Eq. (2)')
 
 
 def test_pa_eq3_closed_form_gradient():
-    """-1 by the own proxy, whatever the distance; a softmax over the negative proxies by the others."""
+    """The derivative is -1 for the positive proxy at any distance, and a softmax over the negative proxies for
+    these."""
     (t, z), (u, p) = moving(*IMAGES), moving(*PROXIES)
     proxynca_loss(z, torch.tensor(LABELS), 3 * p).backward()
-    by_s = [[-1 if k == own else e / (sum(row) - row[own]) for k, e in enumerate(row)]
-            for row, own in zip(powers(1), LABELS)]
+    by_s = [[-1 if k == target else e / (sum(row) - row[target]) for k, e in enumerate(row)]
+            for row, target in zip(powers(1), LABELS)]
     expect_gradients(by_s, f'Proxy-Anchor Eq. (3) {WHERE}', images=t, proxies=u)

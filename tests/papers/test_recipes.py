@@ -1,6 +1,6 @@
-"""The recipe of each benchmark, stated a second time, as papers and released code have it; and those of the demo.
+"""The recipes of the benchmarks, stated a second time from papers and released code; and the recipes of the demo.
 
-A row that changes in a script must be changed here too, on purpose.
+Whoever changes a recipe in a script must change it in cases.py as well, on purpose.
 """
 import pytest
 from cases import CASES, KEYS
@@ -48,7 +48,7 @@ def test_the_recipe_of_the_demo(script):
     assert shapes.per_class == folder.per_class == CASES[script].per_class[0]
 
 
-# Section 3.1 of the Reality Check, and the released configuration where it is silent
+# Section 3.1 of the Reality Check; what it does not specify is from the released configuration
 REALITY_CHECK = dict(dim=128, freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
                      batch_size=32, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant',
                      warmup=0, clip=0, fold='0/4', eval_every=1, patience=10, epochs=1000, steps=0, flip=True, jitter=0,
@@ -73,6 +73,6 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
 
 
 @pytest.mark.parametrize('flags', ['', '--dataset folder', '--dataset cub --weights none'])
-def test_the_protocol_is_refused_without_pretrained_weights(flags):
+def test_the_protocol_is_rejected_without_pretrained_weights(flags):
     with pytest.raises(common.UsageError, match='--protocol reality-check fine-tunes.*pretrained weights'):
         train_ms.get_args(['--protocol', 'reality-check', *flags.split()])

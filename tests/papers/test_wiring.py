@@ -1,6 +1,6 @@
-"""From flag to loss: what `step` computes is the public loss function, called by hand with the values of the flags.
+"""From flag to loss: `step` computes the public loss function with the values of the flags.
 
-Metrix's step with mixtures, which has many parts, is compared with loops in test_metrix.py.
+The step of Metrix with mixup, which has many parts, is compared with loops in test_metrix.py.
 """
 import pytest
 import torch
@@ -16,14 +16,14 @@ LABELS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
 
 
 def weights(held):
-    """What is learned beside the network"""
+    """Learnable parameters of the loss"""
     return [weight for value in held.loss_params.values() for weight in
             (value.parameters() if isinstance(value, torch.nn.Module) else [value]) if weight.requires_grad]
 
 
 @pytest.mark.parametrize('script, flags, by_hand', each('steps'))
 def test_step_is_the_loss_with_the_values_of_the_flags(before_training, script, flags, by_hand):
-    """In value, in the gradient by the images, and in that by what is learned beside the network."""
+    """The values are equal, and so are the gradients with respect to the images and to the parameters of the loss."""
     held = before_training(__import__(script), *flags.split())
     held.model.forward = held.model.head = embed
     held.model.features = lambda x: x
@@ -39,7 +39,7 @@ def test_step_is_the_loss_with_the_values_of_the_flags(before_training, script, 
 
 
 @pytest.mark.parametrize('script, flags, rates', each('rates'))
-def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training, script, flags, rates):
+def test_all_parameters_are_in_the_optimizer_with_their_learning_rates(before_training, script, flags, rates):
     held = before_training(__import__(script), '--lr', '0.01', *flags.split())
     groups = held.optimizer.param_groups
     assert [group['lr'] for group in groups] == pytest.approx(rates)
@@ -49,8 +49,8 @@ def test_everything_learned_is_in_the_optimizer_at_its_own_rate(before_training,
 
 
 @pytest.mark.parametrize('loss', [train_contrastive.contrastive_loss, train_hse.contrastive_loss])
-def test_positives_are_pulled_until_their_distance_is_that_of_rounding(loss):
-    """In float32 that is 0.0014."""
+def test_positives_are_attracted_down_to_the_floating_point_error_of_distances(loss):
+    """Positives at a distance of 0.0015 have a gradient. In float32 the error of a distance is 0.0014."""
     z = F.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.0015]]), dim=1).requires_grad_()
     loss(z, torch.tensor([0, 0])).backward()
     assert z.grad.abs().max() > 0.4 * 0.0015 and z.grad.isfinite().all()
@@ -69,10 +69,10 @@ def test_network_flags_reach_the_network(before_training, flags, expected):
 
 
 @pytest.mark.parametrize('script, flags, name, size', each('starts'))
-def test_proxies_and_centres_start_and_decay_as_their_papers_code_has_it(before_training, script, flags, name, size):
-    """For six classes. Their size decides how fast they turn; their mean, whether they start all over the sphere."""
+def test_proxies_and_centres_start_and_decay_as_in_released_code(before_training, script, flags, name, size):
+    """The norm of the initial proxies of six classes determines how fast they rotate. Their mean is near 0."""
     held = before_training(__import__(script), '--dim', '400', *flags.split())
     start = held.loss_params[name]
     assert len(start) == 6 and start.std().item() == pytest.approx(size, rel=0.05)
     assert abs(start.mean().item()) < size / 12
-    assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1, 'they decay, too'
+    assert len({group['weight_decay'] for group in held.optimizer.param_groups}) == 1, 'they have weight decay, too'

@@ -1,17 +1,17 @@
-"""Mistakes that no tool makes from the syntax tree, and that a test must notice. By hand, not by pytest.
+"""Mutation tests with a list of mutants that no tool makes from the syntax tree. Run manually, not by pytest.
 
     python tests/tools/mutants.py                     # all of them
-    python tests/tools/mutants.py train_hse warm-up   # those whose file, or line in the list, has one of these words
+    python tests/tools/mutants.py train_hse frozen    # those whose file or entry has one of these words
 
-mutation.py, beside this file, changes operators, numbers and arguments wherever they stand. The list, mutants.txt, has
-what is left: a gradient detached, a function or a flag replaced by another, a value of a recipe. A heading names a
-file, and the test files that are likely to notice its mistakes. A line `old ==> new ## why` is a mistake; `old` stands
-once in the file, and should quote little, so that renames seldom break it. Each mistake is made in a copy of the
-project, and the tests run there until one fails: first those that the heading names, then the others. Where none fails,
-the mutant survives: that line could be wrong without anybody noticing.
+mutation.py, next to this file, changes operators, constants and arguments everywhere. The list, mutants.txt, has other
+changes: a detached gradient, a function or flag replaced by another, a value of a recipe. A heading names a file and
+the test files that are likely to detect its mutants. A line `old ==> new ## why` is a mutant. `old` occurs once in the
+file, and should be short, so that renames seldom break it. Each change is made in a copy of the project, and the tests
+run there until one fails: first those of the heading, then the others. If none fails, the mutant survives: no test
+covers this line.
 
-Whoever changes a line need not change the list. An entry whose `old` no longer stands in its file is named, and the
-others are tried; mend it, or take it out, when you pass by. The exit code is 1 where one survives or does not fit.
+After a change of the code, the list need not be updated at once: an entry whose `old` is no longer in its file is
+reported, and the others are run. Then correct it or delete it. The exit code is 1 if a mutant survives or does not fit.
 """
 import ast
 import faulthandler
@@ -27,8 +27,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 600                                               # a mistake may lead into a loop without an end
-READERS = ['project', 'equations', 'handout', 'results']    # of the text: they would notice for the wrong reason
+SECONDS = 600                                               # a mutant may loop forever
+READERS = ['project', 'equations', 'handout', 'results']    # they read the source text, and would fail for any change
 
 
 def read():
@@ -43,25 +43,25 @@ def read():
 
 
 def misfit(file, first, old, new):
-    """Why an entry cannot be made, or None"""
+    """Why a mutant cannot be made, or None"""
     text = (ROOT / file).read_text()
     if text.count(old) != 1 or old == new:
-        return f'it stands {text.count(old)} times in the file'
+        return f'it occurs {text.count(old)} times in the file'
     if unknown := [name for name in first if name not in test_files()]:
         return f'there is no test_{unknown[0]}.py'
     with suppress(SyntaxError):
         ast.parse(text.replace(old, new))
         return None
-    return 'what it becomes is no Python'
+    return 'the result is not valid Python'
 
 
 def test_files():
-    """{name: path below the project} of tests/*/test_NAME.py"""
+    """{name: path within the project} of tests/*/test_NAME.py"""
     return {path.stem.removeprefix('test_'): str(path.relative_to(ROOT)) for path in ROOT.glob('tests/**/test_*.py')}
 
 
 def start(folder, file, first, old, new):
-    """Starts a process that runs the tests in a copy with this mistake, and writes to folder/output -> its number"""
+    """Starts a process that runs the tests in a copy with this change, and writes to folder/output -> its id"""
     if pid := os.fork():
         return pid
     os.setpgid(0, 0)
@@ -85,9 +85,9 @@ def start(folder, file, first, old, new):
 
 
 def judge(pid, status, folder, file, why):
-    """Prints which test noticed, and returns whether none did."""
+    """Prints which test failed, and returns whether none did."""
     with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)                      # what tests that failed left running
+        os.killpg(pid, signal.SIGKILL)                      # processes that failed tests left running
     failed = [line for line in (folder / 'output').read_text().splitlines() if line.startswith(('FAILED', 'ERROR'))]
     verdict = failed[0].split(' - ')[0] if failed else 'it did not end' if status else 'SURVIVES'
     print(f'{file}: {why}: {verdict}', flush=True)
@@ -95,27 +95,27 @@ def judge(pid, status, folder, file, why):
 
 
 def main(words):
-    """Tries the mutants that have one of the words -> how many survive or do not fit"""
+    """Runs the mutants that have one of the words -> how many survive or do not fit"""
     os.environ['OMP_NUM_THREADS'] = '1'
     for name in ('faiss', 'scipy.io', 'scipy.stats', 'torchvision.transforms.v2'):
-        import_module(name)                                 # once, because it takes seconds
-    wanted = [row for row in read() if not words or any(word in ' '.join([row[0], *row[2:]]) for word in words)]
+        import_module(name)                                 # only once, since it takes seconds
+    wanted = [entry for entry in read() if not words or any(word in ' '.join([entry[0], *entry[2:]]) for word in words)]
     waiting, running, alive = [], {}, []
-    for row in wanted:
-        if reason := misfit(*row[:-1]):
-            print(f'{row[0]}: {row[-1]}: DOES NOT FIT: {reason}: {row[2]}', flush=True)
+    for entry in wanted:
+        if reason := misfit(*entry[:-1]):
+            print(f'{entry[0]}: {entry[-1]}: DOES NOT FIT: {reason}: {entry[2]}', flush=True)
         else:
-            waiting.append(row)
+            waiting.append(entry)
     tried = len(waiting)
     misfits = len(wanted) - tried
     while waiting or running:
         if waiting and len(running) < os.cpu_count():
-            row, folder = waiting.pop(0), TemporaryDirectory()
-            running[start(Path(folder.name), *row[:-1])] = row, folder
+            entry, folder = waiting.pop(0), TemporaryDirectory()
+            running[start(Path(folder.name), *entry[:-1])] = entry, folder
         else:
             try:
                 pid, status = os.wait()
-            except KeyboardInterrupt:                       # it reaches this process only
+            except KeyboardInterrupt:                       # only this process gets it
                 for pid in running:
                     os.killpg(pid, signal.SIGKILL)
                 sys.exit(130)

@@ -1,14 +1,14 @@
-"""Mistakes that mutmut makes from the syntax tree, and that a test must notice. By hand, not by pytest.
+"""Mutation tests with mutmut, which changes the syntax tree. Run manually, not by pytest.
 
     pip install mutmut                                # 3.8 or newer; on Linux or a Mac
-    python tests/tools/mutation.py train_ms           # a file; in two minutes on two cores
+    python tests/tools/mutation.py train_ms           # a file; two minutes on two cores
     python tests/tools/mutation.py common.Embedder common.k_nearest          # classes and functions of a file
-    python tests/tools/mutation.py common.k_nearest --tests retrieval        # by these test files only, which is faster
+    python tests/tools/mutation.py common.k_nearest --tests retrieval        # only with these test files, faster
 
 mutmut changes one operator, number, argument or string at a time, and runs the tests that reach the changed function.
-What it cannot make is in mutants.txt. It wants its settings at the top of a project and writes beside them, so it works
-in a copy. A mutant that no test notices survives, and is printed as a diff, unless EQUIVALENT says of so many mutants
-of its function that they change nothing. The exit code is 1 where one survives.
+Mutants that it cannot make are in mutants.txt. It reads its settings from the top directory of a project and writes
+files there, so it runs in a copy. A mutant survives if no test fails. It is printed as a diff, unless EQUIVALENT has at
+least as many equivalent mutants for its function. The exit code is 1 if one survives.
 """
 import argparse
 import ast
@@ -32,14 +32,14 @@ source_paths=
     {files}
 also_copy=
     {others}
-# texts for people, which may be worded in another way
+# messages, which are not tested word by word
 do_not_mutate_patterns=
     ^help=
     ^ *raise
     print\\(
     common\\.parser\\(
     add_argument_group\\(
-# of what the tests take without a mistake; one may lead into a loop without an end
+# relative to the time of the tests without a change; a mutant may loop forever
 timeout_multiplier=3
 timeout_constant=10
 pytest_add_cli_args_test_selection=
@@ -47,15 +47,15 @@ pytest_add_cli_args_test_selection=
     not slow
     {tests}
 """
-NOT_LINES = ('---', '+++', '@@ ')                # of a diff
-NO_TESTS = 33                                   # mutmut's code for a function that no test calls
-# What changes nothing wherever it stands, and is taken out before old and new are compared: tests run on the CPU,
-# float('INF') is float('inf'), and dim=1 is the default of normalize.
+NOT_LINES = ('---', '+++', '@@ ')                # headers of a diff
+NO_TESTS = 33                                   # exit code of mutmut for a function that no test calls
+# Replacements before old and new are compared, for changes without effect: tests run on the CPU, float('INF') is
+# float('inf'), and dim=1 is the default of normalize.
 ANYWHERE = [(r',? *device=[\w.]+', ''), (r'\.to\((\w+\.device|None)\)', ''), (r"'(-?)INF'", r"'\1inf'"),
             (r', \)', ')'), (r'(F\.normalize\([\w.]+(\(\))?), dim=1\)', r'\1)')]
-# {function: (number of its mutants that change nothing, why)}. A rename of what is inside it does not matter.
+# {function: (number of its equivalent mutants, why)}. Renames inside a function do not matter.
 EQUIVALENT = {
-    'train_contrastive.distances': (2, '17 eps for 16, or < for <=, in the bound below which a distance is noise'),
+    'train_contrastive.distances': (2, '17 eps for 16, or < for <=, in the bound on the error of a distance'),
     'train_contrastive.mean_nonzero': (1, 'a pair comes twice, as (a, b) and (b, a), so a count of 1 does not occur'),
     'train_proxy_anchor.get_args': (2, 'each recipe has a --proxy-lr-mult, so the default of the flag is not used'),
     'train_proxynca_pp.get_args': (2, 'each recipe has a --proxy-lr-mult, so the default of the flag is not used'),
@@ -63,7 +63,7 @@ EQUIVALENT = {
 
 
 def tests_of(name):
-    """Paths of the tests that are likely to notice mistakes in a file"""
+    """Paths of the tests that are likely to detect mutants of a file"""
     if name.startswith('train_'):
         files = [f'papers/test_{part}.py' for part in (name.removeprefix('train_'), 'losses', 'wiring', 'recipes')]
         return files + [f'foundation/test_{part}.py' for part in ('command_line', 'training', 'vectors')]
@@ -71,7 +71,7 @@ def tests_of(name):
 
 
 def without_decorators(text):
-    """mutmut leaves decorated functions alone, so the copy decorates them in a line of its own: f = decorator(f)"""
+    """mutmut skips decorated functions, so the copy applies decorators in a separate line: f = decorator(f)"""
     lines = text.splitlines(keepends=True)
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
@@ -94,7 +94,7 @@ def function_of(mutant):
 
 
 def results(copy, modules):
-    """{mutant: exit code of its tests} of the mutants that were tried"""
+    """{mutant: exit code of its tests} of all mutants that were run"""
     codes = {}
     for module in modules:
         codes |= json.loads((copy / f'mutants/{module}.py.meta').read_text())['exit_code_by_key']
@@ -102,7 +102,7 @@ def results(copy, modules):
 
 
 def versions(copy, mutant):
-    """Lines of the function of a mutant, without and with the mistake, both without what changes nothing"""
+    """Lines of the function of a mutant, without and with the change, after the replacements of ANYWHERE"""
     module, name = mutant.split('.')
     lines = (copy / f'mutants/{module}.py').read_text().splitlines()
     spans = json.loads((copy / f'mutants/{module}.py.spans').read_text())['spans']      # first and last line of each
@@ -115,7 +115,7 @@ def versions(copy, mutant):
 
 
 def main(names, chosen):
-    """Tries the mutants by the chosen test files, or by those that are likely to notice -> how many survive"""
+    """Runs the mutants with the chosen test files, or with tests_of -> how many survive"""
     modules = sorted({name.split('.')[0] for name in names})
     start = time.time()
     with TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def main(names, chosen):
         for module in modules:
             file = copy / f'{module}.py'
             text = without_decorators(file.read_text())
-            file.write_text(re.sub(r',\s*help=', ',\nhelp=', text))           # in a line of its own, to be left alone
+            file.write_text(re.sub(r',\s*help=', ',\nhelp=', text))        # in a separate line: mutmut skips it
         others = [path.name for path in copy.iterdir() if path.stem not in modules]
         tests = [f'tests/{path}' for path in dict.fromkeys(path for module in modules for path in tests_of(module))]
         if chosen:
@@ -135,7 +135,7 @@ def main(names, chosen):
                         *patterns(names)], cwd=copy, env=os.environ | dict(OMP_NUM_THREADS='1'))
         codes = results(copy, modules)
         if not codes:
-            sys.exit('mutmut has tried none: see above. Tests that fail without a mistake, or no function of this name')
+            sys.exit('mutmut ran no mutant, see above: tests fail without a change, or there is no such function')
         alive = defaultdict(list)
         equivalent = Counter()
         for mutant in (mutant for mutant, code in codes.items() if code in (0, NO_TESTS)):
@@ -149,13 +149,13 @@ def main(names, chosen):
         number, why = EQUIVALENT.get(function, (0, ''))
         equivalent[function.split('.')[0]] += min(number, len(diffs))
         if len(diffs) > number:
-            print(f'\n{function}: {len(diffs)} survive, of which {number} change nothing: {why}', *diffs, sep='\n')
+            print(f'\n{function}: {len(diffs)} survive, of which {number} are equivalent: {why}', *diffs, sep='\n')
     survive = Counter({module: 0 for module in modules})
     for module in modules:
         made = [code for mutant, code in codes.items() if mutant.startswith(f'{module}.')]
-        noticed = sum(code not in (0, NO_TESTS) for code in made)
-        survive[module] = len(made) - noticed - equivalent[module]
-        print(f'{module}: {len(made)} mutants, {noticed} noticed, {equivalent[module]} equivalent, '
+        detected = sum(code not in (0, NO_TESTS) for code in made)
+        survive[module] = len(made) - detected - equivalent[module]
+        print(f'{module}: {len(made)} mutants, {detected} detected, {equivalent[module]} equivalent, '
               f'{survive[module]} survive')
     print(f'{(time.time() - start) / 60:.0f} minutes')
     return survive.total()

@@ -1,16 +1,15 @@
-"""Searches hyper-parameters by the mean validation MAP@R of the folds, as the Reality Check does (Section 3.3).
+"""Hyperparameter search by the mean validation MAP@R of the folds, as in the Reality Check, Section 3.3.
 
     pip install optuna
     python tests/tools/search.py train_ms.py --trials 10                            # on shapes
     python tests/tools/search.py train_ms.py --dataset cub --data data --protocol reality-check --storage sqlite:///ms.db
     python tests/tools/search.py train_mine.py --range alpha 0.1 10 --range margin 0 1
 
-A range searches a flag of any script, a copied one too; if its ends are more than 0 and a factor of 100 or more apart,
-the logarithm is searched. For the seven scripts there are RANGES, which hold where no --range is given. All other flags
-that are not named here go to the script. With --storage, a search that was stopped goes on when it is started
-again; and machines that name the same database, on one of them or on a server, share the trials. Each run keeps two
-checkpoints in runs/, for a ResNet-50 of 0.3 GB each; they may be deleted while the search goes on. Not collected by
-pytest.
+--range searches a flag of any script, between two limits. If both are positive and their ratio is at least 100, the
+search is on a logarithmic scale. Without --range, the RANGES below are used for the seven scripts. All flags that are
+not listed here are passed to the script. With --storage, an interrupted search continues when it is started again, and
+machines that use the same database add to the same trials. Each run saves two checkpoints in runs/, of 0.3 GB each for
+a ResNet-50; they may be deleted during the search. Not collected by pytest.
 """
 import argparse
 import importlib
@@ -21,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import common  # noqa: E402
 
-# {script: {flag: (lowest, highest, whether the logarithm is searched)}}. For ms these are the ranges in the
-# documentation of the Reality Check's code, but for --beta: its best values there were 48 to 157.
+# {script: {flag: (lowest, highest, logarithmic)}}. The ranges of ms are from the documentation of the Reality Check's
+# code, except for --beta, whose best values there were 48 to 157.
 RANGES = {
     'train_contrastive.py': {'--pos-margin': (-1, 1, False), '--neg-margin': (0, 2, False)},
     'train_ms.py': {'--alpha': (0.01, 50, True), '--beta': (1, 200, True), '--lam': (0, 1, False),
@@ -44,13 +43,13 @@ def ranges_of(options):
             raise common.UsageError(f'which flags of {options.script} are searched? Say it with --range FLAG LOW HIGH')
         return RANGES[options.script]
     ranges = {}
-    for flag, *ends in options.range:
+    for flag, *limits in options.range:
         try:
-            low, high = map(float, ends)
+            low, high = map(float, limits)
         except ValueError:
-            raise common.UsageError(f'--range {flag} {" ".join(ends)}: the ends are two numbers') from None
+            raise common.UsageError(f'--range {flag} {" ".join(limits)}: the limits must be two numbers') from None
         if not low < high:
-            raise common.UsageError(f'--range {flag} {low:g} {high:g}: the first number must be the lower one')
+            raise common.UsageError(f'--range {flag} {low:g} {high:g}: the first limit must be the lower one')
         ranges[f'--{flag}'] = low, high, low > 0 and high >= 100 * low
     return ranges
 
@@ -58,38 +57,38 @@ def ranges_of(options):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument('script', help='train_ms.py, or any other script that is made like it')
+    parser.add_argument('script', help='train_ms.py, or any script with the same structure')
     parser.add_argument('--range', nargs=3, action='append', metavar=('FLAG', 'LOW', 'HIGH'), default=[],
-                        help='a flag to search, without its --, between these values; several times')
-    parser.add_argument('--trials', type=common.at_least(1), default=50, help='to add; the Reality Check has 50')
-    parser.add_argument('--folds', type=int, default=4, help='each a run of every trial')
-    parser.add_argument('--storage', help='database that keeps the trials, sqlite:///FILE or one on a server')
+                        help='search this flag, written without --, between these limits; may be repeated')
+    parser.add_argument('--trials', type=common.at_least(1), default=50, help='trials to add; 50 in the Reality Check')
+    parser.add_argument('--folds', type=int, default=4, help='number of folds: runs per trial')
+    parser.add_argument('--storage', help='database of the trials, sqlite:///FILE or on a server')
     options, flags = parser.parse_known_args(argv)
     try:
         import optuna
     except ImportError:
-        parser.exit(2, 'error: the search is that of Optuna: pip install optuna\n')
+        parser.exit(2, 'error: the search needs Optuna: pip install optuna\n')
     ranges = ranges_of(options)
     path = Path(options.script)
     sys.path.insert(0, str(path.resolve().parent))
     script = importlib.import_module(path.stem)
-    script.get_args([*flags, '--fold', f'0/{options.folds}'])           # a mistake shows before the first trial
+    script.get_args([*flags, '--fold', f'0/{options.folds}'])           # usage errors show before the first trial
 
     def score(trial):
         chosen = [f'{flag}={trial.suggest_float(flag, low, high, log=log)}'
                   for flag, (low, high, log) in ranges.items()]
         try:
-            rows = [script.main([*flags, *chosen, '--fold', f'{n}/{options.folds}']) for n in range(options.folds)]
+            records = [script.main([*flags, *chosen, '--fold', f'{n}/{options.folds}']) for n in range(options.folds)]
         except common.UsageError as error:
-            if 'lower --lr' not in str(error):          # numbers that are not finite: a bad setting, no reason to stop
+            if 'lower --lr' not in str(error):          # a loss that is not finite: the score of the trial is 0
                 raise
             return 0.0
-        return sum(row['MAP@R'] for row in rows) / len(rows)
+        return sum(record['MAP@R'] for record in records) / len(records)
 
-    typed = [' '.join(['--range', *words]) for words in options.range]      # another range is another search
+    typed = [' '.join(['--range', *words]) for words in options.range]      # with another range it is another search
     study = optuna.create_study(study_name=' '.join([options.script, *flags, *typed, f'--folds {options.folds}']),
                                 storage=options.storage, direction='maximize', load_if_exists=True)
-    # A machine that joins later must not draw what the first one drew.
+    # A machine that starts later must not sample the same values as the first one.
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     study.optimize(score, options.trials)
     best = ' '.join(f'{flag} {value:.4g}' for flag, value in study.best_params.items())

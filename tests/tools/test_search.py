@@ -1,4 +1,4 @@
-"""tests/tools/search.py: a search that is stopped and goes on."""
+"""tests/tools/search.py: interrupted searches, and ranges."""
 import re
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import search
 import common
 
 
-def test_a_search_goes_on_and_takes_the_best_mean_of_the_folds(small, folder, tmp_path, monkeypatch, capsys):
+def test_a_search_can_be_continued_and_maximizes_the_mean_over_folds(small, folder, tmp_path, monkeypatch, capsys):
     pytest.importorskip('optuna')
     monkeypatch.chdir(tmp_path)
     flags = ('train_ms.py --folds 2 --storage sqlite:///trials.db --dataset folder --steps 1 --device cpu '
@@ -20,10 +20,10 @@ def test_a_search_goes_on_and_takes_the_best_mean_of_the_folds(small, folder, tm
     command = f'python train_ms.py --dataset folder --steps 1 .* --data {folder} --alpha'
     assert re.search(f'best of 3 trials: MAP@R {study.best_value:.2f} with {command}', capsys.readouterr().out)
     assert len(list((tmp_path / 'runs').iterdir())) == 6, 'two folds of three trials'
-    assert search.main([*flags, '1', '--lr', '1e30']).best_value == 0, 'a trial that diverges is the worst, no error'
+    assert search.main([*flags, '1', '--lr', '1e30']).best_value == 0, 'the score of a trial that diverges'
 
 
-def test_every_flag_that_is_searched_is_one_of_its_script():
+def test_every_searched_flag_belongs_to_its_script():
     for script, ranges in search.RANGES.items():
         for flag, (low, high, log) in ranges.items():
             assert low < high and (low > 0 or not log)
@@ -31,11 +31,11 @@ def test_every_flag_that_is_searched_is_one_of_its_script():
                 __import__(script.removesuffix('.py')).get_args([f'{flag}={value}'])
 
 
-def test_the_ranges_of_a_script_of_ones_own():
+def test_the_ranges_of_a_new_script():
     def ranges(*words, script='train_mine.py'):
         return search.ranges_of(SimpleNamespace(script=script, range=[word.split() for word in words]))
     assert ranges('alpha 0.1 10', 'lam -1 1') == {'--alpha': (0.1, 10, True), '--lam': (-1, 1, False)}
-    assert ranges('alpha 1 2', script='train_ms.py') == {'--alpha': (1, 2, False)}, 'in place of those of the list'
+    assert ranges('alpha 1 2', script='train_ms.py') == {'--alpha': (1, 2, False)}, '--range replaces RANGES'
     for words, reason in (((), 'train_mine.py are searched'), (['alpha 1 x'], 'two numbers'), (['alpha 2 1'], 'lower')):
         with pytest.raises(common.UsageError, match=reason):
             ranges(*words)

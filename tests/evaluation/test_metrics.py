@@ -1,4 +1,4 @@
-"""eval.py: the measures of Metrix, Section 4.3, clusters, and the threshold of a pair."""
+"""eval.py: utilization, alignment and uniformity (Metrix, Section 4.3), NMI, and the same/different threshold."""
 import math
 import sys
 from types import SimpleNamespace
@@ -15,19 +15,19 @@ EVAL = ['--device', 'cpu', '--precision', 'fp32']
 
 
 def squared(degrees):
-    """Squared distance of two points of the unit circle that are so many degrees apart"""
+    """Squared distance of two points on the unit circle, by their angle in degrees"""
     return 2 - 2 * math.cos(math.radians(degrees))
 
 
 def test_metrix_eq12_by_hand():
-    """Queries at 0 and 90 degrees, examples at 60 and 200: nearest are 60 and 30 degrees away."""
+    """Queries are at 0 and 90 degrees, examples at 60 and 200: the nearest ones are 60 and 30 degrees away."""
     found = evaluation.utilization(on_circle(0, 90), on_circle(60, 200))
     expect(found, (squared(60) + squared(30)) / 2, 'Metrix Eq. (12), queries at 0, 90, examples at 60, 200 degrees',
            1e-6)
 
 
 def test_metrix_eq12_is_a_mean_over_the_queries():
-    """There may be more of these than examples, or fewer; an example may be the nearest of several queries, or of
+    """There may be more queries than examples, or fewer. An example may be the nearest of several queries, or of
     none."""
     queries, examples = (10, 20, 100, 300), (15, 0, 180)
     found = evaluation.utilization(on_circle(*queries), on_circle(*examples))
@@ -37,20 +37,20 @@ def test_metrix_eq12_is_a_mean_over_the_queries():
     expect(found, 0, 'Metrix Eq. (12), a query at 100, one of the examples as well', 1e-6)
 
 
-def test_metrix_eq12_of_lengths_other_than_1():
-    """f(x) has unit length, whatever is passed."""
+def test_metrix_eq12_of_embeddings_that_are_not_normalized():
+    """Utilization is defined for L2-normalized embeddings, so the function normalizes its arguments."""
     queries, examples = torch.tensor([[3.0], [0.2]]) * on_circle(0, 90), 7 * on_circle(60, 200)
     kept = queries.clone(), examples.clone()
     found = evaluation.utilization(queries, examples)
     assert isinstance(found, float), f'expected a float, got {found!r}'
     expect(found, (squared(60) + squared(30)) / 2, 'Metrix Eq. (12) of queries at 0, 90, examples at 60, 200, of '
            'lengths 3, 0.2 and 7', 1e-6)
-    assert torch.equal(queries, kept[0]) and torch.equal(examples, kept[1]), 'the arguments were changed'
+    assert torch.equal(queries, kept[0]) and torch.equal(examples, kept[1]), 'the arguments were modified'
 
 
 def test_metrix_eq12_of_many_examples():
-    """500 queries and 5,000 examples: all pairs of differences, (500, 5,000, 64), would be 160 million numbers; of
-    thousands of queries they would fill any memory."""
+    """The differences of all pairs of 500 queries and 5,000 examples, (500, 5,000, 64), would have 160 million values,
+    and need too much memory for larger sets."""
     z = torch.nn.functional.normalize(torch.randn(5500, 64, generator=torch.Generator().manual_seed(0)), dim=1)
     expected = (2 - 2 * (z[:500] @ z[500:].T).amax(dim=1)).mean()
     with Largest() as largest:
@@ -60,18 +60,19 @@ def test_metrix_eq12_of_many_examples():
 
 
 def test_alignment_and_uniformity_by_hand():
-    """At 0 and 60 degrees (class 0) and 180 degrees (class 1), the squared distances are 1, 3 and 4 at any length."""
+    """Embeddings are at 0 and 60 degrees (class 0) and 180 degrees (class 1), with squared distances 1, 3 and 4 after
+    normalization."""
     z = on_circle(0, 60, 180) * torch.tensor([[0.1], [3], [9]])
     images = SimpleNamespace(labels=torch.tensor([0, 0, 1]))
-    row = {'R@1': 0.0, 's+': common.mean_similarities(z, images.labels)[0]}
-    measures = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), row)
-    assert measures['alignment'] == pytest.approx(1)
+    before = {'R@1': 0.0, 's+': common.mean_similarities(z, images.labels)[0]}
+    metrics = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), before)
+    assert metrics['alignment'] == pytest.approx(1)
     expected = math.log((math.exp(-2) + math.exp(-6) + math.exp(-8)) / 3)
-    assert measures['uniformity'] == evaluation.uniformity(z) == pytest.approx(expected)
+    assert metrics['uniformity'] == evaluation.uniformity(z) == pytest.approx(expected)
 
 
-def test_uniformity_is_over_all_images_however_many():
-    """The second thousand lies elsewhere."""
+def test_uniformity_is_computed_over_all_images():
+    """The second 1,024 images are opposite to the first."""
     z = torch.cat([on_circle(0).expand(1024, 2), on_circle(180).expand(1024, 2)])
     assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
 
@@ -81,14 +82,14 @@ def test_uniformity_is_over_all_images_however_many():
     ([0, 0, 1, 1, 2], [2, 2, 0, 0, 1], 100),                # the same groups under other names
     ([0, 0, 1, 1], [0, 1, 0, 1], 0),                        # independent
     ([0, 0, 0], [0, 0, 0], 100),                            # one group each
-    ([0, 3, 0, 3], [0, 1, 0, 1], 100)])                     # a number that no image has
+    ([0, 3, 0, 3], [0, 1, 0, 1], 100)])                     # labels 1 and 2 are absent
 def test_nmi_by_hand(a, b, expected):
     a, b = torch.tensor(a), torch.tensor(b)
     assert evaluation.normalized_mutual_information(a, b) == pytest.approx(expected, abs=1e-3)
     assert evaluation.normalized_mutual_information(b, a) == pytest.approx(expected, abs=1e-3)
 
 
-def test_clusters_are_directions_whatever_the_length():
+def test_clusters_do_not_depend_on_the_norm_of_embeddings():
     pytest.importorskip('faiss')
     z = on_circle(0, 2, 120, 122, 240, 242).float() * torch.tensor([1., 9, 1, 9, 1, 9])[:, None]
     found = evaluation.clusters(z, 3).view(3, 2)
@@ -100,29 +101,31 @@ def cosine(degrees):
 
 
 def test_the_best_threshold_by_hand():
-    """Positive pairs are 4, 10, 66 and 70 degrees apart, negative ones 20 to 100: it calls two of four the same."""
+    """Positive pairs are 4, 10, 66 and 70 degrees apart, negative pairs 20 to 100: two of four positives are
+    accepted."""
     threshold, accuracy = evaluation.best_threshold(on_circle(0, 10, 30, 34, 100), torch.tensor([0, 0, 1, 1, 1]))
     assert accuracy == 75 and cosine(20) < threshold <= cosine(10)
 
 
-def test_the_threshold_with_a_gallery_is_about_pairs_of_a_query_and_an_image_of_it():
-    """Matches are 10 degrees apart, others 80 or 100; the queries, all of different classes, are 90 degrees apart."""
-    z, gallery = 9 * on_circle(0, 90), 9 * on_circle(10, 100, -80)      # of any length
+def test_the_threshold_with_a_gallery_uses_pairs_of_a_query_and_a_gallery_image():
+    """Matching pairs are 10 degrees apart, others 80 or 100. Pairs of queries, 90 degrees apart, do not count."""
+    z, gallery = 9 * on_circle(0, 90), 9 * on_circle(10, 100, -80)      # not normalized
     threshold, accuracy = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([0, 1, 2]))
     assert accuracy == 100 and cosine(80) < threshold <= cosine(10)
     swapped = evaluation.best_threshold(z, torch.tensor([0, 1]), gallery, torch.tensor([1, 0, 2]))[1]
     assert swapped < 70, 'labels of the gallery count'
 
 
-def test_the_threshold_with_a_gallery_counts_exact_copies_in_it():
-    """Positive pairs are 0, 0 and 75 degrees apart, negative ones 15 to 90: above 15 degrees, 2/3 and all are right."""
+def test_the_threshold_with_a_gallery_counts_exact_duplicates_in_it():
+    """Positive pairs are 0, 0 and 75 degrees apart, negative pairs 15 to 90. With a threshold below 15 degrees, 2/3 of
+    the positive and all negative pairs are classified correctly."""
     gallery, labels = on_circle(0, 90, 75, 20), torch.tensor([0, 1, 0, 2])
     _, accuracy = evaluation.best_threshold(on_circle(0, 90), torch.tensor([0, 1]), gallery, labels)
     assert accuracy == pytest.approx(100 * (2 / 3 + 1) / 2)
 
 
-def test_the_threshold_of_thousands_of_images_is_by_all_their_pairs():
-    """More than are compared at a time. The first 4,096 have two classes, the others a third one."""
+def test_the_threshold_of_thousands_of_images_uses_all_pairs():
+    """The images are compared in two blocks: the first 4,096 have two classes, the others a third one."""
     y = torch.cat([torch.arange(4096) % 2, torch.full((400,), 2)])
     threshold, accuracy = evaluation.best_threshold(on_circle(0, 70, 200)[y], y)
     assert accuracy == 100 and cosine(70) < threshold
@@ -131,12 +134,12 @@ def test_the_threshold_of_thousands_of_images_is_by_all_their_pairs():
 def test_nmi_has_as_many_clusters_as_there_are_classes(monkeypatch, capsys):
     pytest.importorskip('faiss')
     images = SimpleNamespace(labels=torch.arange(30) % 3)
-    z = on_circle(*[120 * i + i // 3 for i in range(30)]).float()       # three directions, and a class in each
-    measures = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
-    assert measures['NMI'] == pytest.approx(100)
-    assert measures['standard error'] == pytest.approx(9.129, abs=1e-3), '100 sqrt(0.5 x 0.5 / 30)'
+    z = on_circle(*[120 * i + i // 3 for i in range(30)]).float()       # three directions, a class in each
+    metrics = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
+    assert metrics['NMI'] == pytest.approx(100)
+    assert metrics['standard error'] == pytest.approx(9.129, abs=1e-3), '100 sqrt(0.5 x 0.5 / 30)'
     for owner, name, value in ((sys.modules, 'faiss', None), (vars(sys), 'platform', 'darwin')):
         with monkeypatch.context() as patch:
             patch.setitem(owner, name, value)
             without = evaluation.analyse(z, z, SimpleNamespace(query=images, gallery=images), {'R@1': 50.0})
-        assert without.keys() == measures.keys() - {'NMI'} and 'NMI is left out' in capsys.readouterr().out
+        assert without.keys() == metrics.keys() - {'NMI'} and 'NMI is left out' in capsys.readouterr().out
