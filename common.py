@@ -432,7 +432,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
-    states = dict(optimizer=optimizer, learned=nn.ParameterDict(loss_params or {}))
+    states = dict(optimizer=optimizer, loss_params=nn.ParameterDict(loss_params or {}))
     folder = args.resume or broadcast_from_rank0(None if rank() else new_folder(args, data))
     about = about_data(args, data)
     # A new run starts with epoch 0, an evaluation before training; a resumed one continues from its checkpoint.

@@ -343,8 +343,8 @@ def positivity_threshold(lam, beta, gamma, m):
 # ---- recipes and flags
 
 # Training recipes, see common.BASE.
-# From the paper (Table 4, Section B.1): epochs, batches, optimizer, learning rates, weight decay and decay rates. There
-# is no decay rate for ProxyNCA++ on CUB and Cars: here it is the one of ms.
+# From the paper (Table 4, Section B.1): epochs, batches, optimizer, learning rates, weight decay and decay rates. For
+# ProxyNCA++ on CUB and Cars, no decay rate is stated: here it is the one of ms.
 # From the released code: minimum crop scale, epochs with a frozen backbone (warmup), gradient clipping, proxies at 100
 # times the learning rate, BatchNorm frozen on CUB and Cars, and a decay every 10 epochs, its default.
 # Different from the released code: its commands for contrastive with mixup freeze BatchNorm on SOP and In-Shop, and
@@ -406,7 +406,7 @@ def get_args(argv=None):
     add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
         help='which pairs are mixed; both: each iteration draws pos-neg or anc-neg')
     add('--hard-negatives', type=common.number_or(common.at_least(1), 'all', 'auto'), default='auto', metavar='K',
-        help='number of hardest negatives per anchor that are mixed; auto: all, but for input mixup 3, or 1 if feature '
+        help='number of hardest negatives per anchor that are mixed; auto: all; for input mixup 3, or 1 if feature '
              'is given as well')
     add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss (mixup strength)')

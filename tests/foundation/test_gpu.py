@@ -22,7 +22,7 @@ def trained(run, script, device, precision, flags=''):
     run(__import__(script), '--optimizer', 'sgd', '--lr', '0.01', '--steps', '3', '--device', device,
         '--precision', precision, '--name', name, *flags.split())
     saved = common.read_checkpoint(f'runs/{name}')
-    return saved['model'] | saved['learned'], saved['rows'][-1]
+    return saved['model'] | saved['loss_params'], saved['rows'][-1]
 
 
 @pytest.mark.parametrize('script, flags', SETTINGS)

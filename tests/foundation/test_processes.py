@@ -24,7 +24,8 @@ def trained(folder, tmp_path_factory):
 
 def weights(run):
     saved = common.read_checkpoint(run)
-    return saved['model'] | {f'learned.{name}': value for name, value in saved['learned'].items()}, saved['rows']
+    learnable = {f'loss_params.{name}': value for name, value in saved['loss_params'].items()}
+    return saved['model'] | learnable, saved['rows']
 
 
 @pytest.mark.parametrize('script', SCRIPTS)

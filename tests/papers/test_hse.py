@@ -195,7 +195,7 @@ def test_hybrids_follow_from_the_generator_and_the_global_one_is_not_used():
     assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize('kind, reason', [('gridmask', 'no room for 2 images'), ('cutout', 'cutout')])
+@pytest.mark.parametrize('kind, reason', [('gridmask', 'cannot combine 2 images'), ('cutout', 'cutout')])
 def test_masks_and_kinds_that_do_not_fit_are_rejected(kind, reason):
     with pytest.raises((ValueError, KeyError), match=reason):
         blend(torch.zeros(1, 2, 3, 8, 8), kind, 'top-bottom', mask_size=8)
@@ -324,7 +324,7 @@ def test_a_fold_with_too_many_superclasses_ignores_them(run, small, monkeypatch)
 @pytest.mark.parametrize('flags, reason', [
     ('--kind mixup --axis left-right', '--axis has no effect with --kind mixup'),
     ('--mask-size 8', '--mask-size has no effect with --kind cutmix'),
-    ('--kind gridmask --mask-size 64', 'no room for 2'), ('--kind gridmask --mask-size 63 --num 4', 'no room for 4')])
+    ('--kind gridmask --mask-size 64', 'cannot combine 2'), ('--kind gridmask --mask-size 63 --num 4', 'cannot combine 4')])
 def test_flags_that_do_not_fit_each_other_are_rejected(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_hse.get_args(flags.split())

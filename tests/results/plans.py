@@ -19,7 +19,7 @@ import spec
 import common
 
 PAPERS = ('Reality Check', 'Proxy-Anchor', 'Metrix', 'CCL', 'HSE')
-MARKS = ('run', 'planned', 'left out')
+STATUSES = ('run', 'planned', 'left out')
 # {arch: multiplications and outputs of convolutions for an image of 224 px, in units of 1e9 and of 1e6}
 NETWORKS = dict(resnet18=(1.8, 2.5), resnet50=(4.1, 11.1), resnet101=(7.8, 16.2), googlenet=(1.5, 3.2))
 
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     """A table or a figure of a paper"""
     paper: str
     name: str               # Table 3, Fig. 2
-    mark: str
+    status: str
     how: str                # tables of the pages, commands or files in backticks; or the reason why it is left out
 
     def quoted(self):
@@ -55,17 +55,17 @@ class Cost(NamedTuple):
 def read_list(page):
     """[Entry] of the list on a page, whose header begins with | paper |. `Fig. 4, 7 to 10` are five figures."""
     lines = page.read_text().splitlines()
-    start = lines.index('| paper | what | mark | how |') + 2
+    start = lines.index('| paper | what | status | how |') + 2
     entries = []
     for number, line in enumerate(lines[start:], start + 1):
         if not line.startswith('|'):
             return entries
-        paper, what, mark, how = (cell.strip() for cell in line.strip('|').split('|'))
-        if paper not in PAPERS or mark not in MARKS or not how:
-            spec.mistake(f'{page.name}, line {number}', f'a paper is one of {PAPERS}, a mark one of {MARKS}')
+        paper, what, status, how = (cell.strip() for cell in line.strip('|').split('|'))
+        if paper not in PAPERS or status not in STATUSES or not how:
+            spec.mistake(f'{page.name}, line {number}', f'a paper is one of {PAPERS}, a status one of {STATUSES}')
         kind, numbers = what.split(' ', 1)
         for low, high in re.findall(r'(\d+)(?: to (\d+))?', numbers):
-            entries += [Entry(paper, f'{kind} {n}', mark, how) for n in range(int(low), int(high or low) + 1)]
+            entries += [Entry(paper, f'{kind} {n}', status, how) for n in range(int(low), int(high or low) + 1)]
     return entries
 
 
@@ -168,7 +168,7 @@ def show_list(page, specified, runs):
     entries, planned = read_list(page), {}
     for entry in entries:
         text = entry.how
-        if entry.mark == 'planned':
+        if entry.status == 'planned':
             of_entry = {command: cost for command, cost in costs(commands(entry, specified)).items()
                         if command not in runs}
             planned |= of_entry
@@ -176,9 +176,9 @@ def show_list(page, specified, runs):
             start = f'python tests/results/results.py {" ".join(names)}; ' if names else ''
             text = f'{sum(of_entry.values(), Cost())}: {start}' + '; '.join(
                 f'python {text}' for text in entry.quoted() if '.py' in text)
-        print(f'{entry.mark:9} {entry.paper + " " + entry.name:24} {text.rstrip("; ")}')
-    marks = ', '.join(f'{sum(entry.mark == mark for entry in entries)} {mark}' for mark in MARKS)
+        print(f'{entry.status:9} {entry.paper + " " + entry.name:24} {text.rstrip("; ")}')
+    statuses = ', '.join(f'{sum(entry.status == status for entry in entries)} {status}' for status in STATUSES)
     on_folds, others = (sum((cost for command, cost in planned.items() if ('--fold' in command) == folds), Cost())
                         for folds in (True, False))
-    print(f'{len(entries)} tables and figures: {marks}\n'
+    print(f'{len(entries)} tables and figures: {statuses}\n'
           f'planned, each command once, by estimate on an RTX 2080 Ti: {others}; and on folds, at most {on_folds}')

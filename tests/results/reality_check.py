@@ -67,7 +67,7 @@ def fastap_loss(z, y, bins):
 
 
 def margin_loss(z, y, beta, margin):
-    """Margin (Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017), with a learned boundary beta between
+    """Margin (Wu et al., Sampling Matters in Deep Embedding Learning, ICCV 2017), with a learnable boundary beta of
     positives and negatives, one for all classes (1,) or one for each (C,):
     [d_ap - beta + m]_+ and [beta - d_an + m]_+, summed over all triplets (a, p, n) and divided by the number of active
     terms. So a pair counts once for each triplet: a positive |N(a)| times, a negative |P(a)| times."""
@@ -182,19 +182,19 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     model = common.build(args, data=data)
-    learned = {name: torch.nn.Parameter(t.to(args.device))
-               for name, t in new_parameters(args, data.train.num_classes, model.dim).items()}
+    loss_params = {name: torch.nn.Parameter(t.to(args.device))
+                   for name, t in new_parameters(args, data.train.num_classes, model.dim).items()}
     groups = [dict(params=model.parameters())]
-    if learned:                     # boundaries have no weight decay, as in the released runs
+    if loss_params:                     # boundaries have no weight decay, as in the released runs
         decay = dict(weight_decay=0.0) if args.loss == 'margin' else {}
-        groups.append(dict(params=[*learned.values()], lr=args.loss_lr, **decay))
+        groups.append(dict(params=[*loss_params.values()], lr=args.loss_lr, **decay))
     optimizer = common.make_optimizer(args, groups)
-    hyper = {name: getattr(args, name) for name in RELEASED[args.loss] if name not in {'loss_lr', *learned}}
+    hyper = {name: getattr(args, name) for name in RELEASED[args.loss] if name not in {'loss_lr', *loss_params}}
 
     def step(images, labels):
-        return LOSSES[args.loss](model(images), labels, **learned, **hyper)
+        return LOSSES[args.loss](model(images), labels, **loss_params, **hyper)
 
-    return common.train(args, model, data, step, optimizer, loss_params=learned)
+    return common.train(args, model, data, step, optimizer, loss_params=loss_params)
 
 
 if __name__ == '__main__':

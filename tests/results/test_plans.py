@@ -33,11 +33,11 @@ def test_an_entry_is_what_its_mark_says(listed, specified):
     runs = results.read_runs(results.RUNS)
     for entry in listed:
         wanted = plans.commands(entry, specified)
-        if entry.mark == 'run':
+        if entry.status == 'run':
             files = [text for text in entry.quoted() if '/' in text]
             assert wanted.keys() <= runs.keys() and (wanted or files), entry
             assert all((results.ROOT / file).is_file() for file in files), entry
-        elif entry.mark == 'planned':
+        elif entry.status == 'planned':
             of_trained_network = entry.how.endswith('`eval.py --checkpoint runs/NAME --sheet sheet.png`')
             assert wanted.keys() - runs.keys() or of_trained_network, entry
         else:
@@ -105,7 +105,8 @@ def test_the_list_is_printed_with_a_sum(capsys):
 
 def test_a_mistake_in_the_list_is_named_with_its_place(tmp_path):
     page = Path(tmp_path / 'plan.md')
-    page.write_text('\n| paper | what | mark | how |\n|---|---|---|---|\n| Metrix | Table 1, 3 to 4 | planned | `x` |\n'
+    page.write_text('\n| paper | what | status | how |\n|---|---|---|---|\n'
+                    '| Metrix | Table 1, 3 to 4 | planned | `x` |\n'
                     '| Metrix | Fig. 1 | soon | `x` |\n\n')
     with pytest.raises(common.UsageError, match='plan.md, line 5: '):
         plans.read_list(page)

@@ -7,7 +7,7 @@ import reality_check
 import torch
 from conftest import unit
 from train_triplet import triplet_loss
-from worked import expect_upcast, expect_sound
+from worked import expect_sound, expect_upcast
 
 import common
 
@@ -130,7 +130,7 @@ CASES = {
 }
 
 
-def learned(shape, seed=0):
+def learnable(shape, seed=0):
     """Boundaries, weights or centres, and for the other losses nothing, (0,)"""
     p = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return p + 0.5 if len(shape) == 1 else p - 0.5
@@ -148,7 +148,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_other_formula(name, batch):
     loss, formula, shape, settings = CASES[name]
     y = torch.tensor(BATCHES[batch])
     for seed in range(3):
-        z, p = unit(len(y), D, seed).requires_grad_(), learned(shape, seed).requires_grad_()
+        z, p = unit(len(y), D, seed).requires_grad_(), learnable(shape, seed).requires_grad_()
         found, wanted = applied(loss, shape, settings)(z, y, p), formula(z, y.tolist(), p, **settings)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
         gradients = [torch.autograd.grad(value + 0 * z.sum(), [z, p], materialize_grads=True)
@@ -161,7 +161,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_other_formula(name, batch):
 @pytest.mark.parametrize('name', CASES)
 def test_a_loss_is_sound_for_any_batch(name):
     loss, _, shape, settings = CASES[name]
-    vectors = [learned(shape)] if shape != (0,) else []
+    vectors = [learnable(shape)] if shape != (0,) else []
     y = torch.tensor(BATCHES['unbalanced'])
     expect_sound(partial(loss, **settings), name, unit(len(y), D), y, *vectors)
     z = unit(len(y), D, dtype=torch.float32)
@@ -237,6 +237,6 @@ def test_values_are_those_of_the_other_library(name):
     loss, _, shape, settings = CASES[name]
     y = torch.tensor(BATCHES['unbalanced'])
     for seed in range(3):
-        z, p = unit(len(y), D, seed), learned(shape, seed)
+        z, p = unit(len(y), D, seed), learnable(shape, seed)
         torch.testing.assert_close(applied(loss, shape, settings)(z, y, p), of_library()[name](z, y, p), rtol=1e-5,
                                    atol=1e-6)

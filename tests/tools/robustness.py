@@ -199,7 +199,7 @@ def checkpoints():
         file.write_bytes(file.read_bytes()[:int(fraction * file.stat().st_size)])
     uses = dict(                            # the call, required keys, keys whose type is checked, other values
         resume=(partial(train_ms.main, ['--resume', 'runs/r', '--device', 'cpu']),
-                'optimizer learned', 'model optimizer learned', [(9, 'args', 'dim')]),
+                'optimizer loss_params', 'model optimizer loss_params', [(9, 'args', 'dim')]),
         load=(partial(common.load_checkpoint, 'runs/r'), 'transform', 'model transform',
               [({}, 'transform', 'resize')]))
     for use, (call, needed, typed, others) in uses.items():
