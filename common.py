@@ -868,8 +868,8 @@ def superformula(m, n1, n2, n3):
     return r / r.max()
 
 
-def draw_shapes(classes=100, per_class=20, size=64, **transforms):
-    """The built-in dataset: 100 classes of shapes x 20 images for training, and 100 other classes for the test.
+def draw_shapes(classes=200, per_class=20, size=64, **transforms):
+    """The built-in dataset: 200 classes of shapes x 20 images for training, and 200 other classes for the test.
 
     A class is a curve of Gielis' superformula with two colours and a pattern of stripes. Its images differ in
     rotation, scale, shift, aspect, brightness, background and noise, so that neither pixels nor colours alone tell
@@ -899,9 +899,9 @@ def draw_shapes(classes=100, per_class=20, size=64, **transforms):
         stripes = torch.sigmoid(4 * torch.sin(frequency * (across * angle.cos() + along * angle.sin())))[:, None]
         first, second = (colours + uniform(-0.05, 0.05, n, 2, 3))[..., None, None].unbind(1)   # (n, 3, 1, 1)
         slope = (grid * uniform(-0.3, 0.3, n, 2, 1, 1)).sum(1, keepdim=True)   # (n, 1, S, S)
-        background = uniform(0, 1, n, 1, 1, 1) + uniform(-0.25, 0.25, n, 3, 1, 1) + slope
+        background = uniform(0, 1, n, 1, 1, 1) + uniform(-0.1, 0.1, n, 3, 1, 1) + slope
         picture = background + inside * (second + stripes * (first - second) - background)
-        picture = picture * uniform(0.6, 1.2, n, 1, 1, 1)
+        picture = picture * uniform(0.8, 1.2, n, 1, 1, 1)
         return (picture + 0.03 * torch.randn(picture.shape, generator=generator)).clamp(0, 1)
 
     def draw_set(name):
@@ -1562,7 +1562,7 @@ VECTORS = DEMO | dict(arch='none', freeze_bn=True, pool='avg', dim=None, precisi
                       per_class=5, lr=1e-3, schedule='constant')
 BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
 BASE = dict.fromkeys(DATASETS, BENCHMARK) | dict(
-    shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=DEMO, vectors=VECTORS,
+    shapes=DEMO | dict(image_size=32, resize=32, min_crop=1.0, epochs=5, eval_every=5), folder=DEMO, vectors=VECTORS,
     sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's entry 'reality-check' is

@@ -100,7 +100,7 @@ OTHERS = {
         ('cub', '--protocol reality-check', dict(alpha=0.05)),
         ('cub', '--protocol reality-check --loss epshn', dict(alpha=0.1)),
         ('cub', '--protocol reality-check --loss proxy_anchor', dict(alpha=2, proxy_lr_mult=6000))]}
-DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, lr=2e-3, clip=0,
+DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, batch_size=64, lr=2e-3, clip=0,
             schedule='cosine', warmup=0, weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
 
 
@@ -145,8 +145,9 @@ def test_the_recipe_of_the_demo(script):
     shapes, folder = get_args([]), get_args(['--dataset', 'folder'])
     for key, expected in DEMO.items():
         assert getattr(shapes, key) == getattr(folder, key) == expected, key
-    assert (shapes.epochs, shapes.batch_size, shapes.min_crop, shapes.eval_every) == (8, 32, 1.0, 4)
-    assert (folder.epochs, folder.batch_size, folder.min_crop, folder.eval_every) == (10, 64, 0.5, 1)
+    keys = 'image_size resize min_crop epochs eval_every'.split()
+    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 5, 5]
+    assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 10, 1]
     assert shapes.per_class == folder.per_class == (0 if script == 'train_ccl' else 4)
 
 
