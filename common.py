@@ -1555,14 +1555,15 @@ def atomic_write(path):
 # A recipe is a dict of defaults for flags. Those of the benchmarks are in the scripts, next to their papers, and name
 # all settings of training. In the first `warmup` epochs the trunk does not train. `clip` bounds each entry of the
 # gradients. per_class=0 means images in random order. A folder with pretrained weights takes the recipe of cub. Rates
-# and epochs for vectors were chosen on four folds of features of CUB-50 by a ResNet-18 (tests/results).
+# and epochs for vectors were chosen on four folds of features of CUB-50 by a ResNet-18 (tests/results). Why images of
+# shapes are halved is in tests/results/demo.md.
 DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
 VECTORS = DEMO | dict(arch='none', freeze_bn=True, pool='avg', dim=None, precision='fp32', epochs=5, batch_size=100,
                       per_class=5, lr=1e-3, schedule='constant')
 BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
 BASE = dict.fromkeys(DATASETS, BENCHMARK) | dict(
-    shapes=DEMO | dict(image_size=32, resize=32, min_crop=1.0, epochs=5, eval_every=5), folder=DEMO, vectors=VECTORS,
+    shapes=DEMO | dict(image_size=32, resize=32, min_crop=1.0, epochs=8, eval_every=4), folder=DEMO, vectors=VECTORS,
     sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's entry 'reality-check' is

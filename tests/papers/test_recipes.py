@@ -146,7 +146,7 @@ def test_the_recipe_of_the_demo(script):
     for key, expected in DEMO.items():
         assert getattr(shapes, key) == getattr(folder, key) == expected, key
     keys = 'image_size resize min_crop epochs eval_every'.split()
-    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 5, 5]
+    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 8, 4]
     assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 10, 1]
     assert shapes.per_class == (0 if script in ('train_ccl', 'train_proxy_anchor', 'train_proxynca_pp') else 4)
     assert folder.per_class == (0 if script == 'train_ccl' else 4)
