@@ -33,11 +33,12 @@ Run
     python train_hse.py --alpha 0                                # the baseline
     python train_hse.py --dataset cub --data data --loss epshn   # the benchmark, on a GPU
 
-Expect, R@1          shapes ms    birds ms      CUB epshn             Cars epshn
-    without hybrids  62.5 ± 5.1   55.9 ± 2.5    64.9 (16 per class)   83.1 (16 per class)
-    with hybrids     55.2 ± 2.8   56.7 ± 1.6    67.4 (8 per class)    85.4 (16 per class)
-    Shapes and 25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals). The others
-    are the paper's Table 2 (ResNet-50, 512 dimensions); on CUB with hybrids and 16 per class, it has 66.9.
+Expect, R@1          birds ms      CUB epshn             Cars epshn
+    without hybrids  55.9 ± 2.5    64.9 (16 per class)   83.1 (16 per class)
+    with hybrids     56.7 ± 1.6    67.4 (8 per class)    85.4 (16 per class)
+    25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals), and so are shapes, see
+    tests/results/demo.md. The others are the paper's Table 2 (ResNet-50, 512 dimensions); on CUB with hybrids and 16
+    per class, it has 66.9.
 """
 from functools import partial
 from itertools import chain, repeat

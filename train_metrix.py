@@ -36,12 +36,13 @@ Run
     python train_metrix.py --dataset cub --mixup feature     # the benchmark, on a GPU
     python tests/results/fig2.py runs/metrix-shapes-1        # Fig. 2 and utilization, of a trained network
 
-Expect, R@1 with ms    shapes       birds        CUB    Cars   SOP    In-Shop
-    before training    7.4          52.8
-    without mixup      63.4 ± 9.4   57.2 ± 0.6   67.8   87.8   76.9   90.1
-    feature mixup      61.3 ± 1.5   55.8 ± 1.4   71.4   89.6   81.0   92.2
-    Shapes and 25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals);
-    mixup changes R@1 by -1.4 ± 0.8 on birds. The others are the paper's Table 2 (ResNet-50, 512 dimensions).
+Expect, R@1 with ms    birds        CUB    Cars   SOP    In-Shop
+    before training    52.8
+    without mixup      57.2 ± 0.6   67.8   87.8   76.9   90.1
+    feature mixup      55.8 ± 1.4   71.4   89.6   81.0   92.2
+    25 species of birds are measured, see tests/results (ResNet-18, three seeds, 95 % intervals): mixup changes R@1 by
+    -1.4 ± 0.8. So are shapes, see tests/results/demo.md. The others are the paper's Table 2 (ResNet-50, 512
+    dimensions).
 """
 import random
 from typing import NamedTuple
