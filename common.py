@@ -865,8 +865,8 @@ def superformula(m, n1, n2, n3):
     return r / r.max()
 
 
-def draw_shapes(classes=100, per_class=20, size=64, **transforms):
-    """The built-in dataset: 100 classes of shapes x 20 images for training, and 100 other classes for the test.
+def draw_shapes(classes=200, per_class=20, size=64, **transforms):
+    """The built-in dataset: 200 classes of shapes x 20 images for training, and 200 other classes for the test.
 
     A class is a curve of Gielis' superformula with two colours and a pattern of stripes. Its images differ in
     rotation, scale, shift, aspect, brightness, background and noise, so that the classes cannot be told apart by
@@ -896,9 +896,9 @@ def draw_shapes(classes=100, per_class=20, size=64, **transforms):
         stripes = torch.sigmoid(4 * torch.sin(frequency * (across * angle.cos() + along * angle.sin())))[:, None]
         first, second = (colours + uniform(-0.05, 0.05, n, 2, 3))[..., None, None].unbind(1)   # (n, 3, 1, 1)
         slope = (grid * uniform(-0.3, 0.3, n, 2, 1, 1)).sum(1, keepdim=True)   # (n, 1, S, S)
-        background = uniform(0, 1, n, 1, 1, 1) + uniform(-0.25, 0.25, n, 3, 1, 1) + slope
+        background = uniform(0, 1, n, 1, 1, 1) + uniform(-0.1, 0.1, n, 3, 1, 1) + slope
         image = background + inside * (second + stripes * (first - second) - background)
-        image = image * uniform(0.6, 1.2, n, 1, 1, 1)
+        image = image * uniform(0.8, 1.2, n, 1, 1, 1)
         return (image + 0.03 * torch.randn(image.shape, generator=generator)).clamp(0, 1)
 
     def draw_set(name):
@@ -1384,7 +1384,7 @@ def summary(args, data, folder, rows):
         new = f'{len(seen)} of its classes are in the training set as well, so this value is inflated'
     elif args.weights != 'none' or args.dataset == 'vectors':
         new += ', but the pretrained weights may have seen some'
-    print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f} % of the {"validation" if args.fold else "test"} images, the '
+    print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f}% of the {"validation" if args.fold else "test"} images, the '
           f'most similar other image shows the same class; {new}.\n'
           f'Before training it was {rows[0]["R@1"]:.1f}.')
     if args.fold:
@@ -1549,14 +1549,15 @@ def atomic_write(path):
 # A training recipe is a dict of defaults for flags. Those of the benchmarks are in the scripts, with all settings of
 # training. `warmup` is the number of first epochs with a frozen backbone. `clip` bounds each entry of the gradients.
 # per_class=0 means images in random order. A folder with pretrained weights gets the recipe of cub. Learning rates and
-# epochs for vectors were selected by cross-validation on features of CUB-50 (tests/results).
+# epochs for vectors were selected by cross-validation on features of CUB-50 (tests/results),
+# and those of shapes are explained in tests/results/demo.md.
 DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
 VECTORS = DEMO | dict(arch='none', freeze_bn=True, pool='avg', dim=None, precision='fp32', epochs=5, batch_size=100,
                       per_class=5, lr=1e-3, schedule='constant')
 BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
 BASE = dict.fromkeys(DATASETS, BENCHMARK) | dict(
-    shapes=DEMO | dict(min_crop=1.0, batch_size=32, epochs=8, eval_every=4), folder=DEMO, vectors=VECTORS,
+    shapes=DEMO | dict(image_size=32, resize=32, min_crop=1.0, epochs=8, eval_every=4), folder=DEMO, vectors=VECTORS,
     sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's entry 'reality-check' is

@@ -117,7 +117,7 @@ def test_the_summary_compares_with_the_network_before_training(run, small, monke
     monkeypatch.setattr(common, 'evaluate', lambda *_: next(results))
     run(train_ms)
     out = capsys.readouterr().out
-    assert 'R@1 = 45.6: for 45.6 % of the test images' in out and 'Before training it was 12.3.' in out
+    assert 'R@1 = 45.6: for 45.6% of the test images' in out and 'Before training it was 12.3.' in out
 
 
 # ---- resuming

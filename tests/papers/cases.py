@@ -21,7 +21,7 @@ class Case(NamedTuple):
     steps: list = []        # [(flags, loss(images, labels, loss_params))]: no flag of a loss has its default value
     recipes: str = ''       # of the four benchmarks, from papers and released code: a line of values, see KEYS
     settings: list = []     # [(datasets, flags, values)]: flags of the method, and recipes that depend on flags
-    per_class: tuple = (4, 4)           # images per class: on shapes and folders, and with --protocol reality-check
+    per_class: tuple = (4, 4, 4)        # images per class: on shapes, in folders, and with --protocol reality-check
     limits: dict = {}       # {flag: values}: allowed ones between the signs <, with the limits; rejected ones outside
     no_effect: list = []    # flags, the last of which has no effect with the others and the defaults
     rates: list = [('', [0.01])]        # [(flags, learning rates)]: of the network, and of proxies or centres
@@ -131,7 +131,7 @@ CASES = {
         settings=[
             ('shapes folder', '', dict(alpha=32, delta=0.1, proxy_lr_mult=10)),
             ('cub cars sop inshop', '', dict(alpha=32, delta=0.1, proxy_lr_mult=100))],
-        per_class=(4, 1),
+        per_class=(0, 4, 1),
         limits={'--alpha': '0 < 0.001', '--delta': MARGIN, '--proxy-lr-mult': '-1 < 0'},
         rates=[('', [0.01, 0.1]), ('--proxy-lr-mult 7', [0.01, 0.07])],
         starts=[('', 'proxies', (2 / 6) ** 0.5)]),
@@ -153,7 +153,7 @@ CASES = {
             ('shapes cub', '--loss proxynca', dict(temperature=2)),
             ('cub', '--protocol reality-check --loss proxynca', dict(temperature=1 / 13.98)),
             ('cub cars inshop', '', dict(proxy_lr_mult=1e5, eps=1)), ('sop', '', dict(proxy_lr_mult=1e4, eps=1))],
-        per_class=(4, 1),
+        per_class=(0, 4, 1),
         limits={'--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0', '--eps': '-1 < 0'},
         no_effect=['--optimizer sgd --eps 1'],
         rates=[('--proxy-lr-mult 7', [0.01, 0.07])],
@@ -190,7 +190,7 @@ CASES = {
             ('cub', '--protocol reality-check', dict(lam=2, center_lr_mult=4500)),
             ('cub cars', '', dict(dropout=0.2, smoothing=0.1, s=16, margin=0, lam=2)),
             ('sop inshop', '', dict(dropout=0))],
-        per_class=(0, 1),
+        per_class=(0, 0, 1),
         limits={'--s': '0 < 0.001', '--margin': '-0.1 < 0 2 < 2.1', '--lam': '-1 < 0',
                 '--smoothing': '-0.1 < 0 0.999 < 1', '--mu': '-0.1 < 0 1 < 1.1', '--center-lr-mult': '-1 < 0',
                 '--dropout': '-0.1 < 0 0.999 < 1',

@@ -8,7 +8,7 @@ from cases import CASES, KEYS
 import common
 import train_ms
 
-DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, image_size=64, resize=64, lr=2e-3, clip=0,
+DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, batch_size=64, lr=2e-3, clip=0,
             schedule='cosine', warmup=0, weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
 
 
@@ -43,9 +43,10 @@ def test_the_recipe_of_the_demo(script):
     shapes, folder = get_args([]), get_args(['--dataset', 'folder'])
     for key, expected in DEMO.items():
         assert getattr(shapes, key) == getattr(folder, key) == expected, key
-    assert (shapes.epochs, shapes.batch_size, shapes.min_crop, shapes.eval_every) == (8, 32, 1.0, 4)
-    assert (folder.epochs, folder.batch_size, folder.min_crop, folder.eval_every) == (10, 64, 0.5, 1)
-    assert shapes.per_class == folder.per_class == CASES[script].per_class[0]
+    keys = 'image_size resize min_crop epochs eval_every'.split()
+    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 8, 4]
+    assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 10, 1]
+    assert (shapes.per_class, folder.per_class) == CASES[script].per_class[:2]
 
 
 # Section 3.1 of the Reality Check; what it does not specify is from the released configuration
@@ -64,7 +65,7 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
         assert 'this is --fold 0/4, one of four' in capsys.readouterr().out
         for key, expected in REALITY_CHECK.items():
             assert getattr(args, key) == expected, f'{script} {dataset}: {key}'
-        assert args.arch == 'resnet50' and args.per_class == CASES[script].per_class[1]
+        assert args.arch == 'resnet50' and args.per_class == CASES[script].per_class[2]
         assert getattr(args, 'proxy_lr_mult', 6000) == 6000 and getattr(args, 'dropout', 0) == 0
     args = get_args('--dataset sop --protocol reality-check --fold 2/4 --lr 1e-5 --batch-size 64 --image-size 114'
                     .split())

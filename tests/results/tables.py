@@ -399,7 +399,8 @@ def spread(runs):
     for command, run in runs.items():
         if '--seed' in command and '--fold' not in command and '--lr 1e-30' not in command:     # that learns nothing
             data = re.search(r'--data (\S+)', command)
-            of_data = groups.setdefault(f'`{data[1]}`' if data else '`shapes`', {})
+            shapes = '`shapes`, earlier version' if is_old(run) else '`shapes`'
+            of_data = groups.setdefault(f'`{data[1]}`' if data else shapes, {})
             of_data.setdefault(re.sub(r' --seed \d+', '', command), []).append(run)
     rows = [['data', 'commands', 'runs', 'R@1', 'MAP@R']]
     for data, commands in groups.items():
