@@ -3,16 +3,16 @@
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. L_contrast in CCL Eq. (5) is -log p_y, where p_y is a softmax over the centres. Its
 gradient with respect to c_y.x has magnitude s (1 - p_y): for s = 16 and two classes, 8.0 if both cosines are equal, 0.6
-if c_y.x is 0.2 larger. So L_center is added, the squared distance to c_y, which keeps pulling the image to its centre.
+if c_y.x is 0.2 larger. L_center, the squared distance to c_y, still attracts the image to its centre then.
 
     paper      code     flag      meaning
-    x          z        -         (B, D) L2-normalized embeddings; an image x has the target class y
+    x          z        -         (B, D) L2-normalized embeddings; y is the target class of x
     c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is the positive centre
     s = 1/tau  s        --s       scaling factor: inverse temperature, radius of the hypersphere
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center
 
-    python train_ccl.py --dataset cub --data data    # on a GPU; without flags, offline on a CPU
+    python train_ccl.py --dataset cub --data data    # without flags: a small built-in dataset, on a CPU
 """
 import torch
 import torch.nn.functional as F
@@ -29,17 +29,15 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     Other equations of the paper are parts of it:
         L_contrast, m = 0   Eq. (2), (8) and (10). Eq. (8), NSoftmax, is the normalized softmax of the Reality Check
                             only if s = 1 / temperature.
-        L_contrast, m > 0   Eq. (11), as in CosFace. It subtracts m from s c_y.x, so its m is s times that of Eq. (5).
+        L_contrast, m > 0   CosFace; and Eq. (11), whose m is outside of the scale, s c_y.x - m: it is s times this m
         L_center            the second line of Eq. (2), which the text calls Eq. (3)
-    The second line of Eq. (5) is the first minus the constant 2 lambda, with exp(2 lambda c_y.x) in the numerator.
-    Caution: do not add 2 lambda c_y.x to the logit of class y and call cross_entropy: it would also enter the
-    denominator.
+    The second line of Eq. (5) is lower by the constant 2 lambda, with exp(2 lambda c_y.x) in the numerator only.
 
     z          (B, D) embeddings, L2-normalized before dropout
     y          (B,)   class labels, 0 to C - 1
     centers    (C, D) one per class, of any length but 0
     smoothing  in [0, 1), of the labels of L_contrast, see smooth_labels
-    stop_grad  stop-gradient (Table 1): L_contrast takes the centres as constants, so that only L_center moves them
+    stop_grad  stops the gradient of L_contrast to the centres (Table 1), so that only L_center moves them
     returns    scalar, >= 0 for L2-normalized z; half precision is upcast to float32. With one class, L_contrast is 0.
     """
     z, centers = common.promote_dtypes(z, centers)
@@ -47,10 +45,10 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     target = F.one_hot(y, len(c)).to(c.dtype)                            # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * target)                              # (B, C)
-    # L_contrast (B,): Eq. (2), or with a margin Eq. (11)
+    # L_contrast (B,): Eq. (2), or with a margin Eq. (11), for m s
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center (B,): Eq. (3) in the form of Eq. (4). The two differ after dropout, when x is not L2-normalized. Eq. (4)
-    # is linear in x, so dropout does not change its expected value.
+    # L_center (B,): the right-hand side of Eq. (4), equal to Eq. (3) if x is L2-normalized, so not after dropout. It is
+    # linear in x, so dropout does not change its expected value.
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -105,7 +103,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 
 def momentum_centers(centers, z, y, mu):
     """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
-    centre of a class without images stays.
+    centre of a class without images is unchanged.
 
     centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D).
     """
@@ -116,7 +114,7 @@ def momentum_centers(centers, z, y, mu):
 
 
 def corrupt_labels(labels, noise, generator=None):
-    """Wrong labels for a training set, two of the three kinds in Section 4.4 (the third is a dataset).
+    """Wrong labels for a training set, two of the three kinds in Section 4.4 (the third is Cars98N).
 
     labels     (N,) 0 to C - 1
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
@@ -232,11 +230,11 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the base code.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
-    # All losses except center_loss depend only on the direction of a centre. So for a centre of length r, the SGD
-    # rotation per step scales as 1/r^2 (gradient 1/r, angle 1/r). Centres from N(0, 1) have r^2 of about D, 512 on the
-    # benchmarks, and would hardly turn. So they begin with length 1, in random directions.
+    # All losses except center_loss depend only on the direction of a centre. For a centre of length r, the gradient
+    # scales as 1/r, and a step of given length turns it by an angle of about 1/r: together 1/r^2. Centres from N(0, 1)
+    # have r^2 of about D, 512 on the benchmarks, and would hardly turn. So they begin with length 1.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
-    centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')
+    centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
     params = list(model.parameters())
     if args.loss == 'center_loss':
@@ -269,8 +267,8 @@ Losses: CCL, and those with which the paper compares it
     ccl           Eq. (5)
     proxynca      Eq. (9)
     center_loss   Eq. (7), on embeddings that are not normalized
-    stop_grad     stop-gradient, first row of Table 1: L_contrast takes the centres as constants
-    cluster       Eq. (14): the centres are running means of embeddings, not parameters
+    stop_grad     first row of Table 1: no gradient of L_contrast to the centres
+    cluster       Eq. (14): the centres are running means of embeddings, and have no gradient
 R@1 in the paper (Table 2, ResNet-50, 512 dimensions)
     flags                    CUB    Cars   SOP    In-Shop
     --lam 0      baseline    71.1   87.7   80.8   90.2     NSoftmax, Eq. (8), with label smoothing
@@ -289,8 +287,9 @@ What differs from the paper, or is not stated in it
        it stated what a cluster of long-tail noise is; here it is 5 images in dataset order.
     6. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes their running statistics only; the
        affine weights are trained.
-    7. Dropout comes after the L2 normalization, as in the base code. With probability 0.2 what stays is divided by 0.8,
-       so in training an embedding has a length of about 1.118, and its inner product with a centre can exceed 1.
+    7. Dropout comes after the L2 normalization, as in the base code. With probability 0.2, the kept entries are
+       divided by 0.8, so in training an embedding has a length of about 1.118, and its inner product with a centre can
+       exceed 1.
     8. center_loss is evaluated by cosine, without the PCA that Section 3.3.2 mentions.
     9. Section 3.3.6 calls stop_grad equivalent to cluster contrastive methods, Eq. (14), and Table 1 has it in their
        place. They are not quite equal, so both are here:
@@ -305,7 +304,7 @@ What differs from the base code (github.com/jeromerony/dml_cross_entropy, 787e86
        In-Shop it has one more BatchNorm, without affine weights, after the pooling.
    12. Weight decay: it has none on biases and on the affine weights of BatchNorm; here all weights decay alike.
    13. Head: its bias starts at 0; here it has torch's small random values.
-   14. Test images of Cars and SOP: it squashes them to squares.
+   14. Test images of Cars and SOP: it resizes them to squares, ignoring the aspect ratio.
    15. It reports its best epoch on the test set.
    16. Its smoothed loss is a KL divergence. It is lower than the cross-entropy here by a constant, with equal gradient.
 Tables and figures of the paper

@@ -6,13 +6,13 @@ anchor and a negative 0. Two examples are mixed as images, features or embedding
 a negative has label lambda: it counts as a positive with weight lambda, and as a negative with weight 1 - lambda.
 
     paper    code       flag         meaning
-    a        A          -            number of anchors
+    a        -          -            an anchor; A is the number of anchors
     x, x'    i, j       --pairs      (M,) indices of the two examples that are mixed, for M mixed examples
     y        pair_y     -            (A, M) labels of mixed examples, from 0 to 1. Class labels y are (B,)
     lambda   lam        --alpha      (M,) interpolation factors, from Beta(alpha, alpha)
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
-    python train_metrix.py --dataset cub --mixup feature     # on a GPU; without flags, offline on a CPU
+    python train_metrix.py --dataset cub --mixup feature     # without flags: a small built-in dataset, on a CPU
 """
 import random
 from typing import NamedTuple
@@ -39,8 +39,8 @@ def labelled_loss(s, y, valid, kind, **hyper):
     """
     s = common.at_least_float32(s)
     y = y.to(s.dtype)
-    # Eq. (7). With labels 1 and 0, Eq. (5) and (6), it is Eq. (3). Over mixed examples it is Eq. (9), which Eq. (13)
-    # writes out for pos-neg pairs.
+    # Eq. (7); tau is the identity, except for lifted, which applies it itself. With labels 1 and 0, Eq. (5) and (6), it
+    # is Eq. (3). Over mixed examples it is Eq. (9), which Eq. (13) writes out for pos-neg pairs.
     pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)                          # (A,), (A,)
     return pull + push
 
@@ -55,9 +55,9 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
     Eq. (1)   sum_p -s(a,p)           + sum_n [s(a,n) - m]+
     Eq. (14)  sum_v -lambda s(a,v)    + sum_v (1 - lambda) [s(a,v) - m]+    over the mixed examples v of pos-neg pairs
 
-    With reduction='mean', each sum is divided by the number of its terms that are not 0. Otherwise the mixed loss would
-    outweigh the clean loss: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean pairs, and with pos-neg
-    pairs 4 x 95 = 380 mixed examples.
+    With reduction='mean', the first sum is divided by the number of positives (weights above 0), and the second by the
+    number of its terms that are not 0. Otherwise the mixed loss would outweigh the clean loss: in a batch of 20 classes
+    x 5 images, an anchor has 4 + 95 clean pairs, and with pos-neg pairs 4 x 95 = 380 mixed examples.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -183,7 +183,8 @@ class BaseLoss(NamedTuple):
 
 
 def mixed_loss(base, config, model, levels, y):
-    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors -> scalar
+    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors -> scalar. With ProxyNCA++, it is a
+    mean over the mixed examples, see note 5.
 
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
@@ -201,14 +202,15 @@ def mixed_loss(base, config, model, levels, y):
         pair_y = torch.ones_like(valid)
     else:
         pair_y, valid = pair_labels(cand_y, anchor_y, i, j, lam)                    # (A, M)
-    # In anc-neg pairs, S(a) x U-(a), one of the two is the anchor; in pos-neg pairs, U+(a) x U-(a), neither is.
+    # In anc-neg pairs, S(a) x U-(a), one of the two is the anchor; in pos-neg pairs, U+(a) x U-(a), and pos-pos pairs,
+    # neither is.
     with_anchor = (anchor[:, None] == i) | (anchor[:, None] == j)                   # (A, M)
     valid = valid & (with_anchor if config.pairs == 'anc-neg' else ~with_anchor)
     if config.k:
         hard = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, config.k)  # (A, B)
         hard = F.pad(hard, (0, len(cand_y) - len(y)))                               # (A, E); proxies are not hard
         valid = valid & (hard[:, i] | hard[:, j])
-    used = valid.any(dim=0).nonzero()[:, 0]         # drop pairs that no anchor uses; M counts the others
+    used = valid.any(dim=0).nonzero()[:, 0]         # keep the pairs that some anchor uses; M counts these
     if not len(used):
         return z.new_zeros(())
     i, j, lam = i[used], j[used], lam[used]
@@ -244,7 +246,7 @@ def choose_pairs(pairs, y, cand_y):
     if pairs == 'pos-neg':
         return cross_class_pairs(y)
     i, j = cross_class_pairs(cand_y)
-    not_two_proxies = i < len(y)
+    not_two_proxies = i < len(y)                    # i < j and proxies come last, so at most j is a proxy
     return i[not_two_proxies], j[not_two_proxies]
 
 
@@ -318,7 +320,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
                 mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                   # (20, c, h, w), lam f_i + ...
                 peaks.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))        # (20, c)
         peak = torch.cat(peaks)                                                     # (M, c), from 0 to h w - 1
-        # One row for each image and position. gather accumulates its gradient in a fixed order, as index_select in mix.
+        # Row b h w + q is image b at position q. The gradient of gather, as of index_select in mix, is deterministic.
         values = f.permute(0, 2, 3, 1).flatten(0, 2)                                # (B h w, c)
         f_i, f_j = (values.gather(0, n[:, None] * (h * w) + peak) for n in (i, j))  # (M, c)
         p = p + f_j.lerp(f_i, lam)
@@ -330,8 +332,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The similarity s(a, v) up to which a single mixed example v acts as a positive of its anchor a in ms: the
-    right-hand side of Eq. (24). It is about the mixed loss only, without the clean loss in Eq. (10). By Eq. (25), v
-    acts as a positive with the probability that lambda has a threshold above s(a, v): see tests/results/fig2.py.
+    right-hand side of Eq. (24). It is about the mixed loss only, without the clean loss in Eq. (10). Eq. (25) is,
+    for a fixed lambda, the probability that s(a, v) is at most this threshold: see tests/results/fig2.py.
 
     lam      number or tensor, in [0, 1]: interpolation factor of the positive
     beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
@@ -346,7 +348,7 @@ def positivity_threshold(lam, beta, gamma, m):
 # From the paper (Table 4, Section B.1): epochs, batches, optimizer, learning rates, weight decay and decay rates. For
 # ProxyNCA++ on CUB and Cars, no decay rate is stated: here it is the one of ms.
 # From the released code: minimum crop scale, epochs with a frozen backbone (warmup), gradient clipping, proxies at 100
-# times the learning rate, BatchNorm frozen on CUB and Cars, and a decay every 10 epochs, its default.
+# times the learning rate, BatchNorm frozen on CUB and Cars, and a decay every 10 epochs, the default of that code.
 # Different from the released code: its commands for contrastive with mixup freeze BatchNorm on SOP and In-Shop, and
 # have a warmup of 5 on In-Shop.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08,
@@ -363,7 +365,7 @@ DEFAULTS = {
     'reality-check': dict(proxy_lr_mult=6000),
 }
 # Recipes of (dataset, loss) override those of the dataset. The paper does not state the margin of contrastive; its
-# decay rates on CUB and Cars are in Table 4, and its warmup on SOP in the released commands.
+# decay rates on CUB and Cars are in Section B.1, and its warmup on SOP in the released commands.
 CONTRASTIVE = dict(vectors=dict(epochs=3), cub=dict(decay_rate=0.1), cars=dict(decay_rate=0.1), sop=dict(warmup=5))
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) | CONTRASTIVE.get(dataset, {})
              for dataset in (*common.BASE, 'reality-check')}
@@ -382,7 +384,7 @@ def plan(args):
         if mixup == 'none':
             break
         sets = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]             # Section 4.1
-        if args.loss == 'proxynca_pp':              # with all negatives, these are all cross-class pairs
+        if args.loss == 'proxynca_pp':              # the anc-neg pairs of all anchors are all cross-class pairs
             sets = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
@@ -498,15 +500,13 @@ What differs from the paper
        query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
 What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730c) for contrastive, and
 github.com/billpsomas/metrix (b679703) for ms, which has embedding mixup only
-    6. Here all positives, all anchors and each anchor's own hard negatives are used. The code for contrastive, in
-       feature and embedding mixup, uses
-           of pos-neg pairs, only the first positive of each anchor,
-           of anc-neg pairs, only anchors that have no positive,
-           as hard negatives of all anchors, those of the first one.
-       The code for ms mixes only the least similar positive of each anchor.
-    7. Both codes sample one lambda for a batch, and use Adam. Both report the best epoch on the test set.
+    6. Here all positives, all anchors and each anchor's own hard negatives are used. In feature and embedding mixup,
+       the code for contrastive mixes only the first positive of each anchor (pos-neg), or only anchors that have no
+       positive (anc-neg), and it uses the hard negatives of the first anchor for all anchors. The code for ms mixes
+       only the least similar positive of each anchor.
+    7. Both implementations sample one lambda for a batch, and use Adam. Both report the best epoch on the test set.
     8. The code for contrastive uses Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
-       It takes the mean over all pairs of the batch with nonzero loss; here it is the mean for each anchor, and then
+       It averages over all pairs of the batch with nonzero loss; here it is the mean for each anchor, and then
        over the anchors. Those without a positive, about 37 of 100 in random batches of CUB, count with a positive term
        of 0.
     9. The code for ms does not compute Eq. (15), see tests/results/why.md. Its mixed examples are in the positive term

@@ -2,8 +2,8 @@
 
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
 Each class has a learnable proxy. It attracts all images of its class in the batch and repels all others: Proxy-Anchor
-Eq. (4). An image has a larger gradient if it is harder than the others, Eq. (6). Losses on pairs had that before, but
-they have many more pairs; losses on proxies had few pairs, but looked at each image separately.
+Eq. (4). The harder an image is, compared with the others, the larger is its gradient, Eq. (6). Pair-based losses do
+this as well, but compare many more pairs. Earlier proxy-based losses looked at each image separately.
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -12,7 +12,7 @@ they have many more pairs; losses on proxies had few pairs, but looked at each i
     alpha    alpha     --alpha   scaling factor (inverse temperature of the log-sum-exp)
     delta    delta     --delta   margin: positives should be above delta, negatives below -delta
 
-    python train_proxy_anchor.py --dataset cub --data data    # on a GPU; without flags, offline on a CPU
+    python train_proxy_anchor.py --dataset cub --data data    # without flags: a small built-in dataset, on a CPU
 """
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     l(X) = 1/|P+| sum_{p in P+} log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))    pull
          + 1/|P|  sum_{p in P}  log(1 + sum_{x in X_p-} exp( alpha (s(x,p) + delta)))    push
 
-    P are the proxies of all C classes, P+ those of the classes in the batch. X_p+ are the images of the batch that have
-    the class of p, and X_p- are all other images of the batch.
+    P are the proxies of all C classes (note 3), P+ those of the classes in the batch. X_p+ are the images of the batch
+    that have the class of p, and X_p- are all other images of the batch.
 
     z        (B, D) L2-normalized embeddings
     y        (B,)   class labels, 0 to C - 1
@@ -38,8 +38,9 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     Proxy-Anchor Eq. (6) is its gradient, see Section 3.2. For an image x of the class of p it is
         dl/ds(x,p) = -(alpha / |P+|) h(x) / (1 + sum of h(x') over all images x' of this class in the batch),
     with h(x) = exp(-alpha (s(x,p) - delta)). So the gradient of an image depends on how far the other images of its
-    class are from p. For an image of another class, the sign is +, P replaces P+, h(x) = exp(alpha (s(x,p) + delta)),
-    and the sum is over all images of other classes than that of p.
+    class are from p. For an image x of another class it is
+        dl/ds(x,p) = (alpha / |P|) h(x) / (1 + sum of h(x') over all images x' that are not of the class of p),
+    with h(x) = exp(alpha (s(x,p) + delta)).
     """
     z, proxies = common.promote_dtypes(z, proxies)
     s = F.normalize(proxies, dim=1) @ z.T                                           # (C, B)
@@ -74,7 +75,7 @@ def new_proxies(num_classes, dim):
 
 # Training recipes, see common.BASE. CUB and Cars are the authors' commands for ResNet-50, with the 60 epochs of their
 # code. The paper has 40, and batches of 30 to 180 (Table 5). decay_epochs counts from the first epoch, but the backbone
-# is frozen for the first 5. So on CUB it begins with lr / 2, and has lr / 16 after the 20th epoch.
+# is frozen for the first 5. So on CUB the backbone starts at lr / 2, in epoch 6.
 CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=120, per_class=0,
            optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5,
            warmup=5, clip=10.0, proxy_lr_mult=100)
@@ -82,8 +83,8 @@ CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, ba
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, warmup=1)
 DEFAULTS = {
     # In common.BASE, --lr is 2e-3 for shapes and folder, and 1e-3 for vectors: 20 and 10 times that of CUB. So a factor
-    # of 10 is enough for the proxies. Random batches of shapes have about 55 classes, and so train more proxies than
-    # batches of 16 classes.
+    # of 10 is enough for the proxies. Random batches (per_class=0) of shapes have about 55 classes, and so attract
+    # more proxies to their images than balanced batches of 16 classes.
     'shapes': dict(per_class=0, proxy_lr_mult=10),
     'folder': dict(proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10),
@@ -92,7 +93,7 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP,
     # In the Reality Check (see common.py) a batch for classification losses has one image per class (Section 3.1).
-    # It has no Proxy-Anchor, so the learning rate of the proxies is taken from its Proxy-NCA.
+    # It did not test Proxy-Anchor; the learning rate of the proxies is taken from its Proxy-NCA.
     'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
 

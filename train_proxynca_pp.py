@@ -1,10 +1,10 @@
-"""train_proxynca_pp.py -- ProxyNCA++: softmax over class proxies with a low temperature, fast proxies, max pooling.
+"""train_proxynca_pp.py -- ProxyNCA++: softmax over class proxies with a low temperature, and max pooling.
 
 Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood Component Analysis. ECCV 2020.
 arXiv:2004.01113. Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) is written as in Proxy-Anchor, arXiv:2003.13911.
-Each class has a learnable proxy, and the loss is a softmax over the proxies. Proxy-NCA, Proxy-Anchor Eq. (1), leaves
-the positive proxy, the one of the image's class, out of the denominator, so it attracts an image equally strongly at
-any distance, Eq. (3). ProxyNCA++ includes it, and has LayerNorm and a higher learning rate for the proxies.
+Each class has a learnable proxy, and the loss is a softmax over the proxies. In Proxy-NCA, see Proxy-Anchor Eq. (1),
+the denominator omits the positive proxy. Hence the derivative with respect to its similarity is always -1, Eq. (3).
+ProxyNCA++ includes the positive proxy, and has LayerNorm and a higher learning rate for the proxies.
 
     paper    code          flag            meaning
     x        z             -               (B, D) L2-normalized embeddings
@@ -46,11 +46,11 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
          = sum_{x in X} ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )                 Proxy-Anchor Eq. (2)
 
     z, y, proxies  as in proxynca_pp_loss
-    temperature    > 0; as there, the exponents are 2 s(x,p) / T, so T = 2 gives the equation as printed
+    temperature    > 0; the exponents are 2 s(x,p) / T instead of s(x,p): equal for T = 2
     returns        scalar, a sum over the batch, can be negative; with one class, P- is empty and its term is left out
 
-    Proxy-Anchor Eq. (3) is the gradient, with T = 2: dl/ds(x,p+) is always -1, so the attraction does not decrease when
-    x approaches p+. dl/ds(x,p-) is a softmax over P-, exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-.
+    Proxy-Anchor Eq. (3) is the gradient, with T = 2: dl/ds(x,p+) is always -1, however close x
+    is to p+. dl/ds(x,p-) is a softmax over P-, exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-.
     """
     logits = 2 / temperature * cosines(z, proxies)                             # (B, C)
     # (B, C), in row b and column c: whether image b is of class c
@@ -58,7 +58,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     if len(proxies) == 1:
         return -logits.sum()
     others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) = 0, so P- is left
-    # Proxy-Anchor Eq. (2). The logit of p+ is only in -s(x,p+), so its derivative is -1: Proxy-Anchor Eq. (3).
+    # Proxy-Anchor Eq. (2). The derivative with respect to the logit of p+ is -1: Proxy-Anchor Eq. (3).
     return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
@@ -76,17 +76,18 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) / 8
 
 
-# Training recipes, see common.BASE. The benchmarks have the released configurations, except for schedule and dim (notes
-# 1 to 3). Adam divides its step by eps + sqrt(v), where v is a running mean of squared gradients. With eps = 1 and
-# small gradients this is about 1, and Adam acts like SGD with momentum. So the proxies can have learning rates of 240
-# to 2,400.
+# Training recipes, see common.BASE. The benchmarks use the released configurations, except schedule and dim (notes 1
+# to 3). Adam divides its step by eps + sqrt(v), where v is a running mean of squared gradients. With eps = 1 and small
+# gradients this is about 1, so a step is about the learning rate times the gradient, as in SGD. Therefore the learning
+# rates of the proxies are large: 240 to 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
            decay_epochs=20, decay_rate=0.1, warmup=5, clip=10.0)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, proxy_lr_mult=1e4, decay_epochs=40)
 DEFAULTS = {
-    # These three have AdamW with its usual small eps, so 10 times --lr is enough for the proxies.
-    # Random batches of shapes have about 55 classes, and so train more proxies than batches of 16 classes.
+    # The optimizer of these three is AdamW (common.BASE) with its usual small eps, so 10 times --lr is enough for the
+    # proxies. Random batches (per_class=0) of shapes have about 55 classes, and so attract more proxies to their images
+    # than balanced batches of 16 classes.
     'shapes': dict(per_class=0, pool='max', proxy_lr_mult=10),
     'folder': dict(pool='max', proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10, epochs=12),
@@ -98,7 +99,7 @@ DEFAULTS = {
     # learning rate of the proxies, 6000 times --lr, is taken from its released results of Proxy-NCA on CUB.
     'reality-check': dict(per_class=1, proxy_lr_mult=6000),
 }
-# With --loss proxynca, the entry (dataset, proxynca) is added to the entry of the dataset.
+# With --loss proxynca, the entry (dataset, proxynca) overrides the entry of the dataset.
 DEFAULTS |= {(dataset, 'proxynca'): dict(temperature=2.0) for dataset in DEFAULTS}
 DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # see note 11
 
@@ -157,7 +158,7 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
        optimizer, so the running means of Adam carry over.
     6. The released code clips only the gradients of the network. Here the gradients of the proxies are clipped, too.
        This changes nothing at the start: the gradient of a proxy p is at most about 2 / (T |p|), and |p| is about
-       sqrt(512) / 8 = 2.8. So the gradient is at most 6.4, below the limit of 10.
+       sqrt(512) / 8 = 2.8. So the gradient is at most 6.4, below the clip value of 10.
     7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it is one GPU.
     8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them. Here
        evaluation uses cosine similarities.

@@ -171,9 +171,13 @@ def line_of(command, log, table, printed, threads):
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else (
         f'{threads} of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}')
-    steps = re.search(r', of ([\d,]+) batches of ', printed)
     return dict(command=command, commit=commit.strip(), machine=machine, torch=torch.__version__.split('+')[0],
-                steps=int(steps[1].replace(',', '')), columns=columns)
+                steps=steps_of(printed), columns=columns)
+
+
+def steps_of(printed):
+    """The number of steps in an epoch, from the output of a run"""
+    return int(re.search(r' epochs of (\d+) batches of ', printed)[1])
 
 
 def rounded(value):

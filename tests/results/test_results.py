@@ -19,6 +19,7 @@ from conftest import ROOT, SCRIPTS
 
 import common
 import train_metrix
+import train_ms
 
 
 @cache
@@ -356,6 +357,11 @@ def test_the_commands_of_the_pages_are_commands():
         plans.read_flags('train_ms.py --no-such 3 --seed 0')
 
 
+def test_the_steps_of_an_epoch_are_read_from_the_output_of_a_run(run, small, capsys):
+    run(train_ms, '--epochs', '0')
+    assert results.steps_of(capsys.readouterr().out) == 3, '30 images in batches of 8'
+
+
 def test_a_command_that_its_script_does_not_understand_is_named_before_any_run(trial):
     table = table_of({'good': 'train_ms.py', 'bad': 'train_ms.py --no-such 3'}, ['--seed 0'])
     with pytest.raises(common.UsageError, match='unrecognized arguments: --no-such 3'):
@@ -525,7 +531,7 @@ def trial(monkeypatch, tmp_path):
                  'minutes': 1.0, 'img/s': 3} for n in (1, 70, 60)]
         (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
         succeeds = outcome.get(command.split(' --name')[0], True)
-        printed = '8 epochs, of 1,046 batches of 32 images, on cpu' if succeeds else 'it went wrong'
+        printed = '8 epochs of 1046 batches of 32 images, on cpu' if succeeds else 'it went wrong'
         return SimpleNamespace(returncode=not succeeds, stdout=printed)
     monkeypatch.setattr(results, 'start', start)
     return SimpleNamespace(outcome=outcome, made=made, file=file)
