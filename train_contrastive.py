@@ -5,14 +5,14 @@ Two images of one class are a positive pair and attract each other. Two images o
 and repel each other, unless they are farther apart than a margin. Three later papers (see NOTES) write this loss: with
 distances in Reality Check Eq. (1), with their squares in HSE Eq. (2), with cosine similarities in Metrix Eq. (1).
 
-    paper       code         flag           meaning
-    d_p, d_n    d            -              (B, B) Euclidean distances of L2-normalized embeddings z, 0 to 2
-    s           s            -              (B, B) cosine similarities; d^2 = 2 - 2 s
-    m_pos       pos_margin   --pos-margin   a positive pair closer than this has zero loss
-    m_neg, m    neg_margin   --neg-margin   a negative pair farther apart than this has zero loss
-    m (Metrix)  margin       --margin       a negative pair less similar than this has zero loss
+    paper             code         flag           meaning
+    d_p, d_n          d            -              (B, B) Euclidean distances of L2-normalized embeddings z, 0 to 2
+    s                 s            -              (B, B) cosine similarities; d^2 = 2 - 2 s
+    m_pos             pos_margin   --pos-margin   a positive pair closer than this has zero loss
+    m_neg; m in HSE   neg_margin   --neg-margin   a negative pair farther apart than this has zero loss
+    m in Metrix       margin       --margin       a negative pair less similar than this has zero loss
 
-    python train_contrastive.py --dataset cub --data data    # on a GPU; without flags, offline on a CPU
+    python train_contrastive.py --dataset cub --data data    # without flags: a small built-in dataset, on a CPU
 """
 import torch
 
@@ -52,7 +52,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: exact duplicates are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two identical images are a pair
     return same & ~itself, ~same
 
 
@@ -60,13 +60,13 @@ def distances(z):
     """Euclidean distances between all L2-normalized embeddings, (B, D) -> (B, B)
 
     Embeddings that are equal, or differ by floating-point error only, have distance 0 and gradient 0, because the
-    gradient of a distance has no direction there. A negative pair at distance 0 has the largest loss, but no gradient.
+    gradient of a distance is undefined there. A negative pair at distance 0 has the largest loss, but no gradient.
     """
     s = z @ z.T                                                          # (B, B)
     length2 = s.diagonal()                           # squared norms, not exactly 1 if z was in half precision
     d2 = length2[:, None] + length2[None, :] - 2 * s
-    # For close embeddings, d2 is the difference of two values near 2, each with a floating-point error of about eps. So
-    # a d2 up to 16 eps can be an error only. In float32, that is a distance up to 0.0014.
+    # For close embeddings, d2 is the difference of two values near 2, each with a floating-point error of about eps.
+    # With some slack, a d2 up to 16 eps may be an error only. In float32, that is a distance up to 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
     # The derivative of sqrt at 0 is infinite, and with where() only, the gradient would be 0 times infinity, which is
     # NaN. So d2 is clamped first. If d2 itself is NaN, d2 <= floor is false, and the NaN shows in the loss.
@@ -173,7 +173,7 @@ What differs from the papers
        the pairs with non-zero loss. This is the default here.
     3. A margin of 0.5 is not the same in both forms. A distance of 0.5 is a cosine similarity of 0.875, and a cosine
        similarity of 0.5 is a distance of 1.
-    4. The paper of Metrix has AdamW and 100 epochs. The benchmarks here have Adam and 60 epochs, as its code.
+    4. The paper of Metrix has AdamW and 100 epochs. The benchmarks here have Adam and 60 epochs, as in its code.
     5. In the Reality Check, both margins are tuned for each dataset, with BN-Inception, 128 dimensions, and batches of
        8 classes with 4 images each. Its released results for CUB have m_pos = -0.20 and m_neg = 0.3841. With --power 1,
        m_pos = -0.20 adds the constant 0.20 to the loss of each positive pair, so the gradient is the same as with
@@ -184,7 +184,7 @@ Results of the papers
     Metrix (Table 2), with ResNet-50 and 512 dimensions: R@1 64.7 on CUB, 81.6 on Cars, 74.9 on SOP, 86.4 on In-Shop.
     Reality Check (Tables 4 to 6), with 128 dimensions: R@1 59.7 on CUB, 69.8 on Cars, 69.3 on SOP, printed as P@1. With
     the concatenated embeddings of four networks: 68.1, 81.8, 73.1.
-    To run Tables 4 to 6: --protocol reality-check, --pos-margin and --neg-margin. To run Table 2, the NMI of random
+    Reality Check, Tables 4 to 6: --protocol reality-check, --pos-margin and --neg-margin; Table 2, the NMI of random
     networks: --weights none --epochs 0, then eval.py --analyse.
 """
 

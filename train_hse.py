@@ -12,7 +12,7 @@ Pulling it to all weak positives could merge unrelated classes (Section 3.3.2).
     Cnum       combinations  --combinations  sets of `num` classes that are mixed, so H = Nsize Cnum
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
 
-    python train_hse.py --dataset cub --data data --loss epshn    # on a GPU; without flags, offline on a CPU
+    python train_hse.py --dataset cub --data data --loss epshn    # without flags: a built-in dataset, on a CPU
 """
 from functools import partial
 from itertools import chain, repeat
@@ -45,7 +45,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s = h @ z.T / temperature                                            # (H, B)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
-    # Algorithm 1 ends with -alpha * log_softmax([s_ewp, s_hn]).mean(), over both columns; its minimum is at
+    # Algorithm 1 ends with the mean over both columns of log_softmax([s_ewp, s_hn]), which would be optimal at
     # s_ewp = s_hn. Eq. (9) is the first column only, which is computed here.
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,) Eq. (9): sigmoid(t) = 1 / (1 + exp(-t))
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
@@ -53,8 +53,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 
 def most_similar(s, allowed):
     """For each row of s, its largest allowed entry, and whether any is allowed.  (n, B), (n, B) -> (n,), (n,)
-    If no entry of a row is allowed, its first entry is returned. It is finite, so the caller can mask it by * 0; amax
-    would give -inf, and -inf * 0 is NaN."""
+    If no entry of a row is allowed, its value is arbitrary but finite, and must be multiplied by the second output."""
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
@@ -135,7 +134,7 @@ def blend(parts, kind, axis, mask_size):
     elif layout == 'left-right':
         source_index = column * num // width
     elif layout == 'gridmask':
-        source_index = (row // mask_size + column // mask_size) % num       # with two sources, a chessboard
+        source_index = (row // mask_size + column // mask_size) % num       # with two sources, a checkerboard
     else:
         raise common.UsageError(f'{layout} is not a way to mix images')
     if source_index.max() < num - 1:                # a source got no pixel
@@ -219,8 +218,9 @@ def epshn_loss(z, y, temperature=0.1):
 
 
 def npair_loss(z, y):
-    """N-pair (Sohn, NIPS 2016): the first image of a class must find the second one among all second images.
-    Cross-entropy over cosines, averaged over the P classes that have two images or more in the batch."""
+    """N-pair (Sohn, NIPS 2016): the first image of each class is an anchor, its positive is the second image, and its
+    negatives are the second images of the other classes. Cross-entropy over cosine similarities, averaged over the P
+    classes with two images or more in the batch."""
     z = common.at_least_float32(z)
     same = y[:, None] == y                                               # (B, B)
     rank = same.tril(-1).sum(dim=1)                 # (B,) 0 for the first image of a class, 1 for the second, ...
@@ -269,7 +269,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': dict(proxy_lr_mult=6000, mask_size=50),        # per_class stays 4: 1 gives one hybrid
+    'reality-check': dict(proxy_lr_mult=6000, mask_size=50),        # 4 images per class, for hybrids
 }
 # What depends on the base loss: (dataset, loss) overrides dataset, see common.parse.
 #     alpha; images in a batch / per class   paper (Tables 2, 3)     released command   default here
@@ -281,7 +281,7 @@ DEFAULTS = {
 #     epshn          CUB, Cars               not stated; 128 / 8, 16 not stated         0.1; 128 / 8 on CUB, 16 on Cars
 #                    SOP                     not stated; 120 / 5     1; 120 / 5         1; 120 / 5
 #     npair          CUB, Cars               not stated; 128 / 8     not stated         0.1; 128 / 8 (dim 64, Table 2)
-# 0.1 is the released flag's default. In-Shop is like SOP, other datasets like CUB. In functions alpha is 1: no weight.
+# 0.1 is the released flag's default. In-Shop is like SOP; alpha of other datasets is like CUB. Functions have alpha=1.
 for dataset in (*common.BASE, 'reality-check'):
     large = dataset in ('sop', 'inshop')
     DEFAULTS[dataset, 'ms'] = dict(alpha=0.3 if large else 0.05)
@@ -317,7 +317,7 @@ def get_args(argv=None):
 def check(args, typed):
     """Rejects flags that would have no effect, and hybrids that cannot be made."""
     if args.dataset == 'vectors':
-        raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: take another script')
+        raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: use another script')
     if args.alpha == 0:
         common.reject(typed, 'temperature kind num combinations axis mask_size hybrids'.split(),
                       '--alpha 0, which makes no hybrids')
@@ -330,7 +330,7 @@ def check(args, typed):
 def check_batch(args, num_classes, num_superclasses):
     """Rejects a batch with fewer than `num` classes of each superclass, or without a class for a hybrid's negatives."""
     for_sources = args.num * num_superclasses
-    # Each set's hybrids replace the images of one class. Of the classes that stay, num are sources, one has negatives.
+    # With `replace`, the hybrids of each set replace one class. Of the others, num are sources, one has the negatives.
     for_negatives = args.combinations * (args.hybrids == 'replace') + args.num + 1
     needed = max(for_sources, for_negatives)
     in_batch = min(num_classes, args.batch_size // args.per_class) if args.per_class else 0
@@ -379,12 +379,12 @@ def main(argv=None):
 
 
 NOTES = """
-Why a hybrid has no label (Section 3.2). Mixup gives it a mixed label, Eq. (4). But a loss on pairs, as in Eq. (5), has
-to know whether a pair is positive or negative. Eq. (6) weights both terms by the mixed label, as Metrix does, but that
-fits Mixup only: the part that CutMix takes from an image may show only its background.
-Why the hybrid is the anchor (Table 1, Fig. 4). It pulls a weak positive and pushes a negative, so it acts within and
-between classes. With weak positives as anchors, each source class would pull the hybrid, and these pulls may conflict.
-With negatives as anchors, the hybrid would only be pushed away.
+Why a hybrid has no label (Section 3.2). Mixup gives it a mixed label, Eq. (4). But a pair-based loss, as in Eq. (5),
+has to know whether a pair is positive or negative. Eq. (6) weights both terms by the mixed label, as Metrix does, but
+that fits Mixup only: the part that CutMix takes from an image may show only its background.
+Why the hybrid is the anchor (Table 1, Fig. 4). It pulls a weak positive and pushes a negative, so it uses the variation
+within and between classes. With weak positives as anchors, each source class would pull the hybrid, and these pulls may
+conflict. With negatives as anchors, the hybrid would only be pushed away.
 R@1 of epshn without and with hybrids in Table 2: CUB 64.9, 67.4; Cars 83.1, 85.4. The 64.9 has 16 images per class, and
 the 67.4 has 8 (with 16 it is 66.9). So repeat the 64.9 with --alpha 0 --per-class 16.
 What differs from the paper, or is not stated in it
@@ -394,7 +394,7 @@ What differs from the paper, or is not stated in it
        in Section 1. Which of their images is not stated; here, as in the code, hybrid r mixes image r of each class.
     3. Replaced images: Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, all of one class.
        Section 4 says random ones. Here they are the last ones, or none (--hybrids append, as in Table 3).
-    4. For ms on CUB and Cars the paper has BN-Inception; here it is a ResNet-50. The paper takes the learning rates of
+    4. For ms on CUB and Cars the paper uses BN-Inception; here it is a ResNet-50. The paper takes the learning rates of
        the base losses (Section 4); here they come from the released code.
     5. GridMask: where the blocks are is not stated. Here the sources take turns along rows and columns. Blocks of
        250 px (Table 4) need --image-size 256, and then 95% of the pixels come from one source.

@@ -3,16 +3,16 @@
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
 arXiv:1904.06627. Its equation is taken from the paper of Metrix (Venkataramanan et al., ICLR 2022, arXiv:2106.04990).
 Each image is an anchor. Metrix Eq. (2) has two smooth maxima (log-sum-exp), one over its positives and one over its
-negatives, so the hardest pairs have the largest gradients. Before that, a miner drops easy pairs.
+negatives, so the hardest pairs have the largest gradients. Before the loss is computed, a miner drops easy pairs.
 
     MS paper   Metrix   code      flag        meaning
     S          s        s         -           (B, B) cosine similarities of L2-normalized embeddings z
     alpha      beta     alpha     --alpha     scaling factor of the positives (inverse temperature of the log-sum-exp)
-    beta       gamma    beta      --beta      scaling factor of the negatives
+    beta       gamma    beta      --beta      scaling factor of the negatives (not the beta of Metrix)
     lambda     m        lam       --lam       positives should be above this similarity, negatives below
     epsilon    -        epsilon   --epsilon   tolerance of the miner: the larger, the more pairs it keeps
 
-    python train_ms.py --dataset cub --data data    # on a GPU; without flags, offline on a CPU
+    python train_ms.py --dataset cub --data data    # without flags: a small built-in dataset, on a CPU
 """
 import torch
 
@@ -33,7 +33,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0
     beta     > 0
     lam      lambda, in [-1, 1]
-    epsilon  tolerance of the miner, see mine(); None: no miner (the flag has another default, 0.1)
+    epsilon  tolerance of the miner, see mine(); None: no miner. Training uses 0.1, the default of --epsilon.
     returns  scalar >= 0; an anchor without pairs adds 0; half precision is upcast to float32
 
     The gradient shows which pairs have a large weight. For a negative n it is
@@ -51,7 +51,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
 
 def log1p_sum_exp(t, keep):
     """Numerically stable log(1 + sum of exp(t) over the columns where keep is true), for each row: a log-sum-exp with
-    an entry of 0 added.  t, keep (B, B) -> (B,)"""
+    a 0 appended to each row.  t, keep (B, B) -> (B,)"""
     t = t.masked_fill(~keep, float('-inf'))          # exp(-inf) = 0
     zero = t.new_zeros(len(t), 1)                    # exp(0) is the "1 +"
     return torch.cat([zero, t], dim=1).logsumexp(dim=1)
@@ -60,7 +60,7 @@ def log1p_sum_exp(t, keep):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: exact duplicates are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two identical images are a pair
     return same & ~itself, ~same
 
 
@@ -98,7 +98,7 @@ DEFAULTS = {
     'vectors': dict(epochs=3),
     'cub': CUB,
     # Our choice: 30 epochs of 100 iterations, about the same number of iterations as on CUB. In issue 6 of the MS
-    # authors' repository, a user gets 78.4 instead of the paper's 84.1, and a user advises batches of more than 450.
+    # authors' repository, a user gets 78.4 instead of the paper's 84.1, and another advises batches of more than 450.
     'cars': CUB | dict(epochs=30, decay_epochs=12),
     # In issue 16 of that repository, a user cites the paper's appendix: batches of 1,000 images on SOP, here 100.
     'sop': METRIX,
@@ -141,14 +141,14 @@ NOTES = """
 What differs from the paper
     1. The network is a ResNet-50. On CUB and Cars it has average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
-    2. On CUB and Cars, lambda is 0.5, as in the released code. According to two re-implementations, one of them in
-       issue 4 of its repository, the paper has 1.
+    2. On CUB and Cars, lambda is 0.5, as in the released code. According to two re-implementations, one of which is
+       in issue 4 of the authors' repository, the paper has 1.
     3. The authors released nothing for Cars, SOP and In-Shop. Cars has the settings of CUB. SOP and In-Shop have the
        commands of Metrix's MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning rate of 6e-4, and 60
        epochs. The paper of Metrix has AdamW, learning rates of 3e-5 on SOP and 1e-4 on In-Shop, and 100 epochs; this is
        train_metrix.py --mixup none.
-    4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. These are what the
-       Reality Check found for CUB. What it found for SOP is 15.94, 156.61, 0.72 and 0.34.
+    4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The
+       Reality Check selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
     5. On CUB and Cars, beta is 50, as in the two re-implementations. The released code has 40.
     6. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a
@@ -159,8 +159,8 @@ What differs from the released code (github.com/msight-tech/research-ms-loss, b6
     8. The released code reports its best epoch on the test set.
 Results of the papers
     MS paper, with BN-Inception and 512 dimensions: R@1 65.7 on CUB, 84.1 on Cars, 78.2 on SOP, 89.7 on In-Shop, as
-    quoted in Proxy-Anchor (Tables 2 to 4). Metrix (Table 2), with ResNet-50, alpha 18, beta 75 and lambda 0.77: 67.8,
-    87.8, 76.9, 90.1.
+    quoted in Proxy-Anchor (Tables 2 to 4). Metrix (Table 2), with ResNet-50, alpha 18, beta 75 and lambda 0.77 (its
+    beta, gamma and m): 67.8, 87.8, 76.9, 90.1.
     Table 4 of the Reality Check needs --protocol reality-check and the values of its released results for CUB:
         MS+Miner   --alpha 17.97 --beta 75.66 --lam 0.77 --epsilon 0.39
         MS         --alpha 0.01 --beta 50.60 --lam 0.56 --epsilon off

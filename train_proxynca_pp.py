@@ -12,7 +12,7 @@ ProxyNCA++ includes the positive proxy, and has LayerNorm and a higher learning 
     s(x,p)   cosines()     -               (B, C) cosine similarities
     T        temperature   --temperature   divides squared distances; 1/9, or 2 with --loss proxynca
 
-    python train_proxynca_pp.py --dataset cub --data data    # on a GPU; without flags, offline on a CPU
+    python train_proxynca_pp.py --dataset cub --data data    # without flags: a small built-in dataset, on a CPU
 """
 import torch
 import torch.nn.functional as F
