@@ -70,7 +70,7 @@ class Embedder(nn.Module):
     trunk        any module (B, 3, S, S) -> (B, c) or (B, c, h, w), which replaces arch and weights
     head_init    kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
                  is about five times smaller. identity, with D = c: embeddings begin as the pooled features
-    precision    bf16: the trunk runs in bfloat16. Pooling, head and loss always run in float32.
+    precision    bf16: the trunk runs in bfloat16. Pooling, head and loss run in float32.
     chunk        images per forward pass of the trunk in training, with gradient checkpointing, so that the activations
                  of one chunk only are kept; 0: all
     input_shape  of one input: (3, S, S), or (c,) of a vector
@@ -152,7 +152,7 @@ class Embedder(nn.Module):
         return gather(at_least_float32(f)) if shared else f
 
     def pool_features(self, f):
-        """Feature map (B, c, h, w) -> pooled features (B, c). Of one position, avg+max is twice its features."""
+        """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max doubles the features."""
         f = at_least_float32(f)
         p = 0
         if 'avg' in self.pool:
@@ -219,7 +219,7 @@ def make_trunk(arch, weights='none'):
 
 def load_weights(trunk, weights, classifier):
     """Loads a file of weights into a trunk: a state dict, whatever it is wrapped in, or a checkpoint of these scripts.
-    The classifier's weights are left out. All others below the same prefix must fit."""
+    The classifier's weights are left out. All others with the same prefix must fit the trunk."""
     if weights in ('none', 'imagenet'):
         return trunk
     saved = read_file(weights)
@@ -300,8 +300,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes `number` items from the beginning of a queue. If it is too short, the items that are not in it
-            are shuffled and appended first; or all items if none is missing, which are fewer than `number` then."""
+            """Removes `number` items from the beginning of a queue. While it is too short, the items that are not in it
+            (or all items, if there are none) are shuffled and appended."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -388,7 +388,8 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    linear warmup over the first tenth of the run, at most 100 steps, and cosine decay to 0: the smaller one
+    cosine    the minimum of a linear increase over the first tenth of the run, at most 100 steps, and of a cosine decay
+              from 1 to 0 over the run
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -410,8 +411,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. A function of your own may be given to `train`, to log
-    elsewhere as well: `row` is that of the last epoch, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. Pass a function of your own to
+    `train(..., log=)` to log elsewhere as well: `row` is the row of the last epoch, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
 
@@ -573,8 +574,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, because the first result may be a duplicate of it.
-    2. Among results with equal similarities, non-matches come first. If more images have the same similarity than fit
-       among the results, a fixed random order decides which are taken. So collapsed embeddings, which are all equal,
+    2. Among results with equal similarities, non-matches come first. If not all images of one similarity fit among the
+       results, a fixed random order decides which are taken. So collapsed embeddings, which are all equal,
        score about chance or less, not 100.
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the others, or 0.
     """
@@ -665,8 +666,8 @@ def embed_test(model, data):
 
 
 def score(data, z, gallery=None, search=k_nearest):
-    """The metrics of a test set by the embeddings of embed_test, and s+ and s-, the mean cosine similarity of positive
-    and of negative pairs of queries (None where there are no such pairs, and left out)"""
+    """The metrics of a test set from the embeddings of embed_test, with s+ and s-, the mean cosine similarities of the
+    positive and of the negative pairs of queries (left out if there are no such pairs)"""
     metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks, search)
     for key, value in zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device))):
         if value is not None:
