@@ -132,7 +132,7 @@ What differs from the paper
     2. The paper does not state the pooling, the number of epochs with a frozen backbone, gradient clipping, the steps
        of the learning rate, weight decay, the batch size of its main tables, or how BatchNorm trains. All of these
        come from the released code, as do the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In
-       issue 1 of its repository, an author says that max pooling in addition to average pooling adds about 1 % of
+       issue 1 of its repository, an author says that max pooling in addition to average pooling adds about 1% of
        R@1 on CUB and Cars.
     3. Some copies of the paper print P- instead of P in Eq. (4) to (6). Section 3.1 defines P- for one image, as the
        proxies of all classes but its own. Eq. (4) is not about one image, and the released code sums over all C.

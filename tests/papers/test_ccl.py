@@ -266,7 +266,7 @@ def test_centres_that_could_not_move_are_rejected():
 
 
 def test_variant_is_another_name_of_the_flag_loss():
-    """Its recipe is found as well."""
+    """The recipe of center_loss is found under both names of the flag."""
     args = train_ccl.get_args(['--variant', 'center_loss'])
     assert (args.loss, args.lam) == ('center_loss', 0.03)
 

@@ -47,7 +47,7 @@ def test_an_entry_is_what_its_mark_says(listed, specified):
 
 
 def test_planned_commands_are_understood_by_their_scripts(listed, specified):
-    """Those of tables are read by test_results.py as well."""
+    """Scripts parse the planned commands. (Commands of tables: see test_results.py.)"""
     for entry in listed:
         for text in entry.quoted():
             if text.startswith('train_'):
@@ -83,7 +83,7 @@ def test_an_estimate_by_hand():
 
 
 def test_mixed_images_count():
-    """Of 20 x 5 images, with 3 hard negatives: 1,200 pos-neg and 300 anc-neg; hybrids of HSE are 12 x 5 on SOP."""
+    """A batch of 20 x 5 images with 3 hard negatives has 1,200 pos-neg and 300 anc-neg; hybrids of HSE are 12 x 5 on SOP."""
     def mixed(command):
         return plans.mixed_images(plans.read_flags(command), command)
     assert mixed('train_metrix.py --dataset sop --mixup input') == (750, 1200)

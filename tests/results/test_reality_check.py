@@ -169,7 +169,7 @@ def test_a_loss_is_sound_for_any_batch(name):
 
 
 def test_released_settings_are_finite_and_are_the_defaults():
-    """At a temperature of 0.0091 and at s = 100, in float32"""
+    """The losses are finite in float32, for example at a temperature of 0.0091 or s = 100"""
     y = torch.tensor(BATCHES['balanced'])
     for loss, settings in reality_check.RELEASED.items():
         args = reality_check.get_args(f'--loss {loss} --dataset cub --protocol reality-check --fold 0/4'.split())
@@ -231,7 +231,7 @@ def of_library():
 
 @pytest.mark.parametrize('name', ['ntxent', 'fastap', 'margin', 'margin, per class', 'arcface', 'snr', 'soft_triple'])
 def test_values_are_those_of_the_other_library(name):
-    """Its regularizer of SoftTriple is half of what it was when the paper's tables were made, so it has twice the
+    """The library's regularizer of SoftTriple is half of what it was when the paper's tables were made, so it has twice the
     weight."""
     pytest.importorskip('pytorch_metric_learning', reason='the comparison needs pip install pytorch-metric-learning')
     loss, _, shape, settings = CASES[name]
