@@ -83,7 +83,8 @@ def test_an_estimate_by_hand():
 
 
 def test_mixed_images_count():
-    """A batch of 20 x 5 images with 3 hard negatives has 1,200 pos-neg and 300 anc-neg; hybrids of HSE are 12 x 5 on SOP."""
+    """A batch of 20 x 5 images with 3 hard negatives has 1,200 pos-neg and 300 anc-neg mixed images; on SOP a batch has
+    12 x 5 hybrids of HSE."""
     def mixed(command):
         return plans.mixed_images(plans.read_flags(command), command)
     assert mixed('train_metrix.py --dataset sop --mixup input') == (750, 1200)
