@@ -231,8 +231,8 @@ def of_library():
 
 @pytest.mark.parametrize('name', ['ntxent', 'fastap', 'margin', 'margin, per class', 'arcface', 'snr', 'soft_triple'])
 def test_values_are_those_of_the_other_library(name):
-    """The library's regularizer of SoftTriple is half of what it was when the paper's tables were made, so it gets twice
-    the weight."""
+    """The library's regularizer of SoftTriple is half of what it was when the paper's tables were made, so it gets
+    twice the weight."""
     pytest.importorskip('pytorch_metric_learning', reason='the comparison needs pip install pytorch-metric-learning')
     loss, _, shape, settings = CASES[name]
     y = torch.tensor(BATCHES['unbalanced'])
