@@ -44,7 +44,7 @@ def test_the_recipe_of_the_demo(script):
     for key, expected in DEMO.items():
         assert getattr(shapes, key) == getattr(folder, key) == expected, key
     keys = 'image_size resize min_crop epochs eval_every'.split()
-    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 6, 6]
+    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 8, 8]
     assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 10, 1]
     assert (shapes.per_class, folder.per_class) == CASES[script].per_class[:2]
 
