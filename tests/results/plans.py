@@ -9,6 +9,7 @@ their multiplications do, and an image that is only evaluated a third. Memory: t
 BatchNorm, two bytes each, for all images of a step.
 """
 import re
+from contextlib import redirect_stdout
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import spec
 
 import common
+import train_metrix
 
 PAPERS = ('Reality Check', 'Proxy-Anchor', 'Metrix', 'CCL', 'HSE')
 STATUSES = ('run', 'planned', 'left out')
@@ -112,14 +114,13 @@ def mixed_images(args, command):
         return 0, 0
     if '--patched imix' in command:
         return size, size
-    k = args.hard_negatives
-    k = (1 if 'feature' in args.mixup else 3) if k == 'auto' else k
-    numbers = {'pos-pos': size * (per_class - 1) // 2, 'anc-neg': size * k, 'pos-neg': size * k * (per_class - 1)}
-    if args.pairs != 'both' or 'proxy' in args.loss:
-        numbers = {args.pairs: numbers.get(args.pairs, size * k)}
-    else:
-        del numbers['pos-pos']
-    return sum(numbers.values()) / len(numbers) / len(args.mixup), max(numbers.values())
+    with redirect_stdout(None):             # plan prints what it returns
+        [configs] = [configs for configs in train_metrix.plan(args) if configs[0].mixup == 'input']
+    k = configs[0].k or size                # None is all of them, which are fewer than the batch
+    positives = 1 if args.loss == 'proxy_anchor' else per_class - 1     # each image has one proxy
+    numbers = {'pos-pos': size * (per_class - 1) // 2, 'anc-neg': size * k, 'pos-neg': size * k * positives}
+    used = [numbers[config.pairs] for config in configs]
+    return sum(used) / len(used) / len(args.mixup), max(used)
 
 
 def estimate(command):

@@ -22,20 +22,10 @@ from train_triplet import DEFAULTS as RECIPES  # noqa: E402
 from train_triplet import triplet_loss  # noqa: E402
 
 import common  # noqa: E402
+from train_contrastive import mean_nonzero, pairs  # noqa: E402
 
 # Every loss takes L2-normalized embeddings z (B, D) and class labels y (B,), upcasts half precision to float32, and
 # returns a scalar. A batch without the pairs that a loss needs has loss 0.
-
-
-def pairs(y):
-    """(B, B) bool masks: the positives and the negatives of each anchor"""
-    same = y[:, None] == y
-    return same & ~torch.eye(len(y), dtype=torch.bool, device=y.device), ~same
-
-
-def mean_of_active(term):
-    """The mean over the entries above 0, which violate their margin; 0 if there are none"""
-    return term.sum() / (term > 0).sum().clamp_min(1)
 
 
 def ntxent_loss(z, y, temperature):
@@ -102,8 +92,8 @@ def snr_loss(z, y, pos_margin, neg_margin, regularizer):
     noise = (z[None] - z[:, None]).var(dim=2)                                       # (B, B)
     d = noise / z.var(dim=1, keepdim=True).clamp_min(1e-12)
     positive, negative = pairs(y)
-    pull = mean_of_active((d - pos_margin).clamp_min(0) * positive)
-    push = mean_of_active((neg_margin - d).clamp_min(0) * negative)
+    pull = mean_nonzero((d - pos_margin).clamp_min(0) * positive)
+    push = mean_nonzero((neg_margin - d).clamp_min(0) * negative)
     return pull + push + regularizer * z.sum(dim=1).abs().mean()
 
 
