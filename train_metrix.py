@@ -433,6 +433,8 @@ def get_args(argv=None):
 
 def check(args, typed):
     """Rejects flags that would have no effect on the loss, and what the paper leaves undefined."""
+    if 'input' not in args.mixup or args.freeze_bn:
+        common.reject(typed, ['clean_bn'], 'frozen BatchNorm, or without input mixup')
     if args.pairs == 'pos-pos':
         common.reject(typed, ['hard_negatives'], '--pairs pos-pos')
     if args.loss == 'proxynca_pp':
@@ -443,6 +445,8 @@ def check(args, typed):
             raise common.UsageError('--mixup none cannot be combined with other types')
     if 'proxy' not in args.loss:
         common.require_two_classes(args)
+    if 'input' in args.mixup and args.dataset == 'vectors':
+        raise common.UsageError('--mixup input mixes images; --dataset vectors has none: use --mixup feature')
     if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and args.mixup != ['embed']:
         raise common.UsageError('--pairs anc-neg with --loss proxy_anchor mixes proxies, which have no input and no '
                                 'feature map: use --mixup embed, or --pairs pos-neg')

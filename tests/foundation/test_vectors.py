@@ -243,9 +243,12 @@ def test_vectors_on_folds_are_compared_seed_by_seed(vectors):
 
 # ---- flags
 
-def test_a_method_that_needs_images_rejects_vectors():
-    with pytest.raises(UsageError, match='hybrids are composed of images, and --dataset vectors has none'):
-        train_hse.get_args(['--dataset', 'vectors'])
+@pytest.mark.parametrize('script, flags, reason', [
+    (train_metrix, '--mixup input embed', '--mixup input mixes images; --dataset vectors has none'),
+    (train_hse, '', 'hybrids are composed of images, and --dataset vectors has none')])
+def test_methods_that_need_images_reject_vectors(script, flags, reason):
+    with pytest.raises(UsageError, match=reason):
+        script.get_args(['--dataset', 'vectors', *flags.split()])
 
 
 @pytest.mark.parametrize('flags', [['--sheet', 'x.png'], ['--query', 'a.jpg']])
