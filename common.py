@@ -145,8 +145,8 @@ class Embedder(nn.Module):
             else:
                 f = self.trunk(x)
         if not torch.is_tensor(f) or f.ndim not in (2, 4):
-            raise UsageError('a trunk returns one tensor (B, c) or (B, c, h, w), and this one does not: take another '
-                             '--arch')
+            raise UsageError(f'a trunk returns one tensor (B, c) or (B, c, h, w), and this one {type(f).__name__} '
+                             f'{tuple(getattr(f, "shape", ()))}: use another --arch')
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
         return gather(at_least_float32(f)) if shared else f
@@ -580,19 +580,20 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the others, or 0.
     """
     within = gallery is None                                             # the queries are also the gallery
-    found_in, labels = (query, query_labels) if within else (gallery, gallery_labels)
-    check_embeddings(query, query_labels, found_in, labels, within)
+    if within:
+        gallery, gallery_labels = query, query_labels
+    check_embeddings(query, query_labels, gallery, gallery_labels, within)
     # Labels may be any integers; numbered anew, they can be counted.
-    _, both = torch.cat([query_labels.cpu().long(), labels.cpu().long()]).unique(return_inverse=True)
-    query_labels, labels = both.to(query.device).tensor_split([len(query)])
-    present = torch.bincount(labels, minlength=int(both.max()) + 1)      # (C,) images of each class in the gallery
+    _, labels = torch.cat([query_labels.cpu().long(), gallery_labels.cpu().long()]).unique(return_inverse=True)
+    query_labels, gallery_labels = labels.to(query.device).tensor_split([len(query)])
+    present = torch.bincount(gallery_labels, minlength=int(labels.max()) + 1)           # (C,) images of each class
     itself = int(within)                                                 # a query is not a match of itself
     matches = present[query_labels] - itself                             # (N,) R of each query
-    depth = min(max(*ks, int(matches.max())), len(found_in) - itself)
+    depth = min(max(*ks, int(matches.max())), len(gallery) - itself)
     found = Counter()                                                    # {k: queries with a match among k results}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
-    for rows, s, index in search(query, gallery, depth):       # b queries at a time
-        hit = labels[index] == query_labels[rows, None]                  # (b, depth)
+    for rows, s, index in search(query, None if within else gallery, depth):            # b queries at a time
+        hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
         hit = ranked_hits(s, hit)                                        # (b, depth)
         for k in ks:
             found[k] += int(hit[:, :k].any(dim=1).sum())
@@ -614,7 +615,7 @@ def check_embeddings(query, query_labels, gallery, gallery_labels, within):
         if not (torch.is_tensor(z) and torch.is_tensor(labels) and z.ndim == 2 and labels.shape == z.shape[:1]
                 and not labels.is_floating_point()):
             raise UsageError('retrieval needs tensors (torch.as_tensor): embeddings (N, D), and N integers as labels; '
-                             f'these are {np.shape(z)} and {np.shape(labels)}')
+                             f'these are {np.shape(z)} and {np.shape(labels)}, {getattr(labels, "dtype", "no tensor")}')
         if not z.isfinite().all():
             raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
     if len(query) == 0 or len(gallery) <= int(within):
@@ -1281,7 +1282,7 @@ def build(args, data=None, **options):
     your own. With vectors, c and the mean norm come from `data`; without --dim, the head begins as the identity."""
     shape = (3, args.image_size, args.image_size)
     if args.dataset == 'vectors':
-        vectors = data.train.items                                    # (N, c)
+        vectors = data.train.items                                       # (N, c)
         shape = vectors.shape[1:]
         options['layer_norm'] = False
         if args.dim is None:                                # before training, embeddings are the normalized vectors

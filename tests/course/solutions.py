@@ -438,8 +438,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 WRONG['retrieval_metrics'] = {
     'sum past R': ['hit = hit & (i <= r[:, None])', '', ':int(r.max())]', ':]'],
-    'the query is not excluded': ('search(query, gallery, depth)', 'search(query, found_in, depth)'),
-    'search argument ignored': ['search(query, gallery, depth)', 'k_nearest(query, gallery, depth)'],
+    'the query is not excluded': ('None if within else gallery', 'gallery'),
+    'search argument ignored': ['search(query, None', 'k_nearest(query, None'],
     'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
@@ -450,8 +450,8 @@ WRONG['retrieval_metrics'] = {
         '100 * sum(average) / max(1, len(average))', '100 * sum(average) / len(query)'),
     'no match: not counted': ['len(average) < len(query)', 'False'],
     'first result excluded, not the query': [
-        'for rows, s, index in search(query, gallery, depth):',
-        'for rows, s, index in search(query, found_in, depth + itself):\n'
+        'for rows, s, index in search(query, None if within else gallery, depth):',
+        'for rows, s, index in search(query, gallery, depth + itself):\n'
         '        s, index = s[:, itself:], index[:, itself:]'],
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
     'ties in the order of the search': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', ''),
@@ -465,7 +465,7 @@ WRONG['retrieval_metrics'] = {
     'precision at non-matches': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
-    'class numbers of the gallery': (', minlength=int(both.max()) + 1)', ')'),
+    'class numbers of the gallery': (', minlength=int(labels.max()) + 1)', ')'),
 }
 RIGHT['retrieval_metrics'] = {
     'query by query': '''
@@ -648,7 +648,7 @@ PASSING = {
     },
     'retrieval_metrics': {
         'the first 5,000 of a gallery': (
-            'search(query, gallery, depth)', 'search(query, gallery if within else gallery[:5000], depth)'),
+            'None if within else gallery', 'None if within else gallery[:5000]'),
     },
     'ms': {
         'the first 64 examples': ('log1p_sum_exp(-beta * (s - m), positive)',
