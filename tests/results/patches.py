@@ -102,43 +102,7 @@ def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
     return (logs[0] / beta + logs[1] / gamma).mean()
 
 
-def with_features(change):
-    """Change the features of a batch during training, but not in an evaluation."""
-    real = common.Embedder.features
-
-    def features(self, x):
-        f = real(self, x)
-        return change(f) if torch.is_grad_enabled() else f
-    return dict(features=features)
-
-
-def dropout(p):
-    """dropout of the features with probability p, during training"""
-    return with_features(lambda f: F.dropout(f, p))
-
-
-def noise(sigma):
-    """Gaussian noise of norm sigma, `sigma / sqrt(c) * randn`, added to the features (mean norm 1) during training"""
-    return with_features(lambda f: f + sigma / f.shape[1] ** 0.5 * torch.randn_like(f))
-
-
-def smooth(epsilon):
-    """label smoothing in Proxy-Anchor: label 1 - epsilon with the positive proxy, epsilon / (C - 1) with each other"""
-    real = train_metrix.proxy_anchor
-
-    def proxy_anchor(s, positive, negative, **hyper):
-        y = torch.where(positive, 1 - epsilon, epsilon / (len(s) - 1))                          # (C, B)
-        return real(s, y, 1 - y, **hyper)
-    return dict(proxy_anchor=proxy_anchor)
-
-
-def scale(factor):
-    """clean loss times a constant factor"""
-    real = train_metrix.clean_loss
-    return dict(clean_loss=lambda *args, **kwargs: factor * real(*args, **kwargs))
-
-
-PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released, dropout, noise, smooth, scale)}
+PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released)}
 ALL = PATCHES | other_mixup.PATCHES
 
 
