@@ -28,7 +28,6 @@ import math
 import os
 import random
 import re
-import shutil
 import sys
 import time
 import zipfile
@@ -84,7 +83,6 @@ class Embedder(nn.Module):
         self.normalize = normalize
         self.precision = precision
         self.chunk = chunk
-        self.layout = torch.contiguous_format
         batchnorm = [m for m in self.trunk.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.frozen = batchnorm if freeze_bn else []
         if chunk and batchnorm and not freeze_bn:
@@ -116,8 +114,7 @@ class Embedder(nn.Module):
         kind = self.linear.weight.device.type
         # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
         if kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16':
-            self.layout = torch.channels_last
-        self.trunk.to(memory_format=self.layout)
+            self.trunk.to(memory_format=torch.channels_last)             # images and features follow the weights
         return self
 
     def train(self, mode=True):
@@ -136,8 +133,6 @@ class Embedder(nn.Module):
         shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
         if shared:
             x = x.chunk(world_size())[rank()]
-        if x.ndim == 4:
-            x = x.contiguous(memory_format=self.layout)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
                 f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, chunk, use_reentrant=False)
@@ -218,32 +213,18 @@ def make_trunk(arch, weights='none'):
 
 
 def load_weights(trunk, weights, classifier):
-    """Loads a file of weights into a trunk: a state dict, whatever it is wrapped in, or a checkpoint of these scripts.
-    The classifier's weights are left out. All others with the same prefix must fit the trunk."""
+    """Loads a file of weights into a trunk: a state dict of the whole network, or a checkpoint of these scripts. The
+    classifier or head is left out, and all else must fit. Also read are `state_dict` in a dict, and the prefix
+    `module.` of DataParallel."""
     if weights in ('none', 'imagenet'):
         return trunk
     saved = read_file(weights)
     with untrusted_file(weights):
-        saved = dict(named_tensors(saved))
-        # How many names of the trunk follow each prefix, such as '.', '.state_dict.module.' or '.model.trunk.'
-        fits = Counter(name.removesuffix(key) for name in saved for key in trunk.state_dict()
-                       if name.endswith(f'.{key}'))
-        best = [prefix for prefix in fits if fits[prefix] == max(fits.values())]
-        if len(best) != 1:
-            raise UsageError(f'{weights} should have the weights of one network like this one, and has {len(best)}: '
-                             f'{best}; save only one')
-        trunk.load_state_dict({name.removeprefix(best[0]): value for name, value in saved.items()
-                               if name.startswith(best[0]) and not name.startswith(f'{best[0]}{classifier}.')})
+        saved = saved.get('state_dict', saved.get('model', saved))
+        saved = {name.removeprefix('module.').removeprefix('trunk.'): value for name, value in saved.items()}
+        head = (f'{classifier}.', 'linear.')
+        trunk.load_state_dict({name: value for name, value in saved.items() if not name.startswith(head)})
     return trunk
-
-
-def named_tensors(saved, name=''):
-    """(name, tensor) of all tensors in dicts in dicts; the name has a dot before each key"""
-    if torch.is_tensor(saved):
-        yield name, saved
-    elif isinstance(saved, dict):
-        for key, value in saved.items():
-            yield from named_tensors(value, f'{name}.{key}')
 
 
 def import_timm():
@@ -491,17 +472,15 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
         losses.append(loss.detach())
-        if number == 1 and len(steps) > 1:                  # restart the clock: workers start, and step 1 is slow
-            start = time.time()
         if number % 20 == 0 or number == len(steps):        # rarely, because the program waits here for the GPU
             mean = torch.stack(losses).mean().item()
             if not math.isfinite(mean):
                 raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {len(steps)} or in the 19 '
                                  'before; try a lower --lr, or --precision fp32')
-            left = (time.time() - start) / max(1, number - 1) * (total - t - 1) / 60
+            left = (time.time() - start) / number * (total - t - 1) / 60
             show_progress(f'epoch {epoch:<3d}  loss {mean:<6.4g}  step {number} of {len(steps)}, {left:.1f} min left')
     return dict(loss=mean, no_positive=batches.without_positive(loader.dataset.labels),
-                images_per_second=max(1, number - 1) * len(y) / (time.time() - start))
+                images_per_second=number * len(y) / (time.time() - start))
 
 
 # ---- 4. evaluation ---------------------------------------------------------------------------------
@@ -628,10 +607,8 @@ def ranked_hits(s, hit):
     """Hits in the order of their similarities s, which are sorted already; where these are equal, non-matches first.
     s, hit (b, k) -> (b, k), which is hit, changed in place"""
     tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) rows with equal similarities: mostly few
-    # Two stable sorts: the second keeps the order of the first wherever similarities are equal.
-    order = hit[tied].int().argsort(dim=1, stable=True)                  # non-matches, then matches
-    by_s = s[tied].gather(1, order).argsort(dim=1, descending=True, stable=True)
-    hit[tied] = hit[tied].gather(1, order).gather(1, by_s)
+    order = np.lexsort((hit[tied].cpu(), -s[tied].cpu()))                # by -s, and where these are equal by hit
+    hit[tied] = hit[tied].gather(1, torch.from_numpy(order).to(hit.device))
     return hit
 
 
@@ -808,33 +785,22 @@ def normalization(arch):
 def to_rgb(image, min_side=None):
     """A path, PIL image or array -> PIL image in 8-bit RGB, rotated as its EXIF data say, with white where it is
     transparent. Raises UsageError that names a file which cannot be read."""
-    if not isinstance(image, Image.Image):
-        try:
-            if isinstance(image, np.ndarray):
-                return to_rgb(Image.fromarray(image))
-            # Only the formats of is_image_file, regardless of the file's name: for some others PIL starts a program.
-            # With LOAD_TRUNCATED_IMAGES, PIL ignores corrupted texts and profiles of a PNG file. It is switched off
-            # again before the pixels are loaded.
-            strictness = ImageFile.LOAD_TRUNCATED_IMAGES
-            ImageFile.LOAD_TRUNCATED_IMAGES = True
-            try:
-                file = Image.open(image, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
-            finally:
-                ImageFile.LOAD_TRUNCATED_IMAGES = strictness
-            with file:
-                if min_side:
-                    file.draft('RGB', (min_side, min_side))              # for JPEG files only
-                return to_rgb(file)
-        except Exception as error:                          # every image format has errors of its own
-            raise UsageError(f'cannot read the image {getattr(image, "shape", image)}: {error}; replace or '
-                             'remove it') from error
-    image.load()                                            # raises what is wrong with the pixels
+    source = image
+    try:
+        if isinstance(source, np.ndarray):
+            image = Image.fromarray(source)
+        elif not isinstance(source, Image.Image):
+            image = open_image(source)
+            if min_side:
+                image.draft('RGB', (min_side, min_side))                 # for JPEG files only
+        image.load()                                        # raises what is wrong with the pixels, and closes the file
+        if image.mode[0] in 'IF':
+            image = Image.fromarray(to_8_bits(np.asarray(image)))
+    except Exception as error:                              # every image format has errors of its own
+        raise UsageError(f'cannot read the image {getattr(source, "shape", source)}: {error}; replace or remove it'
+                         ) from error
     with suppress(Exception):                               # metadata that cannot be read does not matter
         image = ImageOps.exif_transpose(image)
-    if image.mode[0] in 'IF':
-        grey = np.asarray(image)
-        transparent = grey == image.info.get('transparency')             # a grey value, or None
-        image = Image.fromarray(np.where(transparent, np.uint8(255), to_8_bits(grey)))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA'))
     # A line one pixel wide, resized to a shorter side of 256, would be an image of half a million pixels in length.
@@ -842,17 +808,22 @@ def to_rgb(image, min_side=None):
     return v2.functional.center_crop(image.convert('RGB'), [height, width])
 
 
+def open_image(path):
+    """Image.open for the formats of is_image_file, regardless of the file's name: for some others PIL starts a program.
+    With LOAD_TRUNCATED_IMAGES, PIL ignores corrupted texts and profiles of a PNG file."""
+    strictness = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    try:
+        return Image.open(path, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = strictness        # before the pixels are loaded
+
+
 def to_8_bits(grey):
-    """Grey values of 16 or 32 bits or floats -> uint8. Integers >= 0 are scaled from as many bits as the largest needs,
-    but at least 8; other values from the smallest to the largest finite one."""
-    is_float = grey.dtype.kind == 'f'
-    grey = grey.astype(np.float64)
+    """Grey values of 16 or 32 bits or floats -> uint8, from 0 for the smallest finite one to 255 for the largest"""
     finite = grey[np.isfinite(grey)]
-    low, high = (finite.min(), finite.max()) if finite.size else (0, 1)
-    if low >= 0 and not is_float:
-        low, high = 0, 2 ** max(8, int(high).bit_length()) - 1
-    scaled = np.nan_to_num((grey - low) / ((high - low) or 1))
-    return (255 * scaled.clip(0, 1)).round().astype(np.uint8)
+    scaled = np.interp(grey, (finite.min(), finite.max()), (0, 255))     # infinite values become 0 or 255
+    return np.nan_to_num(scaled).round().astype(np.uint8)
 
 
 # ---- 6. shapes -------------------------------------------------------------------------------------
@@ -1126,10 +1097,10 @@ def find_splits(names):
     gallery. {'unsplit': '.'} if these are not splits: a single class may have such a name."""
     names = {name for name in names if not is_hidden(name)}
     found = {'train', 'test', 'query', 'gallery'} & names
-    if not ({'train', 'test'} <= found or {'query', 'gallery'} <= found or found and found == names):
+    if not found or len(found) == 1 and found != names:
         return dict(unsplit='.')
-    if {'test', 'query'} <= found or len(found & {'query', 'gallery'}) == 1 and 'test' not in found:
-        raise UsageError(f'there are {" and ".join(sorted(found))}; queries belong in test, or query next to gallery')
+    if {'test', 'query'} <= found:
+        raise UsageError('there are test and query; queries belong in one of them')
     return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
@@ -1373,26 +1344,19 @@ def show_row(row):
 
 
 def summary(args, data, folder, rows):
-    """Prints what the result means, and how it was chosen. Returns its row: the last, or with --fold the best."""
+    """Prints what the result means. Returns its row: the last, or with --fold the best."""
     if not data.query:
-        print('All classes were trained on, so there is no result. To search for an image, with the embeddings of a '
-              f'folder:\npython eval.py --checkpoint {folder} --data FOLDER --whole --embed gallery.npz\n'
-              f'python eval.py --checkpoint {folder} --data gallery.npz --query IMAGE')
+        print('All classes were trained on, so there is no result. To search these images: '
+              f'python eval.py --checkpoint {folder} --query IMAGE')
         return rows[-1]
-    best = best_row(rows)
-    row = best if args.fold else rows[-1]
-    new = 'none of these classes is in the training set'
-    if seen := {*data.query.classes} & {*data.train.classes}:
-        new = f'{len(seen)} of its classes are in the training set as well, so this value is inflated'
-    elif args.weights != 'none' or args.dataset == 'vectors':
-        new += ', but the pretrained weights may have seen some'
-    print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f}% of the {"validation" if args.fold else "test"} images, the '
-          f'most similar other image shows the same class; {new}.\n'
-          f'Before training it was {rows[0]["R@1"]:.1f}.')
+    row, part, chosen = rows[-1], 'test', ''
     if args.fold:
-        print(f'This is epoch {row["epoch"]}, which has the highest validation MAP@R; no test image was read.')
-    elif best is not row and best['epoch']:
-        print(f'(Epoch {best["epoch"]} had the highest MAP@R. To report it would be model selection on the test set.)')
+        row, part, chosen = best_row(rows), 'validation', ', which has the highest validation MAP@R'
+    seen = {*data.query.classes} & {*data.train.classes}
+    known = f'{len(seen)} of these classes are' if seen else 'none of these classes is'
+    print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f}% of the {part} images, the most similar other image shows the '
+          f'same class; {known} in the training set.\n'
+          f'This is epoch {row["epoch"]}{chosen}. Before training it was {rows[0]["R@1"]:.1f}.')
     if data.name in DATASETS:
         print(f'Next: python eval.py --checkpoint {best_of(folder)}')
     else:
@@ -1401,13 +1365,9 @@ def summary(args, data, folder, rows):
 
 
 def show_progress(text, done=False):
-    """Prints a line that the next one overwrites, unless it is done. If the output is not a terminal, only the last of
-    them is printed."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1      # a longer line would not be overwritten as a whole
-        print(f'\r{text if done else text[:width]:<{width}}', end='\n' if done else '', flush=True)
-    elif done:
-        print(text, flush=True)
+    """Prints a line. Unless it is done, the next one overwrites it, and it is left out if the output is no terminal."""
+    if done or sys.stdout.isatty():
+        print(f'{text:<79}' if sys.stdout.isatty() else text, end='\n' if done else '\r', flush=True)
 
 
 def about_data(args, data):
@@ -1441,9 +1401,8 @@ def resume(args, about, model, states, per_epoch, total):
 
 
 def saved_flags(args):
-    """{flag: value} for a checkpoint: plain values, which excludes Path objects and the device"""
-    return {name: value for name, value in vars(args).items()
-            if value is None or isinstance(value, (bool, int, float, str, list))}
+    """{flag: value} for a checkpoint"""
+    return {name: value for name, value in vars(args).items() if name not in ('resume', 'device')}
 
 
 def save_checkpoint(path, args, model, states=None, **more):
@@ -1500,8 +1459,8 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
         model.load_state_dict(saved['model'])
         model.args = saved['args']
         model.classes = saved.get('classes', [])
-        transform = make_test_transform(**saved['transform'])
-        model.transform = v2.Compose([partial(to_rgb, min_side=transform.min_side), transform])
+        model.transform = make_test_transform(**saved['transform'])
+        model.transform.transforms.insert(0, partial(to_rgb, min_side=model.transform.min_side))
     return model.place(device).eval()
 
 

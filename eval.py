@@ -53,6 +53,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torchvision.transforms import v2
 from torchvision.utils import save_image
 
 import common
@@ -162,8 +163,9 @@ def count_copies(z, training, paths, training_paths):
 
 # ---- image grids and search
 
-GREEN = (0, 0.63, 0)
-RED = (0.86, 0, 0)
+WHITE = [1., 1., 1.]
+GREEN = [0., 0.63, 0.]
+RED = [0.86, 0., 0.]
 BORDER = 4                                                  # width of a border, in pixels
 ROWS = 8                                                    # queries in a grid, at most
 
@@ -178,19 +180,15 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     """
     if path.resolve() in {Path(image).resolve() for image in [*queries.paths, *gallery.paths]}:
         raise UsageError(f'the grid would replace the photo {path}; name another file with --sheet')
-    normalize = model.transform.transforms[-1].transforms[-1]            # the last step
-    mean, std = (torch.tensor(values)[:, None, None] for values in (normalize.mean, normalize.std))
+    pixels = v2.Compose(model.transform.transforms[:-1])                 # all steps but Normalize
     tiles = []
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
             images = gallery if column else queries
-            colour = (1., 1., 1.)                                        # white
+            colour = WHITE
             if column and hit is not None:
                 colour = GREEN if hit[n, column - 1] else RED
-            x = images[i][0] * std + mean                                # (3, S, S), from 0 to 1
-            tile = torch.tensor(colour)[:, None, None].repeat(1, *(side + 2 * BORDER for side in x.shape[1:]))
-            tile[:, BORDER:-BORDER, BORDER:-BORDER] = x
-            tiles.append(tile)
+            tiles.append(v2.functional.pad(pixels(images.items[i]), BORDER, fill=colour))
             title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
             print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
     with common.atomic_write(path) as file:
@@ -204,43 +202,31 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     k = min(top, len(data.gallery) - itself)
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    # Queries without a match are skipped, unless no query has one.
-    same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
-    rows = (same_class > itself).nonzero()[:, 0].tolist() or list(range(len(s)))
-    if hardest:     # the fewest matches first; of equal ones, the most similar mistake first
-        found = hit.sum(dim=1).tolist()
-        mistake = s.masked_fill(hit, -1).amax(dim=1).tolist()
-        rows = sorted(rows, key=lambda n: (found[n], -mistake[n]))[:ROWS]
+    if hardest:     # fewest matches first; of equal ones, the most similar mistake; queries that can have none come last
+        mistake = s.masked_fill(hit, -1).amax(dim=1)                     # (N,) from -1 to 1
+        same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]     # (N,)
+        order = (hit.sum(dim=1) - mistake / 3).masked_fill(same_class == itself, k + 1)
+        rows = order.argsort(stable=True)[:ROWS]
     else:
-        rows = [rows[n] for n in torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
-    draw_grid(path, model, data.query, data.gallery, rows, s[rows], index[rows], hit[rows])
+        rows = torch.linspace(0, len(s) - 1, min(ROWS, len(s))).long()
+    draw_grid(path, model, data.query, data.gallery, rows.tolist(), s[rows], index[rows], hit[rows])
 
 
 def search(args, model):
-    """--query: prints and draws the images nearest to each photo. A photo is excluded from its own results."""
-    transform = model.transform.transforms[-1]              # without to_rgb, which Images calls
-    for path in args.query:
-        if not path.is_file():
-            raise UsageError(f'--query takes files of images, and {path} is not a file')
-    photos = common.Images(args.query, ['photo'] * len(args.query), transform=transform)
+    """--query: prints and draws the images nearest to each photo."""
+    photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform)
     dataset, folder = place_of_test_set(args, [model.args])
     if os.path.isfile(folder):
         arrays = common.read_npz(folder)
         if arrays.get('network') != fingerprint(model):
             raise UsageError(f'{folder} has the embeddings of another network: make it again with --embed')
-        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=transform)
+        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=model.transform)
         gallery = torch.from_numpy(arrays['embeddings'])                 # (N, D)
     else:
-        images = common.load_dataset(dataset, folder, whole=True, transform=transform).query
+        images = common.load_dataset(dataset, folder, whole=True, transform=model.transform).query
         gallery = common.embed(model, images)
     print(f'the gallery is {len(images):,} images of {folder}')
-    places, sources = (np.array(list(map(os.path.realpath, part.paths))) for part in (images, photos))
-    itself = torch.from_numpy(sources[:, None] == places)                # (Q, N)
-    k = min(args.top, len(images) - int(itself.any()))
-    if k == 0:
-        raise UsageError(f'{args.query[0]} is the only image of {folder}')
-    s = F.normalize(common.embed(model, photos), dim=1) @ F.normalize(gallery, dim=1).T  # (Q, N)
-    s, index = s.masked_fill(itself, -2).topk(k, dim=1)     # -2 is less than any cosine
+    s, index = nearest(common.embed(model, photos), gallery, min(args.top, len(images)))         # both (Q, k)
     path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
     draw_grid(path, model, photos, images, range(len(photos)), s, index)
     found = [dict(query=photo, nearest=[
@@ -259,7 +245,7 @@ def save_embeddings(path, model, images, z):
 
 def fingerprint(model):
     """A hash of the weights and the options of a network"""
-    content = hashlib.sha256(repr([model.config, model.transform.transforms[-1]]).encode())
+    content = hashlib.sha256(repr([model.config, model.transform.transforms[1:]]).encode())
     for weight in model.state_dict().values():
         content.update(weight.cpu().numpy().tobytes())
     return content.hexdigest()
@@ -427,17 +413,13 @@ def get_args(argv=None):
 
 def place_of_test_set(args, trainings):
     """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags"""
-    names = {args.dataset or flags['dataset'] for flags in trainings}
-    folders = {args.data or flags['data'] for flags in trainings}
-    if len(names) > 1 or names != {'shapes'} and len(folders) > 1:
-        places = sorted(names if len(names) > 1 else folders)
-        raise UsageError(f'the networks were trained on {" and ".join(places)}: name the images to evaluate with '
-                         '--dataset and --data')
-    [name], folder = names, min(folders)
+    places = {(args.dataset or flags['dataset'], args.data or flags['data']) for flags in trainings}
+    if len(places) > 1:
+        found = ' and '.join(f'{name} in {folder}' for name, folder in sorted(places))
+        raise UsageError(f'the networks were trained on {found}: name the images to evaluate with --dataset and --data')
+    [(name, folder)] = places
     if name == 'shapes' and args.data:
         raise UsageError('the built-in dataset shapes has no --data; for images of your own add --dataset folder')
-    if args.dataset and not args.data and name not in ('shapes', *(flags['dataset'] for flags in trainings)):
-        raise UsageError(f'name the folder of --dataset {name} with --data')
     return name, folder
 
 
@@ -446,7 +428,7 @@ def load_test_set(args, model, name, folder):
     if (name == 'vectors') != (model.config['arch'] == 'none'):
         expected = 'images' if name == 'vectors' else 'vectors'
         raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
-    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform.transforms[-1])
+    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform)
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
@@ -495,7 +477,7 @@ def training_images(model):
     """The images that the network was trained on"""
     flags = model.args
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
-                                   transform=model.transform.transforms[-1]).train
+                                   transform=model.transform).train
     if not training or {*training.classes} - {*model.classes}:
         raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
     return training

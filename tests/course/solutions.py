@@ -454,8 +454,8 @@ WRONG['retrieval_metrics'] = {
         'for rows, s, index in search(query, gallery, depth + itself):\n'
         '        s, index = s[:, itself:], index[:, itself:]'],
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
-    'ties in the order of the search': ('hit[tied] = hit[tied].gather(1, order).gather(1, by_s)', ''),
-    'matches first': ('hit[tied].int().argsort', '(~hit[tied]).int().argsort'),
+    'ties in the order of the search': ('hit[tied] = hit[tied].gather(1, torch.from_numpy(order).to(hit.device))', ''),
+    'matches first': ('np.lexsort((hit[tied]', 'np.lexsort((~hit[tied]'),
     'query normalized in place': ['within = gallery is None',
                                   'within = gallery is None\n    query /= query.norm(dim=1, keepdim=True)'],
     'no error without a gallery': [

@@ -57,7 +57,7 @@ def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, 
     make_folder(tmp_path / 'x/train', 'abc', per_class=4)
     make_folder(tmp_path / 'x/test', 'abcd', per_class=3, seed=1)
     record = run(train_ms, '--data', 'x', '--name', 'mine', '--precision', 'fp32')
-    assert '3 of its classes are in the training set as well' in capsys.readouterr().out
+    assert '3 of these classes are in the training set' in capsys.readouterr().out
     assert evaluation.main(FP32)['R@1'] == record['R@1']
     assert '3 of the 4 classes to evaluate were in the training set, so the metrics' in capsys.readouterr().err
     run(train_ms, '--data', 'x', '--name', 'other', '--seed', '1')
@@ -68,11 +68,11 @@ def test_other_images_of_the_training_classes_are_evaluated_with_a_warning(run, 
 
 def test_another_dataset_needs_its_folder_and_the_built_in_one_has_none(run, small):
     run(train_ms, '--name', 'mine')
-    with pytest.raises(common.UsageError, match='name the folder of --dataset cub with --data'):
+    with pytest.raises(common.UsageError, match='^cub cannot be loaded.*should have CUB_200_2011'):
         evaluation.main([*FP32, '--dataset', 'cub'])
     with pytest.raises(common.UsageError, match='shapes has no --data.*add --dataset folder'):
         evaluation.main([*FP32, '--dataset', 'shapes', '--data', 'photos'])
-    with pytest.raises(common.UsageError, match='trained on x and y: name the images to evaluate'):
+    with pytest.raises(common.UsageError, match='trained on cub in x and cub in y: name the images to evaluate'):
         evaluation.place_of_test_set(evaluation.get_args(FP32), [dict(dataset='cub', data=data) for data in 'xy'])
     args = evaluation.get_args([*FP32, '--dataset', 'shapes'])
     assert evaluation.place_of_test_set(args, [dict(dataset='folder', data='x')])[0] == 'shapes'
@@ -215,7 +215,7 @@ def test_runs_that_are_not_seeds_of_one_recipe(runs, run, tmp_path, capsys):
         with pytest.raises(common.UsageError, match=message):
             evaluation.main(['--checkpoint', 'runs/whole', other, '--data', str(tmp_path / 'other'), *EVAL])
     train_ms.main('--epochs 0 --image-size 17 --device cpu --name synthetic'.split())
-    with pytest.raises(common.UsageError, match='trained on folder and shapes: name the images'):
+    with pytest.raises(common.UsageError, match='trained on folder in .* and shapes in data: name the images'):
         evaluation.main(['--checkpoint', 'runs/whole', 'runs/synthetic', *EVAL])
     rows = evaluation.main(['--checkpoint', 'runs/ms-0-0', 'runs/whole', 'runs/third', *EVAL])['rows']
     assert [row['recipe'] for row in rows] == ['ms folds=2', 'ms folds=none', 'ms folds=3']

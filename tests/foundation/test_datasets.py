@@ -167,9 +167,7 @@ def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_pa
 @pytest.mark.parametrize('folders, message', [
     ('a b c', 'there are 3 classes to train on, and at least 4 are needed'),
     ('train/x test/a test/b', 'there are 1 classes to train on, and at least 2'), ('train/x', 'there are 1 classes'),
-    ('query/a query/b', 'there are query; queries belong in test, or query next to gallery'),
-    ('train/a train/b gallery/c', 'there are gallery and train; queries belong'),
-    ('test/a query/a gallery/a', 'there are gallery and query and test; queries belong'),
+    ('test/a query/a gallery/a', 'there are test and query; queries belong in one of them'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
     ('imagesTrain/x imagesTest/y', 'imagesTest and imagesTrain in'), ('my_train/x my_val/y', 'my_train and my_val in'),

@@ -225,11 +225,10 @@ def slow_steps(monkeypatch):
 
 
 def test_minutes_and_images_per_second(run, small, slow_steps):
-    """The first step of an epoch is not counted in the images per second, unless it is the only one."""
     run(train_ms, '--epochs', '40', '--steps', '4', '--name', 'x')
     before, first, last = common.read_checkpoint('runs/x')['rows']
     assert [record['minutes'] for record in (before, first, last)] == [0, 12, 22]
-    assert first['images_per_second'] == pytest.approx(8 / 60) and last['images_per_second'] == pytest.approx(8 / 600)
+    assert first['images_per_second'] == pytest.approx(24 / 720) and last['images_per_second'] == pytest.approx(8 / 600)
     assert last['no_positive'] == 0
 
 
@@ -243,10 +242,10 @@ def test_the_estimated_minutes_are_those_to_the_end_of_the_run(before_training, 
     held, shown = before_training(train_ms, '--batch-size', '2', '--per-class', '1'), []
     monkeypatch.setattr(common, 'show_progress', shown.append)
     record = train_epoch(held, held.step, range(100, 131), epoch=5, total=150)
-    # After the first step, 6 of 19 steps take ten minutes and 13 take one: 73 minutes. Of 30 steps, 10 take ten: 120.
-    expected = [f'step 20 of 31, {73 / 19 * 30:.1f} min left', f'step 31 of 31, {120 / 30 * 19:.1f} min left']
+    # Of the first 20 steps, 7 take ten minutes and 13 take one: 83 minutes. Of all 31 steps, 11 take ten: 130 minutes.
+    expected = [f'step 20 of 31, {83 / 20 * 30:.1f} min left', f'step 31 of 31, {130 / 31 * 19:.1f} min left']
     assert len(shown) == 2 and all(text in line for text, line in zip(expected, shown)), shown
-    assert record['no_positive'] == 1 and record['images_per_second'] == pytest.approx(60 / 7200)
+    assert record['no_positive'] == 1 and record['images_per_second'] == pytest.approx(62 / 7800)
 
 
 # ---- NaN
