@@ -1518,8 +1518,8 @@ VECTORS = DEMO | dict(arch='none', freeze_bn=True, pool='avg', dim=None, precisi
                       per_class=5, lr=1e-3, schedule='constant')
 BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
 BASE = dict.fromkeys(DATASETS, BENCHMARK) | dict(
-    shapes=DEMO | dict(image_size=32, resize=32, min_crop=1.0, epochs=8, eval_every=8), folder=DEMO, vectors=VECTORS,
-    sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
+    shapes=DEMO | dict(image_size=32, resize=32, min_crop=1.0, batch_size=128, eval_every=10), folder=DEMO,
+    vectors=VECTORS, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
 
 # Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's entry 'reality-check' is
 # added. What the text does not state comes from the released configuration: momentum, weight decay, and crops of at

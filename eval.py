@@ -202,7 +202,7 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     k = min(top, len(data.gallery) - itself)
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    if hardest:     # fewest matches first; of equal ones, the most similar mistake; queries that can have none come last
+    if hardest:     # fewest matches, then the most similar mistake; queries that can have no match come last
         mistake = s.masked_fill(hit, -1).amax(dim=1)                     # (N,) from -1 to 1
         same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]     # (N,)
         order = (hit.sum(dim=1) - mistake / 3).masked_fill(same_class == itself, k + 1)

@@ -86,7 +86,7 @@ CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, proxy_lr_mult=1e4, decay_epochs=40)
 DEFAULTS = {
     # The optimizer of these three is AdamW (common.BASE) with its usual small eps, so 10 times --lr is enough for the
-    # proxies. Random batches (per_class=0) of shapes have about 55 classes, and so attract more proxies to their images
+    # proxies. Random batches (per_class=0) of shapes have about 95 classes, and so attract more proxies to their images
     # than balanced batches of 16 classes.
     'shapes': dict(per_class=0, pool='max', proxy_lr_mult=10),
     'folder': dict(pool='max', proxy_lr_mult=10),
