@@ -794,13 +794,13 @@ def to_rgb(image, min_side=None):
             if min_side:
                 image.draft('RGB', (min_side, min_side))                 # for JPEG files only
         image.load()                                        # raises what is wrong with the pixels, and closes the file
+        with suppress(Exception):                           # metadata that cannot be read does not matter
+            image = ImageOps.exif_transpose(image)
         if image.mode[0] in 'IF':
             image = Image.fromarray(to_8_bits(np.asarray(image)))
     except Exception as error:                              # every image format has errors of its own
         raise UsageError(f'cannot read the image {getattr(source, "shape", source)}: {error}; replace or remove it'
                          ) from error
-    with suppress(Exception):                               # metadata that cannot be read does not matter
-        image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA'))
     # A line one pixel wide, resized to a shorter side of 256, would be an image of half a million pixels in length.

@@ -274,6 +274,7 @@ CASES = {
         cars      adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
         sop       adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
         inshop    adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0''',
+        shapes=(64, 8),
         settings=[
             ('shapes folder', '', dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1,
                                        axis='top-bottom', mask_size=16, hybrids='replace')),
