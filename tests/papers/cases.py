@@ -97,8 +97,8 @@ CASES = {
         sop       adam   3e-5   1e-4 0    60  100   5  step     10 0.25 5  10   512 avg+max False  224  256  0.08 0
         inshop    adam   1e-4   1e-4 0    60  100   5  step     5  0.25 1  10   512 avg+max False  224  256  0.08 0''',
         settings=[
-            ('folder cub', '', dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean')),
-            ('shapes', '', dict(form='distance', pos_margin=0, neg_margin=1.0, power=1))],
+            ('cub', '', dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean')),
+            ('folder', '', dict(neg_margin=0.5)), ('shapes', '', dict(neg_margin=1.0))],
         limits={'--margin': MARGIN, '--pos-margin': '-2.1 < -2 2 < 2.1', '--neg-margin': '-2.1 < -2 2 < 2.1',
                 '--power': '0 < 1 2 < 3'},
         no_effect=['--reduction sum', '--margin 0.1', '--form similarity --pos-margin 0.1',
