@@ -63,7 +63,7 @@ class Embedder(nn.Module):
     dim          D, embedding dimension; None: the dimension of the features
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), or a file
-    freeze_bn    the running statistics of BatchNorm do not change in training; its affine weights do, with the trunk
+    freeze_bn    BatchNorm uses its stored mean and variance also in training; its scale and shift are still trained
     layer_norm   LayerNorm without affine weights, between pooling and head
     normalize    embeddings are L2-normalized
     trunk        any module (B, 3, S, S) -> (B, c) or (B, c, h, w), which replaces arch and weights
@@ -102,7 +102,8 @@ class Embedder(nn.Module):
         """c, found by a forward pass of one blank input"""
         self.trunk.eval()
         try:
-            return self.features(torch.zeros(1, *input_shape)).shape[1]
+            device = next(self.trunk.parameters(), torch.empty(0)).device
+            return self.features(torch.zeros(1, *input_shape, device=device)).shape[1]
         except (RuntimeError, AssertionError, ValueError) as error:     # every network has errors of its own
             raise UsageError(f'the network takes no input of shape {tuple(input_shape)}: {error}; try another '
                              '--image-size or --arch') from error
@@ -188,17 +189,15 @@ def make_trunk(arch, weights='none'):
     if arch == 'none':
         return Rescale()
     if arch.startswith('timm:'):
-        timm, name = import_timm(), arch.removeprefix('timm:')
-        if not timm.is_model(name):
-            raise UsageError(f'timm has no model {name}')
+        timm, name, config = timm_model(arch)
         trunk = timm.create_model(name, pretrained=weights == 'imagenet', num_classes=0)
-        return load_weights(trunk, weights, timm.get_pretrained_cfg(name).classifier)
+        return load_weights(trunk, weights, config.classifier)
     if arch not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(f'--arch {arch} is neither a classifier of torchvision, such as resnet50, swin_t or vit_b_16, '
                          'nor timm:NAME')
     try:
         network = torchvision.models.get_model(arch, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
-    except (OSError, RuntimeError, ValueError) as error:    # no connection, a wrong hash, no such weights
+    except (OSError, RuntimeError, ValueError, KeyError) as error:       # no connection, a wrong hash, no such weights
         raise UsageError(f'no ImageNet weights for {arch}: {error}; name a file of them: --weights FILE') from error
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
@@ -227,12 +226,19 @@ def load_weights(trunk, weights, classifier):
     return trunk
 
 
-def import_timm():
+def timm_model(arch):
+    """timm, NAME and its pretrained configuration, for arch timm:NAME"""
+    name = arch.removeprefix('timm:')
     try:
         import timm
+        config = timm.get_pretrained_cfg(name)
     except ImportError as error:
         raise UsageError('--arch timm:NAME needs timm: pip install timm') from error
-    return timm
+    except RuntimeError as error:                           # it has the model, but not the tag after the dot
+        raise UsageError(f'--arch {arch}: {error}') from error
+    if config is None:
+        raise UsageError(f'timm has no model {name}')
+    return timm, name, config
 
 
 def initialise(linear, head_init):
@@ -347,8 +353,9 @@ def make_sampler(args, labels):
 def make_loader(images, batch_sampler, device):
     """A DataLoader with worker processes for files, about as many as there are cores; none for a few files, for images
     in memory and for vectors."""
-    cores = max(1, os.cpu_count() // world_size())
-    workers = min(cores, len(images) // 128) if images.are_files else 0
+    # The cores that this process may use: in a container or a batch job, fewer than the machine has
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    workers = min(max(1, cores // world_size()), len(images) // 128) if images.are_files else 0
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
                       pin_memory=device.type == 'cuda', generator=torch.Generator())     # the global one stays as it is
 
@@ -369,8 +376,7 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    the minimum of a linear increase over the first tenth of the run, at most 100 steps, and of a cosine decay
-              from 1 to 0 over the run
+    cosine    a cosine decay from 1 to 0; in the first tenth of the run, at most 100 steps, not above a linear increase
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -392,10 +398,10 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. Pass a function of your own to
-    `train(..., log=)` to log elsewhere as well: `row` is the row of the last epoch, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. Pass a function of your own to `train(..., log=)` to log
+    elsewhere as well; `row`, which is not used here, is that of the last epoch, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
-        file.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
+        file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
 
 def train(args, model, data, step, optimizer, loss_params=None, sampler=None, log=write_log):
@@ -415,6 +421,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
     states = dict(optimizer=optimizer, loss_params=nn.ParameterDict(loss_params or {}))
+    trainable = [weight for weight in model.trunk.parameters() if weight.requires_grad]
     folder = args.resume or broadcast_from_rank0(None if rank() else new_folder(args, data))
     about = about_data(args, data)
     # A new run starts with epoch 0, an evaluation before training; a resumed one continues from its checkpoint.
@@ -430,7 +437,8 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
             steps = range(done, min(epoch * per_epoch, total))
             if steps:                                       # not in epoch 0, nor if a resumed run only evaluates
                 model.train()
-                model.trunk.requires_grad_(epoch > args.warmup)
+                for weight in trainable:                    # weights that the user froze stay so
+                    weight.requires_grad_(epoch > args.warmup)
                 row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
                 done = steps.stop
             if epoch % args.eval_every == 0 or epoch == epochs:
@@ -735,7 +743,9 @@ def make_test_transform(resize=256, image_size=224, mean=MEAN, std=STD):
     A callable of your own may pad wide images to a square instead, so that nothing is lost:
 
     >>> square = make_test_transform(256, 256)
-    >>> data.query.transform = lambda image: square(ImageOps.pad(image, (256, 256), color='white'))
+    >>> def padded(image):                  # a function with a name, because a lambda does not reach worker processes
+    ...     return square(ImageOps.pad(image, (256, 256), color='white'))
+    >>> data.query.transform = padded
     """
     return with_min_side(resize, [v2.Resize(resize), v2.CenterCrop(image_size)], mean, std)
 
@@ -753,7 +763,7 @@ def make_train_transform(image_size=224, min_crop=0.08, flip=True, jitter=0.0, r
         steps += [v2.RandomHorizontalFlip()]
     if jitter:
         steps += [v2.ColorJitter(jitter, jitter, jitter)]
-    # Large files may be decoded at a reduced size, but so that the smallest crop is not enlarged.
+    # Large files may be decoded at a reduced size, but so that the smallest crop is hardly enlarged.
     return with_min_side(resize or math.ceil(image_size / min_crop ** 0.5), steps, mean, std)
 
 
@@ -778,7 +788,7 @@ def normalization(arch):
     """Mean and standard deviation of the pixels that a network expects, and its image size or None"""
     if not arch.startswith('timm:'):
         return MEAN, STD, None
-    expected = import_timm().get_pretrained_cfg(arch.removeprefix('timm:'))
+    *_, expected = timm_model(arch)
     return expected.mean, expected.std, expected.input_size[-1]
 
 
@@ -803,7 +813,7 @@ def to_rgb(image, min_side=None):
                          ) from error
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA'))
-    # A line one pixel wide, resized to a shorter side of 256, would be an image of half a million pixels in length.
+    # Only the middle of a very long image is kept: resized by its shorter side, it could be of any length.
     width, height = (min(side, 16 * min(image.size)) for side in image.size)
     return v2.functional.center_crop(image.convert('RGB'), [height, width])
 
@@ -929,7 +939,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
     root        folder that contains what the archives of the dataset unpack to
     image_size  side of the square crops, pixels; None: as in the training recipes
     resize      shorter side of test images before the centre is cropped; None: in the recipes' ratio to image_size
-    fold        'i/n': block i of n of the training classes is the test set; the real test set is not read
+    fold        'i/n': block i of n of the training classes is the test set; the real test set is not used
     whole       all images are the test set, and .train is None
     transforms  arguments of Images, as transforms_from returns; then resize and image_size have no effect
 
@@ -943,6 +953,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
         resize = resize or resize_for(BASE[name], image_size)
         transforms = dict(transform=make_test_transform(resize, image_size),
                           train_transform=make_train_transform(image_size))
+    if whole and name == 'shapes':
+        raise UsageError('--whole is for a folder of images, not for the built-in dataset shapes')
     splits = draw_shapes(**transforms) if name == 'shapes' else read_splits(name, root, whole, transforms)
     if fold:
         splits = hold_out(splits.get('train'), fold)
@@ -1104,13 +1116,13 @@ def find_splits(names):
     return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
-SERVICE_FOLDERS = ['lost+found', '__MACOSX', 'System Volume Information', 'RECYCLER', 'FOUND.000', 'Temporary Items',
-                   'Network Trash Folder', '~snapshot']
+SERVICE_FOLDERS = ['lost+found', '__MACOSX', 'System Volume Information', 'RECYCLER', '$RECYCLE.BIN', 'FOUND.000',
+                   'Temporary Items', 'Network Trash Folder', '~snapshot', '@eaDir', '@Recycle', '#recycle']
 
 
 def is_hidden(name):
     """Whether a file or folder belongs to an operating system, a file server or a waste bin"""
-    return name[0] in '.@$#' or name in SERVICE_FOLDERS
+    return name.startswith('.') or name in SERVICE_FOLDERS
 
 
 def images_below(root):
@@ -1479,7 +1491,7 @@ def untrusted_file(path):
     """Raises any error that is caused by a corrupted or untrusted file as a UsageError."""
     try:
         yield
-    except (UsageError, ImportError):
+    except (UsageError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         name = type(error).__name__
@@ -1658,7 +1670,8 @@ FLAGS = {
         '--patience': dict(type=at_least(1), default=10,
                            help='with --fold: stop after this number of evaluations without improvement'),
         '--name': dict(help='folder below runs/; default: script, dataset, next free number'),
-        '--resume': dict(type=Path, metavar='RUN', help='continue the run in this folder'),
+        '--resume': dict(type=Path, metavar='RUN', help='continue the run in this folder; with other --epochs, '
+                         'the schedule cosine is that of a run of this length'),
     },
     'machine': {
         '--device': dict(type=device, default='auto', help='auto, cpu, cuda, cuda:1, mps'),
@@ -1696,6 +1709,8 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     processes find each other here.
     """
     typed = parser.typed(argv)
+    if 'resume' in typed:
+        reject(typed, ['name'], '--resume')
     saved = saved_recipe(parser, typed) if 'resume' in typed else {}
     loss = dict(loss=parser.get_default('loss'))            # the script's own, if none is typed
     row = recipe(loss | saved | typed, DEFAULTS) | saved
@@ -1754,6 +1769,8 @@ def check(args, typed):
     """Rejects flags that would give a wrong result, or overwrite one."""
     if args.dataset == 'shapes' and 'data' in typed:
         raise UsageError('--dataset shapes is built in and has no --data; for images of your own add --dataset folder')
+    if (args.arch == 'none') != (args.dataset == 'vectors'):
+        raise UsageError(f'--arch {args.arch} does not fit --dataset {args.dataset}: none is for vectors only')
     if args.resize < args.image_size:
         raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, the crop of it')
     if args.protocol and args.weights == 'none':
@@ -1784,7 +1801,7 @@ def require_two_classes(args):
 
 # ---- 10. devices, processes and randomness ---------------------------------------------------------
 
-# Commands for different machines. Results are the same up to floating-point error.
+# Commands for different machines. Without dropout in the backbone, results are the same up to floating-point error.
 #   one large GPU    python SCRIPT --dataset cub --data data --compile
 #                    torch.compile of the trunk. Not run yet
 #   several GPUs     torchrun --nproc-per-node 4 SCRIPT --dataset sop --data data
@@ -1822,7 +1839,7 @@ def pick_device(name):
         if name.startswith('cuda:'):
             torch.cuda.set_device(name)     # before any tensor, or each process would take memory on the first GPU
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, AttributeError) as error:      # the last: torch was built without CUDA
         raise UsageError(f'device {name} cannot be used here: {str(error).strip().splitlines()[0]}') from error
 
 
@@ -1865,9 +1882,11 @@ def seeded(*seeds):
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         set_seed(*seeds, seed_torch=torch.default_generator.manual_seed)        # not the devices, which takes long
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 # torchrun starts a script several times, once for each GPU. Each process loads a part of each batch, and the parts are
@@ -1930,7 +1949,8 @@ class UsageError(ValueError):
 
 
 def warn(text):
-    print(f'warning: {text}', file=sys.stderr)
+    if not rank():
+        print(f'warning: {text}', file=sys.stderr)
 
 
 def cli(main):

@@ -92,7 +92,7 @@ def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, c
     make_folder(tmp_path, 'abcd', per_class=64, size=8)
     images = common.load_dataset('folder', tmp_path, image_size=16, whole=True).query
     batches = common.StepBatches(BalancedSampler(images.labels, 8, 2), 3)
-    monkeypatch.setattr(os, 'cpu_count', lambda: cores)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: range(cores), raising=False)
     loader = common.make_loader(images, batches, torch.device('cpu'))
     assert loader.num_workers == cores
     for epoch, steps in ((1, range(3)), (2, range(3, 5))):

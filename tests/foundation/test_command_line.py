@@ -69,6 +69,14 @@ def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):
     assert record['epoch'] == 4
     with pytest.raises(UsageError, match='--dataset shapes is built in and has no --data'):
         train_ms.get_args(['--data', 'photos'])
+    with pytest.raises(UsageError, match='--whole is for a folder of images'):
+        common.load_dataset('shapes', whole=True)
+
+
+def test_only_vectors_have_no_network():
+    for flags in (['--arch', 'none'], ['--dataset', 'vectors', '--arch', 'resnet18']):
+        with pytest.raises(UsageError, match='does not fit --dataset .*: none is for vectors only'):
+            train_ms.get_args(flags)
 
 
 def test_a_flag_without_effect_in_a_new_script():
@@ -156,7 +164,7 @@ def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
         flag = flags.split()[0].replace('no-', '')
         with pytest.raises(UsageError, match=f'made with another {flag}; start a new run'):
             train_ms.main(['--resume', 'runs/x', *flags.split()])
-    with pytest.raises(UsageError, match='made with another --name; start a new run'):
+    with pytest.raises(UsageError, match='--name has no effect with --resume'):
         train_ms.main(['--resume', 'runs/x', '--name', 'other'])
     with pytest.raises(UsageError, match='there is no file nowhere/last.pt'):
         train_ms.main(['--resume', 'nowhere'])

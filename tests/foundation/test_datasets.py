@@ -319,6 +319,11 @@ def test_hidden_folders_are_not_classes(tmp_path, name):
     assert common.load_dataset('folder', tmp_path).train.classes == ['a', 'b']
 
 
+def test_other_folders_with_signs_are_classes(tmp_path):
+    make_folder(tmp_path / 'train', ['#1', '$5', '@anna'], per_class=1)
+    assert common.load_dataset('folder', tmp_path).train.classes == ['#1', '$5', '@anna']
+
+
 def test_circular_links_and_files_of_other_formats(tmp_path, capsys):
     make_folder(tmp_path / 'x', ['a', 'b', 'c'], per_class=2)
     (tmp_path / 'x/b/up').symlink_to(tmp_path / 'x')

@@ -16,6 +16,12 @@ from common import Embedder, UsageError
 
 # ---- checkpoints and weights
 
+def test_a_lack_of_memory_is_no_corrupted_file():
+    for error in (MemoryError, torch.OutOfMemoryError):
+        with pytest.raises(error), common.untrusted_file('x.pt'):
+            raise error
+
+
 def checkpoint(path, **options):
     model = small_embedder(**options).place(torch.device('cpu')).eval()
     args = train_ms.get_args(['--seed', '7', '--image-size', '32', '--resize', '40'])

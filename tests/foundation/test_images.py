@@ -1,5 +1,6 @@
 """Images: decoding, the test and training transforms, crops, flips and colours."""
 import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -225,6 +226,9 @@ def test_random_numbers_of_a_train_transform_follow_from_the_integers_only():
     images = Images([noise(4, 4)] * 2, ['a', 'b'], train_transform=three_samples)
     before = generators()
     samples = {key: images[(0, *key)][0] for key in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2))}
+    assert generators() == before
+    with suppress(KeyError), common.seeded(1):
+        raise KeyError
     assert generators() == before
     common.set_seed(5)
     assert images[1, 1, 2, 3][0] == samples[1, 2, 3], 'not from the image, nor from earlier random numbers'

@@ -1,5 +1,7 @@
 """common.Embedder: pooling, head, precision, frozen BatchNorm, chunks, trunks."""
 import math
+import sys
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -220,11 +222,31 @@ class Patches(torch.nn.Module):
     def __init__(self, pooled):
         super().__init__()
         self.conv = torch.nn.Conv2d(3, 12, 8, stride=8)
+        self.frozen = torch.nn.Parameter(torch.linspace(1, 2, 12), requires_grad=False)
         self.pooled = pooled
 
     def forward(self, x):
-        f = self.conv(x)
+        f = self.conv(x) * self.frozen[:, None, None]
         return f.mean((2, 3)) if self.pooled else f
+
+
+def test_a_network_without_imagenet_weights_is_one_line():
+    """vit_h_14 has weights of another kind only."""
+    with pytest.raises(UsageError, match='no ImageNet weights for vit_h_14'):
+        common.make_trunk('vit_h_14', 'imagenet')
+
+
+def test_an_unknown_model_of_timm_is_one_line(monkeypatch):
+    def get_pretrained_cfg(name):           # as in timm 1.0: None, or an error for a tag that the model does not have
+        if '.' in name:
+            raise RuntimeError('Invalid pretrained tag (x) for resnet50.')
+    monkeypatch.setitem(sys.modules, 'timm', SimpleNamespace(get_pretrained_cfg=get_pretrained_cfg))
+    for arch, message in (('timm:resnet500', 'timm has no model resnet500'), ('timm:resnet50.x', 'Invalid pretrained')):
+        with pytest.raises(UsageError, match=message):
+            train_ms.get_args(['--device', 'cpu', '--arch', arch])
+    monkeypatch.setitem(sys.modules, 'timm', None)
+    with pytest.raises(UsageError, match='needs timm: pip install timm'):
+        train_ms.get_args(['--device', 'cpu', '--arch', 'timm:resnet50'])
 
 
 @pytest.mark.parametrize('pooled', [True, False])
@@ -243,6 +265,7 @@ def test_any_module_as_trunk_is_trained_resumed_reloaded_and_evaluated(folder, t
     train(*flags, str(folder), '--schedule', 'constant', '--steps', '3', '--name', 'mine')
     uninterrupted, _, _ = train(*flags, str(folder), '--schedule', 'constant', '--name', 'full')
     model, data, record = train('--resume', 'runs/mine', '--steps', '6')
+    assert model.trunk.frozen.equal(Patches(pooled).frozen) and not model.trunk.frozen.requires_grad
     assert all(torch.equal(value, uninterrupted.state_dict()[name]) for name, value in model.state_dict().items())
     again = common.load_checkpoint('runs/mine', precision='fp32', trunk=Patches(pooled))
     assert common.evaluate(again, data).items() <= record.items()
