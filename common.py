@@ -212,7 +212,7 @@ def make_trunk(arch, weights='none'):
 
 
 def load_weights(trunk, weights, classifier):
-    """Loads a file of weights into a trunk: a state dict of the whole network, or a checkpoint of these scripts. The
+    """Loads a file of weights into a trunk: a state dict of such a network, or a checkpoint of these scripts. The
     classifier or head is left out, and all else must fit. Also read are `state_dict` in a dict, and the prefix
     `module.` of DataParallel."""
     if weights in ('none', 'imagenet'):
@@ -1377,7 +1377,7 @@ def summary(args, data, folder, rows):
 
 
 def show_progress(text, done=False):
-    """Prints a line. Unless it is done, the next one overwrites it, and it is left out if the output is no terminal."""
+    """Prints a line. Unless it is done, the next one overwrites it, and it is not printed if the output is a file."""
     if done or sys.stdout.isatty():
         print(f'{text:<79}' if sys.stdout.isatty() else text, end='\n' if done else '\r', flush=True)
 
