@@ -906,7 +906,7 @@ class Dataset:
     For example, with PIL images in memory, and the training recipe of train_ms.py for a folder of images:
 
     >>> args = train_ms.get_args(['--dataset', 'folder', '--epochs', '5'])
-    >>> transforms = common.transforms_from(args)      # or your own; load_checkpoint does not know these: set .transform
+    >>> transforms = common.transforms_from(args)      # or your own; then also set .transform after load_checkpoint
     >>> data = common.Dataset('mine', common.Images(images, labels, **transforms),
     ...                       common.Images(test_images, test_labels, **transforms))
     >>> model = common.build(args, data=data)                      # or with trunk=module, for a network of your own
