@@ -376,7 +376,8 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    a cosine decay from 1 to 0; in the first tenth of the run, at most 100 steps, not above a linear increase
+    cosine    decays from 1 to 0 like half a cosine, after a linear warmup in the first tenth of the run, at most 100
+              steps. It is the smaller one of the two
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -819,8 +820,8 @@ def to_rgb(image, min_side=None):
 
 
 def open_image(path):
-    """Image.open for the formats of is_image_file, regardless of the file's name: for some others PIL starts a program.
-    With LOAD_TRUNCATED_IMAGES, PIL ignores corrupted texts and profiles of a PNG file."""
+    """Opens an image in one of the formats of is_image_file. For some other formats PIL would start a program, whatever
+    the name of the file. With LOAD_TRUNCATED_IMAGES, PIL ignores corrupted texts and profiles of a PNG file."""
     strictness = ImageFile.LOAD_TRUNCATED_IMAGES
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     try:
@@ -1109,15 +1110,16 @@ def find_splits(names):
     gallery. {'unsplit': '.'} if these are not splits: a single class may have such a name."""
     names = {name for name in names if not is_hidden(name)}
     found = {'train', 'test', 'query', 'gallery'} & names
-    if not found or len(found) == 1 and found != names:
+    if not ({'train', 'test'} <= found or {'query', 'gallery'} <= found or found and found == names):
         return dict(unsplit='.')
-    if {'test', 'query'} <= found:
-        raise UsageError('there are test and query; queries belong in one of them')
+    if {'test', 'query'} <= found or len(found & {'query', 'gallery'}) == 1 and 'test' not in found:
+        raise UsageError(f'there are {" and ".join(sorted(found))}; queries belong in test, or query next to gallery')
     return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
 SERVICE_FOLDERS = ['lost+found', '__MACOSX', 'System Volume Information', 'RECYCLER', '$RECYCLE.BIN', 'FOUND.000',
-                   'Temporary Items', 'Network Trash Folder', '~snapshot', '@eaDir', '@Recycle', '#recycle']
+                   'Temporary Items', 'Network Trash Folder', '~snapshot', '@eaDir', '@tmp', '@Recycle',
+                   '@Recently-Snapshot', '#recycle', '#snapshot']
 
 
 def is_hidden(name):
@@ -1413,8 +1415,9 @@ def resume(args, about, model, states, per_epoch, total):
 
 
 def saved_flags(args):
-    """{flag: value} for a checkpoint"""
-    return {name: value for name, value in vars(args).items() if name not in ('resume', 'device')}
+    """{flag: value} for a checkpoint: plain values, which excludes Path objects and the device"""
+    return {name: value for name, value in vars(args).items()
+            if value is None or isinstance(value, (bool, int, float, str, list))}
 
 
 def save_checkpoint(path, args, model, states=None, **more):
@@ -1471,8 +1474,8 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
         model.load_state_dict(saved['model'])
         model.args = saved['args']
         model.classes = saved.get('classes', [])
-        model.transform = make_test_transform(**saved['transform'])
-        model.transform.transforms.insert(0, partial(to_rgb, min_side=model.transform.min_side))
+        transform = make_test_transform(**saved['transform'])
+        model.transform = v2.Compose([partial(to_rgb, min_side=transform.min_side), transform])
     return model.place(device).eval()
 
 
@@ -1671,7 +1674,7 @@ FLAGS = {
                            help='with --fold: stop after this number of evaluations without improvement'),
         '--name': dict(help='folder below runs/; default: script, dataset, next free number'),
         '--resume': dict(type=Path, metavar='RUN', help='continue the run in this folder; with other --epochs, '
-                         'the schedule cosine is that of a run of this length'),
+                         '--schedule cosine is computed for the new length'),
     },
     'machine': {
         '--device': dict(type=device, default='auto', help='auto, cpu, cuda, cuda:1, mps'),
@@ -1709,8 +1712,6 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     processes find each other here.
     """
     typed = parser.typed(argv)
-    if 'resume' in typed:
-        reject(typed, ['name'], '--resume')
     saved = saved_recipe(parser, typed) if 'resume' in typed else {}
     loss = dict(loss=parser.get_default('loss'))            # the script's own, if none is typed
     row = recipe(loss | saved | typed, DEFAULTS) | saved
@@ -1754,6 +1755,7 @@ def recipe(asked, DEFAULTS):
 def saved_recipe(parser, typed):
     """The flags of the run to resume, a dict. Raises UsageError if it is not a run of this script, or if a flag was
     typed that may not change."""
+    reject(typed, ['name'], '--resume')
     run = typed['resume']
     saved = read_checkpoint(run / 'last.pt')
     if saved['script'] != Path(parser.prog).stem:

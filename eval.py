@@ -180,7 +180,8 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     """
     if path.resolve() in {Path(image).resolve() for image in [*queries.paths, *gallery.paths]}:
         raise UsageError(f'the grid would replace the photo {path}; name another file with --sheet')
-    pixels = v2.Compose(model.transform.transforms[:-1])                 # all steps but Normalize
+    read, transform = model.transform.transforms
+    pixels = v2.Compose([read, *transform.transforms[:-1]])              # all steps but the last, Normalize
     tiles = []
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
@@ -202,31 +203,35 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     k = min(top, len(data.gallery) - itself)
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    if hardest:     # fewest matches, then the most similar mistake; queries that can have no match come last
-        mistake = s.masked_fill(hit, -1).amax(dim=1)                     # (N,) from -1 to 1
-        same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]     # (N,)
-        order = (hit.sum(dim=1) - mistake / 3).masked_fill(same_class == itself, k + 1)
-        rows = order.argsort(stable=True)[:ROWS]
+    same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
+    rows = (same_class > itself).nonzero()[:, 0]            # queries without a match are skipped,
+    if not len(rows):                                       # unless no query has one
+        rows = torch.arange(len(s))
+    if hardest:     # fewest matches first; of equal ones, the most similar mistake first, from -1 to 1
+        mistake = s.masked_fill(hit, -1).amax(dim=1)                     # (N,)
+        rows = rows[(hit.sum(dim=1) - mistake / 3)[rows].argsort(stable=True)][:ROWS]
     else:
-        rows = torch.linspace(0, len(s) - 1, min(ROWS, len(s))).long()
+        rows = rows[torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
     draw_grid(path, model, data.query, data.gallery, rows.tolist(), s[rows], index[rows], hit[rows])
 
 
 def search(args, model):
     """--query: prints and draws the images nearest to each photo."""
-    photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform)
+    transform = model.transform.transforms[-1]              # without to_rgb, which Images calls
+    photos = common.Images(args.query, ['photo'] * len(args.query), transform=transform)
+    z = common.embed(model, photos)                         # (Q, D), first, so that a wrong name is noticed at once
     dataset, folder = place_of_test_set(args, [model.args])
     if os.path.isfile(folder):
         arrays = common.read_npz(folder)
         if arrays.get('network') != fingerprint(model):
             raise UsageError(f'{folder} has the embeddings of another network: make it again with --embed')
-        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=model.transform)
+        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=transform)
         gallery = torch.from_numpy(arrays['embeddings'])                 # (N, D)
     else:
-        images = common.load_dataset(dataset, folder, whole=True, transform=model.transform).query
+        images = common.load_dataset(dataset, folder, whole=True, transform=transform).query
         gallery = common.embed(model, images)
     print(f'the gallery is {len(images):,} images of {folder}')
-    s, index = nearest(common.embed(model, photos), gallery, min(args.top, len(images)))         # both (Q, k)
+    s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
     path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
     draw_grid(path, model, photos, images, range(len(photos)), s, index)
     found = [dict(query=photo, nearest=[
@@ -245,7 +250,7 @@ def save_embeddings(path, model, images, z):
 
 def fingerprint(model):
     """A hash of the weights and the options of a network"""
-    content = hashlib.sha256(repr([model.config, model.transform.transforms[1:]]).encode())
+    content = hashlib.sha256(repr([model.config, model.transform.transforms[-1]]).encode())
     for weight in model.state_dict().values():
         content.update(weight.cpu().numpy().tobytes())
     return content.hexdigest()
@@ -413,13 +418,17 @@ def get_args(argv=None):
 
 def place_of_test_set(args, trainings):
     """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags"""
-    places = {(args.dataset or flags['dataset'], args.data or flags['data']) for flags in trainings}
-    if len(places) > 1:
-        found = ' and '.join(f'{name} in {folder}' for name, folder in sorted(places))
-        raise UsageError(f'the networks were trained on {found}: name the images to evaluate with --dataset and --data')
-    [(name, folder)] = places
+    names = {args.dataset or flags['dataset'] for flags in trainings}
+    folders = {args.data or flags['data'] for flags in trainings}
+    if len(names) > 1 or names != {'shapes'} and len(folders) > 1:
+        places = sorted(names if len(names) > 1 else folders)
+        raise UsageError(f'the networks were trained on {" and ".join(places)}: name the images to evaluate with '
+                         '--dataset and --data')
+    [name], folder = names, min(folders)
     if name == 'shapes' and args.data:
         raise UsageError('the built-in dataset shapes has no --data; for images of your own add --dataset folder')
+    if args.dataset and not args.data and name not in ('shapes', *(flags['dataset'] for flags in trainings)):
+        raise UsageError(f'name the folder of --dataset {name} with --data')
     return name, folder
 
 
@@ -428,7 +437,7 @@ def load_test_set(args, model, name, folder):
     if (name == 'vectors') != (model.config['arch'] == 'none'):
         expected = 'images' if name == 'vectors' else 'vectors'
         raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
-    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform)
+    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform.transforms[-1])
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
@@ -477,7 +486,7 @@ def training_images(model):
     """The images that the network was trained on"""
     flags = model.args
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
-                                   transform=model.transform).train
+                                   transform=model.transform.transforms[-1]).train
     if not training or {*training.classes} - {*model.classes}:
         raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
     return training

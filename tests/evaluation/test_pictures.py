@@ -28,7 +28,7 @@ def grid(path, degrees, labels, top, hardest):
     pixels = [np.full((6, 6, 3), 10 * i, np.uint8) for i in range(len(labels))]
     transform = common.make_test_transform(6, 6)
     images = common.Images(pixels, torch.tensor(labels), ['bird', 'car', 'bus', *'defghijkl'], transform=transform)
-    model = SimpleNamespace(transform=v2.Compose([common.to_rgb, *transform.transforms]))
+    model = SimpleNamespace(transform=v2.Compose([common.to_rgb, transform]))
     data = common.Dataset('colours', query=images)
     evaluation.draw_queries(path, model, data, on_circle(*degrees), None, top, hardest=hardest)
     return pixels_of(path), (pixels_of(path)[8::16, 8::16, 0] // 10).tolist()
@@ -59,8 +59,7 @@ def test_the_images_of_a_grid_are_printed(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         'row 1    bird  image 0', '    0.996  bird  image 1', '    0.000  car  image 2',
         'row 2    bird  image 1', '    0.996  bird  image 0', '    0.087  car  image 2',
-        'row 3    car  image 2', '    0.087  bird  image 1', '    0.000  bird  image 0',
-        f'3 queries and their nearest images: {tmp_path / "x.png"}']
+        f'2 queries and their nearest images: {tmp_path / "x.png"}']
 
 
 def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
@@ -70,9 +69,9 @@ def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
 
 
 def test_queries_without_a_match_are_not_shown_as_failures(tmp_path):
-    """Images 2 and 3 are the only ones of their classes, so they come last. --top may exceed the number of images."""
+    """Images 2 and 3 are the only ones of their classes. --top may exceed the number of images."""
     _, shown = grid(tmp_path / 'x.png', (0, 90, 91, 180), [0, 0, 1, 2], 9, hardest=True)
-    assert [tiles[0] for tiles in shown] == [1, 0, 2, 3] and [len(tiles) for tiles in shown] == [4] * 4
+    assert sorted(tiles[0] for tiles in shown) == [0, 1] and [len(tiles) for tiles in shown] == [4, 4]
 
 
 # ---- queries and saved embeddings

@@ -167,7 +167,9 @@ def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_pa
 @pytest.mark.parametrize('folders, message', [
     ('a b c', 'there are 3 classes to train on, and at least 4 are needed'),
     ('train/x test/a test/b', 'there are 1 classes to train on, and at least 2'), ('train/x', 'there are 1 classes'),
-    ('test/a query/a gallery/a', 'there are test and query; queries belong in one of them'),
+    ('query/a query/b', 'there are query; queries belong in test, or query next to gallery'),
+    ('train/a train/b gallery/c', 'there are gallery and train; queries belong'),
+    ('test/a query/a gallery/a', 'there are gallery and query and test; queries belong'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
     ('imagesTrain/x imagesTest/y', 'imagesTest and imagesTrain in'), ('my_train/x my_val/y', 'my_train and my_val in'),
@@ -313,7 +315,8 @@ def test_files_and_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', ['.ipynb_checkpoints', '#recycle', '$RECYCLE.BIN', '@Recycle', '__MACOSX',
-                                  'lost+found', 'System Volume Information', 'RECYCLER', '~snapshot'])
+                                  'lost+found', 'System Volume Information', 'RECYCLER', '~snapshot',
+                                  '#snapshot', '@tmp'])
 def test_hidden_folders_are_not_classes(tmp_path, name):
     make_folder(tmp_path, ['train/a', 'train/b', name, f'train/{name}', f'train/a/{name}'], per_class=1)
     assert common.load_dataset('folder', tmp_path).train.classes == ['a', 'b']

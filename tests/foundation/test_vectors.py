@@ -97,7 +97,8 @@ def test_missing_or_corrupted_files_end_in_one_line(vectors):
     for name, content, message in (
             ('train.npz', intact[:-400], 'train.npz cannot be used'),
             ('train.npz', b'text', 'train.npz cannot be used'),
-            ('query.npz', intact, 'there are test and query')):
+            ('query.npz', intact, 'there are query and test and train'),
+            ('gallery.npz', intact, 'there are gallery and query and test and train')):
         (vectors / name).write_bytes(content)
         with pytest.raises(UsageError, match=f'^vectors cannot be loaded: .*{message}') as raised:
             load(vectors)

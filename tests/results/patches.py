@@ -1,8 +1,8 @@
 """Runs train_metrix.py with a changed step: python tests/results/results.py --patched NAME train_metrix.py FLAGS
 
-A patch is a function that returns replacements, by name, for functions of train_metrix.py or methods of
-common.Embedder. `softer:2:10:0.5` calls the patch `softer` with three arguments. The page why.md lists the patches by
-their docstrings; those of other_mixup.py are for Table 3 of Metrix.
+A patch is a function that returns replacements, by name, for functions of train_metrix.py. `softer:2:10:0.5` calls the
+patch `softer` with three arguments. The page why.md lists the patches by their docstrings; those of other_mixup.py are
+for Table 3 of Metrix.
 """
 from unittest import mock
 
@@ -116,5 +116,5 @@ def run_patched(words):
     except (TypeError, ValueError):
         raise common.UsageError(f'{words[0]}: {patch} takes other arguments, see tests/results/patches.py') from None
     for function, replacement in replaced.items():
-        setattr(train_metrix if hasattr(train_metrix, function) else common.Embedder, function, replacement)
+        setattr(train_metrix, function, replacement)
     train_metrix.main(words[2:])
