@@ -27,7 +27,9 @@ def trained(run, script, device, precision, flags=''):
 
 @pytest.mark.parametrize('script, flags', SETTINGS)
 def test_three_steps_on_a_gpu_match_the_cpu(run, small, monkeypatch, script, flags):
-    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
+    # After three steps with cuDNN, weights differ by up to 0.02 from those of the CPU, also without TF32, and without
+    # cuDNN by 1e-5 (train_ccl.py on an H100, torch 2.11). The next test has cuDNN, with a larger tolerance.
+    monkeypatch.setattr(torch.backends.cudnn, 'enabled', False)
     expected, record = trained(run, script, 'cpu', 'fp32', flags)
     found, other = trained(run, script, 'cuda', 'fp32', flags)
     for name, value in expected.items():
@@ -36,9 +38,10 @@ def test_three_steps_on_a_gpu_match_the_cpu(run, small, monkeypatch, script, fla
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
-def test_the_loss_in_bfloat16_is_close_to_float32(run, small, script):
-    _, record = trained(run, script, 'cuda', 'fp32')
-    _, other = trained(run, script, 'cuda', 'bf16')
+@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
+def test_the_loss_with_cudnn_is_close_to_that_of_the_cpu(run, small, script, precision):
+    _, record = trained(run, script, 'cpu', 'fp32')
+    _, other = trained(run, script, 'cuda', precision)
     assert other['loss'] == pytest.approx(record['loss'], rel=0.05)
 
 

@@ -177,6 +177,15 @@ def test_the_result_is_of_the_network_in_last_pt(run, small, monkeypatch):
     assert common.evaluate(model, data).items() <= last.items()
 
 
+def test_a_network_is_loaded_in_the_precision_of_its_training(run, small, monkeypatch):
+    monkeypatch.setattr(common, 'pick_precision', lambda name, device: 'bf16' if name == 'auto' else name)
+    run(train_ms, '--name', 'x', '--precision', 'fp32')
+    run(train_ms, '--name', 'y')
+    found = [common.load_checkpoint(f'runs/{name}').precision for name in 'xy']
+    assert found == ['fp32', 'bf16'], 'auto is fp32 only if the network was trained with it'
+    assert common.load_checkpoint('runs/x', precision='bf16').precision == 'bf16'
+
+
 def test_a_finished_cosine_run_is_resumed_with_the_schedule_of_its_new_length(run, small, monkeypatch):
     run(train_ms, '--name', 'x', '--epochs', '1', '--steps', '0', '--schedule', 'cosine', '--lr', '0.01')
     rates, real = [], common.make_optimizer

@@ -99,6 +99,7 @@ CASES = {
         settings=[
             ('cub', '', dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean')),
             ('folder', '', dict(neg_margin=0.5)), ('shapes', '', dict(neg_margin=1.0))],
+        per_class=(2, 4, 4),
         limits={'--margin': MARGIN, '--pos-margin': '-2.1 < -2 2 < 2.1', '--neg-margin': '-2.1 < -2 2 < 2.1',
                 '--power': '0 < 1 2 < 3'},
         no_effect=['--reduction sum', '--margin 0.1', '--form similarity --pos-margin 0.1',

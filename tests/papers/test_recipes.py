@@ -43,10 +43,10 @@ def test_the_recipe_of_the_demo(script):
     shapes, folder = get_args([]), get_args(['--dataset', 'folder'])
     for key, expected in DEMO.items():
         assert getattr(shapes, key) == getattr(folder, key) == expected, key
-    keys = 'image_size resize min_crop batch_size epochs eval_every'.split()
+    keys = 'image_size resize min_crop batch_size epochs precision eval_every'.split()
     batch_size, epochs = CASES[script].shapes
-    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, batch_size, epochs, 10]
-    assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 64, 10, 1]
+    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, batch_size, epochs, 'fp32', 10]
+    assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 64, 10, 'auto', 1]
     assert (shapes.per_class, folder.per_class) == CASES[script].per_class[:2]
 
 
