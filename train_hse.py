@@ -269,7 +269,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'shapes': dict(batch_size=64, epochs=8),        # more steps in the same time
+    'shapes': dict(temperature=1.0),                # Eq. (9) as printed, see tests/results/demo.md
     'reality-check': dict(proxy_lr_mult=6000, mask_size=50),        # 4 images per class, for hybrids
 }
 # What depends on the base loss: (dataset, loss) overrides dataset, see common.parse.

@@ -276,10 +276,10 @@ CASES = {
         cars      adamw  1e-4   1e-4 0    60  80    5  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
         sop       adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
         inshop    adamw  3e-4   1e-4 0    60  120   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0''',
-        shapes=(64, 8),
         settings=[
-            ('shapes folder', '', dict(loss='ms', alpha=0.05, temperature=0.1, kind='cutmix', num=2, combinations=1,
-                                       axis='top-bottom', mask_size=16, hybrids='replace')),
+            ('shapes folder', '', dict(loss='ms', alpha=0.05, kind='cutmix', num=2, combinations=1, axis='top-bottom',
+                                       mask_size=16, hybrids='replace')),
+            ('shapes', '', dict(temperature=1)), ('folder cub cars sop inshop', '', dict(temperature=0.1)),
             ('cub', '', dict(alpha=0.05, mask_size=50)), ('inshop', '', dict(alpha=0.3)),
             ('sop', '', dict(alpha=0.3, hybrids='append', combinations=12)),
             ('shapes folder', '--loss proxy_anchor', dict(alpha=2, proxy_lr_mult=10)),
