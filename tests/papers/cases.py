@@ -22,7 +22,7 @@ class Case(NamedTuple):
     recipes: str = ''       # of the four benchmarks, from papers and released code: a line of values, see KEYS
     settings: list = []     # [(datasets, flags, values)]: flags of the method, and recipes that depend on flags
     per_class: tuple = (4, 4, 4)        # images per class: on shapes, in folders, and with --protocol reality-check
-    shapes: tuple = (128, 10)           # batch size and epochs on shapes
+    shapes: tuple = (128, 10, 0)        # batch size and epochs on shapes, and those with a frozen backbone
     limits: dict = {}       # {flag: values}: allowed ones between the signs <, with the limits; rejected ones outside
     no_effect: list = []    # flags, the last of which has no effect with the others and the defaults
     rates: list = [('', [0.01])]        # [(flags, learning rates)]: of the network, and of proxies or centres
@@ -135,6 +135,7 @@ CASES = {
             ('shapes folder', '', dict(alpha=32, delta=0.1, proxy_lr_mult=10)),
             ('cub cars sop inshop', '', dict(alpha=32, delta=0.1, proxy_lr_mult=100))],
         per_class=(0, 4, 1),
+        shapes=(128, 10, 1),
         limits={'--alpha': '0 < 0.001', '--delta': MARGIN, '--proxy-lr-mult': '-1 < 0'},
         rates=[('', [0.01, 0.1]), ('--proxy-lr-mult 7', [0.01, 0.07])],
         starts=[('', 'proxies', (2 / 6) ** 0.5)]),
@@ -226,7 +227,7 @@ CASES = {
         cars      adamw  1e-4   1e-4 0    100 100   0  step     10 0.5  5  10   512 avg+max True   224  256  0.08 0
         sop       adamw  3e-5   1e-4 0    100 100   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0
         inshop    adamw  1e-4   1e-4 0    100 100   5  step     10 0.25 1  10   512 avg+max False  224  256  0.08 0''',
-        shapes=(96, 8),
+        shapes=(96, 8, 0),
         settings=[
             ('shapes', '', dict(
                 loss='ms', mixup=['feature'], pairs='both', hard_negatives='auto', alpha=2, strength=0.4, beta=18,

@@ -9,7 +9,7 @@ import common
 import train_ms
 
 DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, lr=2e-3, clip=0, schedule='cosine',
-            warmup=0, weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
+            weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
 
 
 def value(text):
@@ -43,10 +43,9 @@ def test_the_recipe_of_the_demo(script):
     shapes, folder = get_args([]), get_args(['--dataset', 'folder'])
     for key, expected in DEMO.items():
         assert getattr(shapes, key) == getattr(folder, key) == expected, key
-    keys = 'image_size resize min_crop batch_size epochs precision eval_every'.split()
-    batch_size, epochs = CASES[script].shapes
-    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, batch_size, epochs, 'fp32', 10]
-    assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 64, 10, 'auto', 1]
+    keys = 'image_size resize min_crop precision eval_every batch_size epochs warmup'.split()
+    assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 'fp32', 10, *CASES[script].shapes]
+    assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 'auto', 1, 64, 10, 0]
     assert (shapes.per_class, folder.per_class) == CASES[script].per_class[:2]
 
 
