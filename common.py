@@ -1479,6 +1479,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
         model.classes = saved.get('classes', [])
         transform = make_test_transform(**saved['transform'])
         model.transform = v2.Compose([partial(to_rgb, min_side=transform.min_side), transform])
+        model.transform.min_side = transform.min_side       # so Images, which also calls to_rgb, can take it
     return model.place(device).eval()
 
 

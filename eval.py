@@ -180,8 +180,7 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     """
     if path.resolve() in {Path(image).resolve() for image in [*queries.paths, *gallery.paths]}:
         raise UsageError(f'the grid would replace the photo {path}; name another file with --sheet')
-    read, transform = model.transform.transforms
-    pixels = v2.Compose([read, *transform.transforms[:-1]])              # all steps but the last, Normalize
+    unnormalized = common.make_test_transform(model.args['resize'], model.args['image_size'], (0, 0, 0), (1, 1, 1))
     tiles = []
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
@@ -189,7 +188,7 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
             colour = WHITE
             if column and hit is not None:
                 colour = GREEN if hit[n, column - 1] else RED
-            tiles.append(v2.functional.pad(pixels(images.items[i]), BORDER, fill=colour))
+            tiles.append(v2.functional.pad(unnormalized(common.to_rgb(images.items[i])), BORDER, fill=colour))
             title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
             print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
     with common.atomic_write(path) as file:
@@ -217,18 +216,17 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
 
 def search(args, model):
     """--query: prints and draws the images nearest to each photo."""
-    transform = model.transform.transforms[-1]              # without to_rgb, which Images calls
-    photos = common.Images(args.query, ['photo'] * len(args.query), transform=transform)
+    photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform)
     z = common.embed(model, photos)                         # (Q, D), first, so that a wrong name is noticed at once
     dataset, folder = place_of_test_set(args, [model.args])
     if os.path.isfile(folder):
         arrays = common.read_npz(folder)
         if arrays.get('network') != fingerprint(model):
             raise UsageError(f'{folder} has the embeddings of another network: make it again with --embed')
-        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=transform)
+        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=model.transform)
         gallery = torch.from_numpy(arrays['embeddings'])                 # (N, D)
     else:
-        images = common.load_dataset(dataset, folder, whole=True, transform=transform).query
+        images = common.load_dataset(dataset, folder, whole=True, transform=model.transform).query
         gallery = common.embed(model, images)
     print(f'the gallery is {len(images):,} images of {folder}')
     s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
@@ -250,7 +248,8 @@ def save_embeddings(path, model, images, z):
 
 def fingerprint(model):
     """A hash of the weights and the options of a network"""
-    content = hashlib.sha256(repr([model.config, model.transform.transforms[-1]]).encode())
+    _, transform = model.transform.transforms               # without to_rgb, whose repr is an address
+    content = hashlib.sha256(repr([model.config, transform]).encode())
     for weight in model.state_dict().values():
         content.update(weight.cpu().numpy().tobytes())
     return content.hexdigest()
@@ -437,7 +436,7 @@ def load_test_set(args, model, name, folder):
     if (name == 'vectors') != (model.config['arch'] == 'none'):
         expected = 'images' if name == 'vectors' else 'vectors'
         raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
-    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform.transforms[-1])
+    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform)
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
@@ -486,7 +485,7 @@ def training_images(model):
     """The images that the network was trained on"""
     flags = model.args
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
-                                   transform=model.transform.transforms[-1]).train
+                                   transform=model.transform).train
     if not training or {*training.classes} - {*model.classes}:
         raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
     return training

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import log_of, make_folder, on_circle
 from PIL import Image
-from torchvision.transforms import v2
 
 import common
 import eval as evaluation
@@ -26,9 +25,8 @@ def pixels_of(path):
 def grid(path, degrees, labels, top, hardest):
     """draw_queries of one-coloured images at these angles -> pixels of the grid, and indices of the images in it"""
     pixels = [np.full((6, 6, 3), 10 * i, np.uint8) for i in range(len(labels))]
-    transform = common.make_test_transform(6, 6)
-    images = common.Images(pixels, torch.tensor(labels), ['bird', 'car', 'bus', *'defghijkl'], transform=transform)
-    model = SimpleNamespace(transform=v2.Compose([common.to_rgb, transform]))
+    images = common.Images(pixels, torch.tensor(labels), ['bird', 'car', 'bus', *'defghijkl'])
+    model = SimpleNamespace(args=dict(resize=6, image_size=6))
     data = common.Dataset('colours', query=images)
     evaluation.draw_queries(path, model, data, on_circle(*degrees), None, top, hardest=hardest)
     return pixels_of(path), (pixels_of(path)[8::16, 8::16, 0] // 10).tolist()

@@ -59,8 +59,8 @@ def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
         assert '\n' not in str(raised.value)
 
 
-def test_a_checkpoint_has_its_test_transform(small, tmp_path):
-    """The transform takes a path, a PIL image or an array."""
+def test_a_checkpoint_has_its_test_transform(small, monkeypatch, tmp_path):
+    """The transform takes a path, a PIL image or an array. Images takes it as well, and decodes large files small."""
     checkpoint(tmp_path / 'x.pt')
     transform = common.load_checkpoint(tmp_path / 'x.pt').transform
     half = np.zeros((40, 80), np.uint8)
@@ -73,6 +73,12 @@ def test_a_checkpoint_has_its_test_transform(small, tmp_path):
     Image.fromarray(half).save(tmp_path / 'x.png')
     for image in (turned, half, tmp_path / 'x.png', str(tmp_path / 'x.png')):
         assert torch.equal(transform(image), x)
+        assert torch.equal(common.Images([image], [0], transform=transform)[0][0], x)
+    Image.new('RGB', (400, 400)).save(tmp_path / 'x.jpg')
+    decoded = []
+    monkeypatch.setattr(transform, 'transforms', [lambda image: decoded.append(image.size)])
+    common.Images([tmp_path / 'x.jpg'], [0], transform=transform)[0]
+    assert decoded == [(50, 50)], 'at an eighth of its size'
 
 
 def test_a_checkpoint_embeds_an_image_as_the_run_did(run, folder):

@@ -101,7 +101,7 @@ def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)
     model = common.load_checkpoint(args.run, 'auto')
-    data = common.load_dataset(args.dataset, args.data, fold=args.fold, transform=model.transform.transforms[-1])
+    data = common.load_dataset(args.dataset, args.data, fold=args.fold, transform=model.transform)
     z = common.embed(model, data.train)
     y = data.train.labels
     batches = list(islice(common.make_sampler(args, y), 20))
