@@ -1,8 +1,8 @@
 """Runs train_metrix.py with a changed step: python tests/results/results.py --patched NAME train_metrix.py FLAGS
 
 A patch is a function that returns replacements, by name, for functions of train_metrix.py. `softer:2:10:0.5` calls the
-patch `softer` with three arguments. The page why.md lists the patches by their docstrings; those of other_mixup.py are
-for Table 3 of Metrix.
+patch `softer` with three arguments. The page mixing.md lists the patches by their docstrings; those of other_mixup.py
+are for Table 3 of Metrix.
 """
 from unittest import mock
 
@@ -15,20 +15,10 @@ import train_metrix
 import train_ms
 
 
-def with_kind(kind, **hyper):
-    """Mixed loss of another kind or with other hyperparameters; the flags apply to the clean loss only."""
-    real = train_metrix.mixed_loss
-    return dict(mixed_loss=lambda base, *args: real(base._replace(kind=kind, hyper=hyper), *args))
-
-
 def softer(beta, gamma, m):
     """mixed loss of ms with other beta, gamma and m; the clean loss keeps 18, 75 and 0.77"""
-    return with_kind('ms', beta=beta, gamma=gamma, m=m)
-
-
-def contrast(m):
-    """contrastive mixed loss with margin m; the clean loss is still ms"""
-    return with_kind('contrastive', m=m)
+    real, hyper = train_metrix.mixed_loss, dict(beta=beta, gamma=gamma, m=m)
+    return dict(mixed_loss=lambda base, *args: real(base._replace(kind='ms', hyper=hyper), *args))
 
 
 def push():
@@ -42,23 +32,6 @@ def push():
     def mixed_loss(*args):                                  # the clean loss keeps its positive term
         with mock.patch.object(train_metrix, 'labelled_loss', labelled_loss):
             return real(*args)
-    return dict(mixed_loss=mixed_loss)
-
-
-def mined():
-    """mixed examples of pairs only that the miner keeps for the anchor (epsilon 0.39)"""
-    real, real_labels = train_metrix.mixed_loss, train_metrix.pair_labels
-
-    def mixed_loss(base, config, model, levels, y):
-        z = levels['embed']
-        positives, negatives = train_ms.mine(z @ z.T, y, 0.39)                                  # (B, B)
-        kept = positives | negatives | torch.eye(len(y), dtype=torch.bool, device=y.device)     # or the anchor itself
-
-        def pair_labels(y, anchor_y, i, j, lam):            # the images are the anchors
-            pair_y, valid = real_labels(y, anchor_y, i, j, lam)
-            return pair_y, valid & kept[:, i] & kept[:, j]
-        with mock.patch.object(train_metrix, 'pair_labels', pair_labels):
-            return real(base, config, model, levels, y)
     return dict(mixed_loss=mixed_loss)
 
 
@@ -102,7 +75,7 @@ def released_loss(z, y, lam, beta, gamma, m, epsilon=0.39):
     return (logs[0] / beta + logs[1] / gamma).mean()
 
 
-PATCHES = {patch.__name__: patch for patch in (softer, contrast, push, mined, released)}
+PATCHES = {patch.__name__: patch for patch in (softer, push, released)}
 ALL = PATCHES | other_mixup.PATCHES
 
 

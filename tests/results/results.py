@@ -33,9 +33,8 @@ The data are expected in data/, which git ignores. cub50 holds the first 50 clas
 backbone of torchvision's IMAGENET1K_V1, with BatchNorm statistics that were re-estimated on 600 photographs, none of
 them from CUB. omniglot has the folders train, with the alphabets of images_background_small1, and test, with the
 alphabets of small2 that are not in small1: Japanese (katakana), Sanskrit and Tagalog. flowers holds Oxford's 102
-flowers, the official JPEG files of each class in a folder 001 to 102. cifar holds 50 classes of CIFAR-100, 300 images
-each, in folders with the names of the classes. birds (of cub50), omniglot_vectors and cifar_vectors hold features of
-that backbone, see store_vectors.
+flowers, the official JPEG files of each class in a folder 001 to 102. birds holds features of that backbone, see
+store_vectors.
 """
 import argparse
 import json
@@ -67,8 +66,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent               # of the pages
 RUNS = FOLDER / 'runs.jsonl'
 TRIAL = ROOT / 'runs/trial.jsonl'
-# {folder of precomputed features: folder of their images}, both in data/
-IMAGES_OF = dict(birds='cub50', omniglot_vectors='omniglot', cifar_vectors='cifar')
 
 
 # ---- pages and finished runs
@@ -233,16 +230,14 @@ def join_folds(table, file):
 
 
 def store_vectors():
-    """Write the pooled features (N, 512) of each folder of images, from data/resnet18.pth and crops of 128 px."""
+    """Write the pooled features (N, 512) of data/cub50, from data/resnet18.pth and crops of 128 px, to data/birds."""
     model = common.Embedder('resnet18', weights=ROOT / 'data/resnet18.pth', pool='avg')
     model.head = model.pool_features
-    for name, folder in IMAGES_OF.items():
-        if (ROOT / 'data' / folder).exists():
-            data = common.load_dataset('folder', ROOT / 'data' / folder, resize=146, image_size=128)
-            for split, images in dict(train=data.train, test=data.query).items():
-                with common.atomic_write(ROOT / 'data' / name / f'{split}.npz') as file:
-                    np.savez(file, embeddings=common.embed(model, images).numpy(), labels=images.labels.numpy(),
-                             classes=np.array(images.classes), paths=np.array(images.paths))
+    data = common.load_dataset('folder', ROOT / 'data/cub50', resize=146, image_size=128)
+    for split, images in dict(train=data.train, test=data.query).items():
+        with common.atomic_write(ROOT / f'data/birds/{split}.npz') as file:
+            np.savez(file, embeddings=common.embed(model, images).numpy(), labels=images.labels.numpy(),
+                     classes=np.array(images.classes), paths=np.array(images.paths))
 
 
 # ---- pages

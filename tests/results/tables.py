@@ -397,10 +397,9 @@ def spread(runs):
     """Lines of a table: standard deviation of R@1 and MAP@R over the seeds of the same command"""
     groups = {}                                 # {data: {command: [run of each seed]}}
     for command, run in runs.items():
-        if '--seed' in command and '--fold' not in command and '--lr 1e-30' not in command:     # that learns nothing
+        if '--seed' in command and '--fold' not in command:
             data = re.search(r'--data (\S+)', command)
-            shapes = '`shapes`, earlier version' if is_old(run) else '`shapes`'
-            of_data = groups.setdefault(f'`{data[1]}`' if data else shapes, {})
+            of_data = groups.setdefault(f'`{data[1] if data else "shapes"}`', {})
             of_data.setdefault(re.sub(r' --seed \d+', '', command), []).append(run)
     rows = [['data', 'commands', 'runs', 'R@1', 'MAP@R']]
     for data, commands in groups.items():
