@@ -188,7 +188,8 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
             colour = WHITE
             if column and hit is not None:
                 colour = GREEN if hit[n, column - 1] else RED
-            tiles.append(v2.functional.pad(unnormalized(common.to_rgb(images.items[i])), BORDER, fill=colour))
+            image = unnormalized(common.to_rgb(images.items[i], unnormalized.min_side))
+            tiles.append(v2.functional.pad(image, BORDER, fill=colour))
             title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
             print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
     with common.atomic_write(path) as file:
