@@ -104,6 +104,8 @@ class Embedder(nn.Module):
         try:
             device = next(self.trunk.parameters(), torch.empty(0)).device
             return self.features(torch.zeros(1, *input_shape, device=device)).shape[1]
+        except UsageError:                                  # a ValueError as well
+            raise
         except (RuntimeError, AssertionError, ValueError) as error:     # every network has errors of its own
             raise UsageError(f'the network takes no input of shape {tuple(input_shape)}: {error}; try another '
                              '--image-size or --arch') from error
@@ -376,8 +378,8 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    decays from 1 to 0 like half a cosine, after a linear warmup in the first tenth of the run, at most 100
-              steps. It is the smaller one of the two
+    cosine    decays from 1 to 0 like half a cosine. In the first tenth of the run, at most 100 steps, a linear warmup
+              applies where it is smaller
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -399,8 +401,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. Pass a function of your own to `train(..., log=)` to log
-    elsewhere as well; `row`, which is not used here, is that of the last epoch, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere as well, pass a function of your own,
+    `train(..., log=)`. `row`, unused here, is that of the last epoch, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
@@ -538,7 +540,8 @@ def k_nearest(query, gallery, k):
         index = order[index]
         if within:
             itself = index == rows[:, None]
-            # A query with many duplicates may be missing from its own results. Then the last result is dropped.
+            # Each row loses one of its k + 1 results: the query itself, or else the last one, because a query with many
+            # duplicates may be missing from its own results.
             itself[:, -1] |= ~itself.any(dim=1)
             s = s[~itself].view(-1, k)
             index = index[~itself].view(-1, k)
@@ -637,11 +640,11 @@ def mean_similarities(z, y):
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
     # The squared norm of a sum of unit vectors is the sum of the cosines of all their pairs (a, b), in each class as
     # well as in the set. N of these pairs have a = b: their cosines, 1 each, are subtracted.
-    positive = sums.square().sum().item() - len(z)
+    positive_sum = sums.square().sum().item() - len(z)
     positives = counts.square().sum().item() - len(z)
-    negative = z.sum(dim=0).square().sum().item() - len(z) - positive
+    negative_sum = z.sum(dim=0).square().sum().item() - len(z) - positive_sum
     negatives = len(z) ** 2 - len(z) - positives
-    return positive / positives if positives else None, negative / negatives if negatives else None
+    return positive_sum / positives if positives else None, negative_sum / negatives if negatives else None
 
 
 def embed_test(model, data):
@@ -714,7 +717,7 @@ class Images(torch.utils.data.Dataset):
         return len(self.labels)
 
     def __getitem__(self, item):
-        i, *seed = item if isinstance(item, tuple) else (item,)
+        i, *seed = item if isinstance(item, tuple) else (item,)         # with a seed, by StepBatches, in training
         x = self.items[i]
         if not self.is_vectors:
             transform = self.train_transform if seed else self.transform
@@ -901,8 +904,9 @@ def draw_shapes(classes=200, per_class=20, size=64, **transforms):
 class Dataset:
     """Training and test set. load_dataset returns one; you can also make your own of Images.
 
-    name  of its runs, and in its checkpoints;  ks  the K of Recall@K, 1 among them
-    train, query, gallery  Images, or None if there are none; without a gallery, the queries are also the gallery
+    name  of its runs;  ks  the K of Recall@K, 1 among them
+    train, query, gallery  Images, or None if there are none; without a gallery, the queries are also the gallery.
+                           With --fold, query is for validation, as in Dataset(name, **hold_out(train, fold))
 
     For example, with PIL images in memory, and the training recipe of train_ms.py for a folder of images:
 
@@ -922,7 +926,7 @@ class Dataset:
         self.name = name
         self.train = train
         self.query = query
-        self.gallery = gallery or query
+        self.gallery = query if gallery is None else gallery
         self.ks = ks
         if gallery and not query:
             raise UsageError('there is a gallery, but there are no queries')
@@ -1024,7 +1028,10 @@ def hold_out(train, fold):
     """{split: Images} of a fold 'i/n' of the training set: block i of n blocks of classes is for validation, the others
     for training. The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class.
     """
-    i, n = map(int, fold.split('/'))
+    try:
+        i, n = map(int, block_of_blocks(fold).split('/'))
+    except ValueError as error:
+        raise UsageError(f'a fold is i/n with i from 0 to n - 1, and not {fold!r}') from error
     classes = train.num_classes if train else 0
     block = torch.arange(classes) * n // classes                         # (C,)
     if torch.bincount(block, minlength=n).min() < 2:
@@ -1161,11 +1168,16 @@ def check_names(folder, names):
     network would be trained on the test set. A single one may be a class."""
     words = {*('train training trainset trainval test testing testset val valid validation dev eval evaluation query '
                'probe gallery').split()}
-    looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)
-             if word.lower() in words}      # {name: beginning of a word}, such as test0: tes, testing_set: tes
-    if len({*looks.values()}) > 1:
-        raise UsageError(f'{" and ".join(looks)} in {folder} look like splits, but would be read as classes: rename '
-                         'them to train and test, and let --data name the folder that has them')
+    alike = {}              # {other words of a name: {beginning of this word: name}}: {('my',): {'tra': 'my_train'}}
+    for name in names:
+        parts = [part.lower() for part in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)]
+        for word in words.intersection(parts):
+            others = tuple(part for part in parts if part not in (word, 'set'))
+            alike.setdefault(others, {})[word[:3]] = name
+    for splits in alike.values():           # not art_gallery and train_station, whose other words differ
+        if len(splits) > 1:
+            raise UsageError(f'{" and ".join(splits.values())} in {folder} look like splits, but would be read as '
+                             'classes: rename them to train and test, and let --data name the folder that has them')
 
 
 def read_vectors(root):
@@ -1453,7 +1465,7 @@ def read_checkpoint(path):
 def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
     """A trained Embedder, ready to embed, from a file or a run folder (its best.pt if there is one, else its last.pt)
 
-    precision        auto: fp32 if the network was trained with fp32, otherwise that of pick_precision
+    precision        auto: fp32 if the network was trained with --precision fp32, otherwise that of pick_precision
     trunk            if the network was built with Embedder(trunk=...), such a module
     model.transform  converts an image (a path, a PIL image or an array) to (3, S, S);
                      model(model.transform(image)[None]) is its embedding (1, D)
@@ -1504,7 +1516,7 @@ def untrusted_file(path):
         name = type(error).__name__
         text = ' '.join(str(error).split())[:300]
         if name == 'UnpicklingError':                       # the message of torch recommends to open it all the same
-            text = 'it contains more than plain weights, and loading it could run any code'
+            text = 'it is no file of torch, or contains more than plain weights and could run any code'
         raise UsageError(f'{path} cannot be used; is it corrupted, or from another script? {name}: {text}') from error
 
 
@@ -1512,7 +1524,7 @@ def untrusted_file(path):
 def atomic_write(path):
     """Writes a temporary file and then renames it, so that a full disk or Ctrl-C leaves the old file intact."""
     path = Path(path)
-    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    temporary = path.parent / f'{path.name}.{os.getpid()}.tmp'
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, 'wb') as file:
@@ -1673,7 +1685,7 @@ FLAGS = {
         '--eval-every': dict(type=at_least(1), help='epochs between evaluations'),
         '--protocol': dict(choices=['reality-check'], help='settings of the Reality Check, Section 3.1'),
         '--fold': dict(type=block_of_blocks, metavar='I/N', help='block I (from 0) of N blocks of training classes '
-                       'is for validation; the test set is not read'),
+                       'is for validation; the test set is not used'),
         '--patience': dict(type=at_least(1), default=10,
                            help='with --fold: stop after this number of evaluations without improvement'),
         '--name': dict(help='folder below runs/; default: script, dataset, next free number'),
@@ -1718,7 +1730,7 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     typed = parser.typed(argv)
     saved = saved_recipe(parser, typed) if 'resume' in typed else {}
     loss = dict(loss=parser.get_default('loss'))            # the script's own, if none is typed
-    row = recipe(loss | saved | typed, DEFAULTS) | saved
+    row = recipe(loss | saved | typed, DEFAULTS) | saved    # what was typed replaces it, in parse_args below
     if unknown := sorted(row.keys() - {action.dest for action in parser._actions}):
         raise UsageError(f'{parser.prog} has no flag for {", ".join(unknown)}')
     parser.set_defaults(**row)

@@ -1,7 +1,8 @@
 """eval.py -- evaluates checkpoints: Recall@K, R-precision and MAP@R, tables over seeds and folds, image grids, search.
 
-The metrics and their rules are explained at common.retrieval_metrics. They are in percent. R@1 is what the Reality
-Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is one JSON object, for programs.
+The metrics and their rules are explained at common.retrieval_metrics. They are in percent, except s+ and s-, which are
+mean cosines. R@1 is what the Reality Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is
+one JSON object, for programs.
 
 The images are the test set of the training dataset, or of --dataset and --data: test/, or query/ with gallery/, or else
 the second half of the classes. --whole evaluates all images of a folder. If the network was trained on some of the
@@ -34,8 +35,8 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         file, decoded at a reduced size, may differ more from its duplicate in another format
     balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it
-With a gallery, the test images of these metrics are the queries. Alignment is left out if no two queries have the same
-class, and the threshold if no query has a match.
+With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, alignment
+if no two queries have the same class, and the threshold if no query has a match.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -137,8 +138,9 @@ def analyse(z, training, data, result, gallery=None):
     """
     y = data.query.labels.to(z.device)
     p = result['R@1'] / 100
-    metrics = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'uniformity': uniformity(z),
-               'utilization': utilization(z, training)}
+    metrics = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'utilization': utilization(z, training)}
+    if len(y) > 1:
+        metrics['uniformity'] = uniformity(z)
     if 's+' in result:
         metrics['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
     if result.get('unmatched', 0) < len(y):
@@ -201,6 +203,8 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     """A grid of ROWS queries: the hardest ones, or evenly spaced ones in the order of the classes."""
     itself = int(gallery is None)                                        # a query is not a match of itself
     k = min(top, len(data.gallery) - itself)
+    if k < 1:
+        raise UsageError('an image grid needs another image than the query')
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
@@ -220,6 +224,8 @@ def search(args, model):
     photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform)
     z = common.embed(model, photos)                         # (Q, D), first, so that a wrong name is noticed at once
     dataset, folder = place_of_test_set(args, [model.args])
+    if dataset in ('shapes', 'vectors'):
+        raise UsageError(f'--query searches a folder of images, and not {dataset}: add --dataset folder --data FOLDER')
     if os.path.isfile(folder):
         arrays = common.read_npz(folder)
         if arrays.get('network') != fingerprint(model):
@@ -291,7 +297,7 @@ def read_runs(paths):
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
         recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
         runs.append(SimpleNamespace(path=path, script=saved['script'], args=args, seed=args['seed'], fold=fold,
-                                    classes=saved['classes'], epoch=saved.get('epoch'), recipe=recipe))
+                                    classes=saved.get('classes', []), epoch=saved.get('epoch'), recipe=recipe))
     return runs
 
 
@@ -412,22 +418,23 @@ def get_args(argv=None):
     if args.query:
         common.reject(typed, ['analyse', 'embed', 'hardest', 'whole', 'ks'], '--query')
     if not args.sheet:
-        common.reject(typed, ['hardest'], 'no image grid: add --sheet')
+        common.reject(typed, ['hardest'] if args.query else ['hardest', 'top'], 'no image grid: add --sheet')
     return args
 
 
 def place_of_test_set(args, trainings):
     """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags"""
     names = {args.dataset or flags['dataset'] for flags in trainings}
-    folders = {args.data or flags['data'] for flags in trainings}
+    folders = {args.data or flags.get('data', '') for flags in trainings}          # no data: a checkpoint for others
     if len(names) > 1 or names != {'shapes'} and len(folders) > 1:
-        places = sorted(names if len(names) > 1 else folders)
+        places = sorted(names if len(names) > 1 else filter(None, folders))
         raise UsageError(f'the networks were trained on {" and ".join(places)}: name the images to evaluate with '
                          '--dataset and --data')
     [name], folder = names, min(folders)
     if name == 'shapes' and args.data:
         raise UsageError('the built-in dataset shapes has no --data; for images of your own add --dataset folder')
-    if args.dataset and not args.data and name not in ('shapes', *(flags['dataset'] for flags in trainings)):
+    is_new = args.dataset and not args.data and name not in [flags['dataset'] for flags in trainings]
+    if name != 'shapes' and (is_new or not folder):
         raise UsageError(f'name the folder of --dataset {name} with --data')
     return name, folder
 
@@ -457,12 +464,14 @@ def evaluate_one(args):
         return search(args, model)
     name, folder = place_of_test_set(args, [model.args])
     data = load_test_set(args, model, name, folder)
+    examples = training_images(model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = dict(checkpoint=str(path), dataset=name)
-    if len(data.query.classes) > 1:                         # else there is nothing to measure
+    if len(data.query.classes) < 2:
+        common.warn('all images have the same class, so there is nothing to measure')
+    else:
         metrics = common.score(data, z, gallery)
         if args.analyse:
-            examples = training_images(model)
             training = common.embed(model, examples).to(z.device)
             metrics |= analyse(z, training, data, metrics, gallery)
             metrics['copies'] = count_copies(z, training, data.query.paths, examples.paths)
@@ -485,10 +494,12 @@ def evaluate_one(args):
 def training_images(model):
     """The images that the network was trained on"""
     flags = model.args
-    training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
-                                   transform=model.transform).train
+    folder = flags.get('data', '')
+    if not folder and flags['dataset'] != 'shapes':
+        raise UsageError('--analyse needs the training images, and the checkpoint does not name their folder')
+    training = common.load_dataset(flags['dataset'], folder, fold=flags.get('fold'), transform=model.transform).train
     if not training or {*training.classes} - {*model.classes}:
-        raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
+        raise UsageError(f'--analyse needs the training images, and {folder} has other ones')
     return training
 
 

@@ -138,7 +138,8 @@ def blend(parts, kind, axis, mask_size):
     else:
         raise common.UsageError(f'{layout} is not a way to mix images')
     if source_index.max() < num - 1:                # a source got no pixel
-        raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: lower --mask-size')
+        raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
+                                'larger images, fewer of them, or a smaller mask')
     source_index = source_index.to(parts.device).expand(H, 1, channels, height, width)
     return parts.gather(1, source_index).squeeze(1)         # over dim num: (H, 3, S, S)
 
@@ -336,9 +337,10 @@ def check_batch(args, num_classes, num_superclasses):
     needed = max(for_sources, for_negatives)
     in_batch = min(num_classes, args.batch_size // args.per_class) if args.per_class else 0
     if in_batch < needed:
-        raise common.UsageError(f'hybrids need {needed} classes in a batch, {args.num} of each superclass, and there '
-                                f'are {in_batch}: raise --batch-size, or lower --num, --combinations or --per-class '
-                                '(above 0); --alpha 0 makes no hybrids')
+        of_each = f', {args.num} of each superclass' if num_superclasses > 1 else ''
+        raise common.UsageError(f'hybrids need {needed} classes in a batch{of_each}, and there are {in_batch}: raise '
+                                '--batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids '
+                                'append needs fewer, and --alpha 0 makes no hybrids')
 
 
 def main(argv=None):

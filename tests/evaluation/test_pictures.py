@@ -186,7 +186,20 @@ def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, t
     assert train_ms.main(['--resume', 'runs/mine', '--epochs', '5', '--steps', '10'])['epoch'] == 5
 
 
-def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path):
+@pytest.mark.parametrize('flags, message', [
+    ('--query x/pile/0.jpg --dataset shapes', '--query searches a folder of images, and not shapes: add --dataset'),
+    ('--query x/pile/0.jpg --dataset vectors --data x', '--query searches a folder of images, and not vectors'),
+    ('--data x/single --whole --sheet x.png', 'an image grid needs another image than the query'),
+    ('--sheet .', 'could not write .: '), ('--top 3', '--top has no effect with no image grid')])
+def test_mistakes_with_pictures(run, small, tmp_path, flags, message):
+    run(train_ms, '--name', 'mine', '--epochs', '0')
+    make_folder(tmp_path / 'x', ['pile'], per_class=2)
+    make_folder(tmp_path / 'x', ['single'], per_class=1)
+    with pytest.raises(common.UsageError, match=f'^{message}'):
+        evaluation.main(['--checkpoint', 'runs/mine', *EVAL, *flags.split()])
+
+
+def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path, capsys):
     """Images that are not in folders of classes can be a gallery. No metrics are computed, since there is one class."""
     run(train_ms, '--name', 'mine')
     make_folder(tmp_path / 'x', ['pile'], per_class=5)
@@ -195,6 +208,7 @@ def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path)
     assert sorted(result['path'] for result in found) == [f'x/pile/{i}.jpg' for i in range(5)]
     assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(checkpoint='runs/mine', dataset='folder')
     assert np.load('x.npz')['embeddings'].shape == (5, 16)
+    assert 'all images have the same class, so there is nothing to measure' in capsys.readouterr().err
 
 
 def test_saved_embeddings_are_l2_normalized(run, small, folder):

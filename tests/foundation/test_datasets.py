@@ -151,7 +151,8 @@ def class_names(images):
     ('Test/x Test/y others/x others/y', 'Test/x Test/y', 'others/x others/y'),
     ('train/x train/y test/b/front test/b/rear', 'x y', 'b/front b/rear'),
     ('train/train0 train/train1 test/test_a test/test_b', 'train0 train1', 'test_a test_b'),
-    ('test1 test2 test_3 test_4', 'test1 test2', 'test_3 test_4')])
+    ('test1 test2 test_3 test_4', 'test1 test2', 'test_3 test_4'),
+    ('art_gallery park test_tube train_station', 'art_gallery park', 'test_tube train_station')])
 def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes is for training; of five classes, two."""
     make_folder(tmp_path, folders.split(), per_class=2)
@@ -175,7 +176,7 @@ def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_pa
     ('imagesTrain/x imagesTest/y', 'imagesTest and imagesTrain in'), ('my_train/x my_val/y', 'my_train and my_val in'),
     ('train/x train/y val_2/z', 'train and val_2 in'), ('train2017/x val2017/y', 'train2017 and val2017 in'),
     ('test/x trainval/y', 'test and trainval in'), ('eval_data/x train_data/y', 'eval_data and train_data in'),
-    ('gallery/x probe/y', 'gallery and probe in'),
+    ('gallery/x probe/y', 'gallery and probe in'), ('testing_set/x trainset/y', 'testing_set and trainset in'),
     ('shop/train/x shop/train/y shop/test/a', 'test and train in {root}/shop look like splits')])
 def test_folders_with_too_few_classes_or_unknown_splits_are_rejected(tmp_path, folders, message):
     make_folder(tmp_path, folders.split(), per_class=1)
@@ -406,6 +407,9 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
             assert images.paths == [f'image {n}' for n in indices]
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         common.hold_out(numbered(7), '0/4')
+    for fold in ('4/4', '0/1', '-1/4', 'x'):
+        with pytest.raises(UsageError, match=f"a fold is i/n with i from 0 to n - 1, and not '{fold}'"):
+            common.hold_out(numbered(8), fold)
 
 
 def test_a_run_on_a_fold_reads_no_image_of_the_test_set(tmp_path, monkeypatch, small):

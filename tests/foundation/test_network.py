@@ -201,7 +201,7 @@ def test_a_trunk_that_does_not_return_one_tensor_is_rejected():
     for output in ((torch.zeros(1, 3), 0), torch.zeros(1, 3, 4)):
         trunk = torch.nn.Module()
         trunk.forward = lambda x, output=output: output
-        with pytest.raises(UsageError, match='a trunk returns one tensor'):
+        with pytest.raises(UsageError, match='^a trunk returns one tensor'):
             Embedder(trunk=trunk)
 
 

@@ -80,6 +80,11 @@ def test_hyperparameters_default_to_the_values_of_the_run(run, small, monkeypatc
     run(train_ms, '--name', 'ms', '--epochs', '0')
     with pytest.raises(common.UsageError, match='runs/ms was trained by train_ms.py'):
         fig2.main(['runs/ms'])
+    saved = common.read_checkpoint('runs/start')
+    del saved['args']['data']
+    torch.save(saved, 'network.pt')
+    with pytest.raises(common.UsageError, match='network.pt names no folder of its training images'):
+        fig2.main(['network.pt'])
 
 
 def test_fig2_prints_a_table_and_plots_the_figure(run, small, monkeypatch, capsys):
