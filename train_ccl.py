@@ -28,7 +28,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
 
     Other equations of the paper are parts of it:
         L_contrast, m = 0   Eq. (2), (8) and (10). Eq. (8), NSoftmax, is the normalized softmax of the Reality Check
-                            only if s = 1 / temperature.
+                            with temperature 1 / s.
         L_contrast, m > 0   CosFace; and Eq. (11), whose m is outside of the scale, s c_y.x - m: it is s times this m
         L_center            the second line of Eq. (2), which the text calls Eq. (3)
     The second line of Eq. (5) is lower by the constant 2 lambda, with exp(2 lambda c_y.x) in the numerator only.
@@ -45,7 +45,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     target = F.one_hot(y, len(c)).to(c.dtype)                            # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * target)                              # (B, C)
-    # L_contrast (B,): Eq. (2), or with a margin Eq. (11), for m s
+    # L_contrast (B,): Eq. (2), or with a margin Eq. (11), whose m is s * margin
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # L_center (B,): the right-hand side of Eq. (4), equal to Eq. (3) if x is L2-normalized, so not after dropout. It is
     # linear in x, so dropout does not change its expected value.
@@ -89,7 +89,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     -log( exp(W_y.x + b_y) / sum_j exp(W_j.x + b_j) ) + lambda ||x - c_y||^2
 
     The first term, Eq. (6), is the cross-entropy of a linear classifier. It and the centres are separate parameters.
-    Neither x nor the centres are normalized, so this lambda differs in size from the lambda of Eq. (5).
+    x is x~ in the paper: neither it nor the centres are normalized, so this lambda has another size than in Eq. (5).
 
     z (B, D) embeddings x; y (B,); weight (C, D) and bias (C,) of the classifier; centers (C, D) -> scalar
     """
@@ -126,7 +126,7 @@ def corrupt_labels(labels, noise, generator=None):
                                only cluster gets the label 3, and the classes 3, 0, 2 become 0, 1, 2. So
                                0 0 1 1 2 2 3 3 becomes 1 1 0 0 2 2 0 0.
     generator  None is torch's global one
-    returns    (N,) labels; 0 to C - 1, or with longtail 0 to the number of classes that remain - 1
+    returns    (N,) labels, 0 to C - 1; with longtail 0 to R - 1, where R classes remain
     """
     kind, rate = noise.split(':')
     rate = float(rate)
@@ -255,7 +255,7 @@ def main(argv=None):
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,
                                        stop_grad=args.loss == 'stop_grad')
         if args.loss == 'cluster':
-            # F.normalize made a new tensor, so this in-place change does not affect backward.
+            # The loss uses a normalized copy, so this in-place change does not affect backward.
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 

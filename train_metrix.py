@@ -1,9 +1,9 @@
 """train_metrix.py -- Metrix: mixup for metric learning. A mixed example is partly a positive, partly a negative.
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep Metric Learning.
-ICLR 2022. arXiv:2106.04990. In metric learning, a label belongs to a pair: of an anchor and a positive it is 1, of an
-anchor and a negative 0. Two examples are mixed as images, features or embeddings, Metrix Eq. (4). A positive mixed with
-a negative has label lambda: it counts as a positive with weight lambda, and as a negative with weight 1 - lambda.
+ICLR 2022. arXiv:2106.04990. In metric learning, a label belongs to a pair: 1 for an anchor and a positive, 0 for an
+anchor and a negative. Two examples are mixed as images, features or embeddings, Metrix Eq. (4). A positive mixed with a
+negative has label lambda: it counts as a positive with weight lambda, and as a negative with weight 1 - lambda.
 
     paper    code       flag         meaning
     a        -          -            an anchor; A is the number of anchors
@@ -29,7 +29,7 @@ def labelled_loss(s, y, valid, kind, **hyper):
 
     l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1 - y) rho-(s(a,x)) ) )
 
-    The sums are over the examples x of anchor a, with labels y: U(a) in the paper. The functions are in TABLE_1.
+    The sums are over the examples x of anchor a, with labels y: U(a), or V(a) if mixed. The functions are in TABLE_1.
 
     s        (A, V) similarities of A anchors and V examples, clean or mixed; half precision is upcast to float32
     y        (A, V) labels from 0 to 1, for each anchor
@@ -98,7 +98,7 @@ def log1p_sum_exp(t, weight):
 def log_sum_exp(t, weight):
     """Numerically stable log(sum of weight * exp(t)) of each row; 0 for a row whose weights are all 0"""
     empty = (weight == 0).all(dim=1, keepdim=True)                                              # (A, 1)
-    first = empty.float().log()         # log 1 = 0 for an empty row; else log 0 = -inf, which adds exp(-inf) = 0
+    first = empty.float().log()         # log 1 = 0 for an empty row, the result; else log 0 = -inf, which adds nothing
     return torch.cat([first, t + weight.log()], dim=1).logsumexp(dim=1)
 
 
@@ -127,7 +127,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
     proxies  (C, D), for the last two
     epsilon  tolerance of the miner of ms, which drops easy pairs as in train_ms.py; None: no miner. An anchor without
-             positives has no hardest positive, so the miner drops all its negatives, too.
+             positives keeps no negatives, because it has no hardest positive, and vice versa.
     """
     z = common.at_least_float32(z)
     if kind == 'proxynca_pp':
@@ -208,9 +208,9 @@ def mixed_loss(base, config, model, levels, y):
     valid = valid & (with_anchor if config.pairs == 'anc-neg' else ~with_anchor)
     if config.k:
         hard = hardest_negatives(anchor_z @ z.T, anchor_y[:, None] != y, config.k)  # (A, B)
-        hard = F.pad(hard, (0, len(cand_y) - len(y)))                               # (A, E); proxies are not hard
+        hard = F.pad(hard, (0, len(cand_y) - len(y)))                               # (A, E); a proxy is never hard
         valid = valid & (hard[:, i] | hard[:, j])
-    used = valid.any(dim=0).nonzero()[:, 0]         # keep the pairs that some anchor uses; M counts these
+    used = valid.any(dim=0).nonzero()[:, 0]         # pairs that some anchor uses; now M is their number
     if not len(used):
         return z.new_zeros(())
     i, j, lam = i[used], j[used], lam[used]
@@ -242,7 +242,7 @@ def candidates_and_anchors(base, z, y):
 def choose_pairs(pairs, y, cand_y):
     """All pairs i < j of candidates that may be in M(a) of some anchor a.  y (B,), cand_y (E,) -> (M,), (M,)"""
     if pairs == 'pos-pos':
-        return torch.triu_indices(len(y), len(y), 1, device=y.device).unbind()
+        return torch.triu_indices(len(y), len(y), 1, device=y.device).unbind()  # mixed_loss keeps those of one class
     if pairs == 'pos-neg':
         return cross_class_pairs(y)
     i, j = cross_class_pairs(cand_y)
@@ -251,7 +251,7 @@ def choose_pairs(pairs, y, cand_y):
 
 
 def cross_class_pairs(y):
-    """The M unordered pairs i < j of different classes.  (B,) -> (M,), (M,)"""
+    """The M unordered pairs i < j of different classes.  y (B,) or (E,) -> (M,), (M,)"""
     return (y[:, None] != y).triu().nonzero().unbind(dim=1)
 
 
@@ -320,7 +320,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
                 mixed = f[j_].lerp_(f[i_], lam_[..., None, None])                   # (20, c, h, w), lam f_i + ...
                 peaks.append(F.max_pool2d(mixed, (h, w), return_indices=True)[1].flatten(1))        # (20, c)
         peak = torch.cat(peaks)                                                     # (M, c), from 0 to h w - 1
-        # Row b h w + q is image b at position q. The gradient of gather, as of index_select in mix, is deterministic.
+        # Row n h w + q is image n at position q. On a CPU, the gradient of gather is deterministic, as in mix.
         values = f.permute(0, 2, 3, 1).flatten(0, 2)                                # (B h w, c)
         f_i, f_j = (values.gather(0, n[:, None] * (h * w) + peak) for n in (i, j))  # (M, c)
         p = p + f_j.lerp(f_i, lam)
@@ -365,8 +365,8 @@ DEFAULTS = {
     # As in train_proxy_anchor.py, but with 4 images per class (common.PROTOCOL), because pos-neg pairs need positives.
     'reality-check': dict(proxy_lr_mult=6000),
 }
-# Recipes of (dataset, loss) override those of the dataset. The paper does not state the margin of contrastive; its
-# decay rates on CUB and Cars are in Section B.1, and its warmup on SOP in the released commands.
+# Recipes of (dataset, loss) override those of the dataset. The paper does not state the margin of contrastive. The
+# decay rates on CUB and Cars are from Section B.1, the warmup on SOP from the released commands.
 CONTRASTIVE = dict(vectors=dict(epochs=3), cub=dict(decay_rate=0.1), cars=dict(decay_rate=0.1), sop=dict(warmup=5))
 DEFAULTS |= {(dataset, 'contrastive'): dict(m=0.5) | CONTRASTIVE.get(dataset, {})
              for dataset in (*common.BASE, 'reality-check')}
@@ -379,7 +379,7 @@ USES = dict(contrastive='m reduction', ms='beta gamma m epsilon', proxy_anchor='
 
 def plan(args):
     """Prints and returns what a step may mix: for each type of --mixup, MixupConfigs that differ in the set of pairs.
-    [] without mixup"""
+    Without mixup it returns []."""
     choices = []
     for mixup in args.mixup:
         if mixup == 'none':
@@ -388,7 +388,7 @@ def plan(args):
         if args.loss == 'proxynca_pp':              # the anc-neg pairs of all anchors are all cross-class pairs
             sets = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
-            sets = ['pos-neg']                      # the anchor is a proxy: it has no image and no feature map
+            sets = ['pos-neg']                      # anc-neg would mix a proxy, which has no image or feature map
         k = args.hard_negatives
         if k == 'auto' and mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3             # 3 is in Section B.2, 1 in Table 6 for {1, all}
@@ -469,7 +469,7 @@ def main(argv=None):
         loss_params = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
         groups.append(dict(params=[loss_params['proxies']], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
-    # --proxy-alpha is passed to the loss as alpha.
+    # The arguments of the loss; proxy_alpha becomes alpha.
     hyper = {flag.removeprefix('proxy_'): getattr(args, flag) for flag in USES[args.loss].split()
              if flag not in ('epsilon', 'proxy_lr_mult')}
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
@@ -500,9 +500,9 @@ What differs from the paper
     4. Proxy-Anchor follows its own paper: s + delta on negatives, where Table 1 has s - m, and no factors 1 / beta and
        1 / gamma. Its mixed loss is the mean over the classes in the batch; by Eq. (10) it would be divided by all C
        proxies. Its anc-neg pairs exist in embedding mixup only: a proxy has no image or feature map.
-    5. ProxyNCA++ follows its own paper, see clean_loss. The positives and negatives of Table 1 are proxies, which input
-       and feature mixup cannot mix, though the paper has results for both. Here a mixed example of two classes is a
-       query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
+    5. ProxyNCA++ follows its authors' code, see clean_loss. The positives and negatives of Table 1 are proxies, which
+       input and feature mixup cannot mix, though the paper has results for both. Here a mixed example of two classes is
+       a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
 What differs from the released code: github.com/billpsomas/Metrix_ICLR22 (7ce730c) for contrastive, and
 github.com/billpsomas/metrix (b679703) for ms, which has embedding mixup only
     6. Here all positives, all anchors and each anchor's own hard negatives are used. In feature and embedding mixup,
@@ -510,10 +510,10 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixup only
        positive (anc-neg), and it uses the hard negatives of the first anchor for all anchors. The code for ms mixes
        only the least similar positive of each anchor.
     7. Both implementations sample one lambda for a batch, and use Adam. Both report the best epoch on the test set.
-    8. The code for contrastive uses Euclidean distances, k = 1, 60 epochs, and w = 0.3 for anc-neg pairs of embeddings.
-       It averages over all pairs of the batch with nonzero loss; here it is the mean for each anchor, and then
-       over the anchors. Those without a positive, about 37 of 100 in random batches of CUB, count with a positive term
-       of 0.
+    8. The code for contrastive uses Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, 60 epochs, and
+       w = 0.3 for anc-neg pairs of embeddings. It averages over all pairs of the batch with nonzero loss; here it is
+       the mean for each anchor, and then over the anchors. Those without a positive, about 37 of 100 in random batches
+       of CUB, count with a positive term of 0.
     9. The code for ms does not compute Eq. (15), see tests/results/patches.py. Its mixed examples are in the positive
        term only. A mask that was made for pairs of an anchor and an image is applied to a matrix of anchors and mixed
        examples, so most of the selected mixed examples belong to other anchors.
@@ -524,12 +524,12 @@ Tables and figures of the paper
     Tables 2 and 5: --loss and --mixup. With ms and ResNet-50, Table 2 has R@1 67.8 on CUB without mixup, and 71.4 with
     feature mixup. Table 6 (Cars) and Table 7 (CUB, --dim 128), with --loss contrastive: --mixup, --pairs and
     --hard-negatives; the last row of both has --mixup input feature embed. Fig. 6 (Cars): --mixup and --strength, with
-    contrastive. Fig. 2 and utilization with mixed examples, of a trained network: tests/results/fig2.py. Section 4.3,
+    contrastive. Fig. 2 (there at epoch 0) and utilization with mixed examples: tests/results/fig2.py. Section 4.3,
     with contrastive: eval.py --analyse. Neg-neg pairs (Section 3.5) and the other methods of Table 3 are left out.
 Cost
     With batches of 20 x 5 images and k = 3, input mixup adds up to 300 (anc-neg) or 1,200 (pos-neg) images to the
-    forward pass. Unless --clean-bn is given, they count in the running statistics of BatchNorm, if it is trained. With
-    several hundred images in a batch, --hard-negatives 40 saves time.
+    forward pass. Without --freeze-bn and --clean-bn, they count in the running statistics of BatchNorm. With several
+    hundred images in a batch, --hard-negatives 40 saves time.
 """
 
 

@@ -1,7 +1,7 @@
 """train_ms.py -- Multi-Similarity loss: the harder a pair, the larger its gradient.
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
-arXiv:1904.06627. Its equation is taken from the paper of Metrix (Venkataramanan et al., ICLR 2022, arXiv:2106.04990).
+arXiv:1904.06627. The loss is written as in the paper of Metrix (Venkataramanan et al., ICLR 2022, arXiv:2106.04990).
 Each image is an anchor. Metrix Eq. (2) has two smooth maxima (log-sum-exp), one over its positives and one over its
 negatives, so the hardest pairs have the largest gradients. Before the loss is computed, a miner drops easy pairs.
 
@@ -33,7 +33,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0
     beta     > 0
     lam      lambda, in [-1, 1]
-    epsilon  tolerance of the miner, see mine(); None: no miner. Training uses 0.1, the default of --epsilon.
+    epsilon  tolerance of the miner, see mine(); None: no miner. Training uses --epsilon.
     returns  scalar >= 0; an anchor without pairs adds 0; half precision is upcast to float32
 
     The gradient shows which pairs have a large weight. For a negative n it is
@@ -147,8 +147,8 @@ What differs from the paper
        commands of Metrix's MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning rate of 6e-4, and 60
        epochs. The paper of Metrix has AdamW, learning rates of 3e-5 on SOP and 1e-4 on In-Shop, and 100 epochs; this is
        train_metrix.py --mixup none.
-    4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The
-       Reality Check selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
+    4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
+       selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
     5. On CUB and Cars, beta is 50, as in the two re-implementations. The released code has 40.
     6. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a

@@ -3,7 +3,7 @@
 Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood Component Analysis. ECCV 2020.
 arXiv:2004.01113. Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) is written as in Proxy-Anchor, arXiv:2003.13911.
 Each class has a learnable proxy, and the loss is a softmax over the proxies. In Proxy-NCA, see Proxy-Anchor Eq. (1),
-the denominator omits the positive proxy. Hence the derivative with respect to its similarity is always -1, Eq. (3).
+the denominator omits the positive proxy, so the derivative by its similarity is always -1, Proxy-Anchor Eq. (3).
 ProxyNCA++ includes the positive proxy, and has LayerNorm and a higher learning rate for the proxies.
 
     paper    code          flag            meaning
@@ -49,8 +49,8 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     temperature    > 0; the exponents are 2 s(x,p) / T instead of s(x,p): equal for T = 2
     returns        scalar, a sum over the batch, can be negative; with one class, P- is empty and its term is left out
 
-    Proxy-Anchor Eq. (3) is the gradient, with T = 2: dl/ds(x,p+) is always -1, however close x
-    is to p+. dl/ds(x,p-) is a softmax over P-, exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-.
+    Proxy-Anchor Eq. (3) is the gradient, with T = 2: dl/ds(x,p+) is always -1, however close x is to p+. dl/ds(x,p-) is
+    a softmax over P-, exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-.
     """
     logits = 2 / temperature * cosines(z, proxies)                             # (B, C)
     # (B, C), in row b and column c: whether image b is of class c
@@ -58,7 +58,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     if len(proxies) == 1:
         return -logits.sum()
     others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) = 0, so P- is left
-    # Proxy-Anchor Eq. (2). The derivative with respect to the logit of p+ is -1: Proxy-Anchor Eq. (3).
+    # Proxy-Anchor Eq. (2), whose derivative is Proxy-Anchor Eq. (3)
     return (others.logsumexp(dim=1) - logits[own]).sum()
 
 
@@ -78,16 +78,16 @@ def new_proxies(num_classes, dim):
 
 # Training recipes, see common.BASE. The benchmarks use the released configurations, except schedule and dim (notes 1
 # to 3). Adam divides its step by eps + sqrt(v), where v is a running mean of squared gradients. With eps = 1 and small
-# gradients this is about 1, so a step is about the learning rate times the gradient, as in SGD. Therefore the learning
-# rates of the proxies are large: 240 to 2,400.
+# gradients the divisor is about 1, so a step is about the learning rate times the gradient, as in SGD. Therefore the
+# learning rates of the proxies are large: 240 to 2,400.
 CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
            per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
            decay_epochs=20, decay_rate=0.1, warmup=5, clip=10.0)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, proxy_lr_mult=1e4, decay_epochs=40)
 DEFAULTS = {
-    # The optimizer of these three is AdamW (common.BASE) with its usual small eps, so 10 times --lr is enough for the
+    # The optimizer of these three is AdamW, the default, with its usual small eps, so 10 times --lr is enough for the
     # proxies. Random batches (per_class=0) of shapes have about 95 classes, and so attract more proxies to their images
-    # than balanced batches of 16 classes.
+    # than balanced batches of 32 classes.
     'shapes': dict(per_class=0, pool='max', proxy_lr_mult=10),
     'folder': dict(pool='max', proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10, epochs=12),
