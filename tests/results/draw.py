@@ -1,10 +1,9 @@
-"""Plots the runs of a table: python tests/results/results.py NAME --draw PNG, or --draw-path PNG. Needs matplotlib.
+"""Plots the runs of a table: python tests/results/results.py NAME --draw PNG. Needs matplotlib.
 
 Also saves an image grid of HSE's hybrids, with flags of train_hse.py: python tests/results/draw.py hybrids.png --num 3
 """
 import sys
 from pathlib import Path
-from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -34,25 +33,6 @@ def plot(table, runs, path):
     else:
         figure = Figure(figsize=(8, 4.5), layout='constrained')
         plot_runs(figure.subplots(), found)
-    figure.savefig(path, dpi=100)
-
-
-def plot_path(table, runs, path):
-    """Plot R@1 against MAP@R during training, for a table with `epochs`: the mean of each row, with an arrow at its
-    last evaluation. Rows on the same path differ only in speed."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(6, 4.5), layout='constrained')
-    axes = figure.subplots()
-    for number, (row, of_row) in enumerate(runs_of(table, runs).items()):
-        if of_row:
-            x, y = ([mean(per_repeat(of_row, after(epoch, key)).values()) for epoch in table.epochs]
-                    for key in ('MAP@R', 'R@1'))
-            axes.plot(x, y, 'o-', color=f'C{number}', markersize=3, label=row)
-            axes.annotate('', (x[-1], y[-1]), (x[-2], y[-2]), arrowprops=dict(arrowstyle='->', color=f'C{number}'))
-            before = x[0], y[0]
-    axes.plot(*before, 'k*', markersize=12, label='before training')
-    axes.set(xlabel='MAP@R on the test classes', ylabel='R@1 on the test classes')
-    axes.legend()
     figure.savefig(path, dpi=100)
 
 

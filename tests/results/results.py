@@ -20,9 +20,7 @@ paper, add a row to the table of claims in README.md (claims.py). Then run this 
 Each finished run becomes a line of runs.jsonl, with its commit and its evaluations, see tables.py. No two lines have
 the same command. Values have six digits. A line has R@1, MAP@R and minutes of each evaluation, and R@K, s+ and s- of
 the last one. For a table with `epochs` it has only R@1 and MAP@R of these epochs, and the last minutes and R@K. Loss,
-RP and images per second are not kept: run the command again and read runs/NAME/log.jsonl. Old lines have no R@K except
-R@1. Their runs had other batches and crops (README.md names the commit), so results.py adds no new runs to their
-tables: delete the old lines first, or write a new table.
+RP and images per second are not kept: run the command again and read runs/NAME/log.jsonl.
 
 An interrupted run continues at the next start. Its folder in runs/ is named after its command, so an unfinished run
 starts again if its command is changed. A run that fails is named at the end and does not stop the others. When its line
@@ -31,10 +29,7 @@ a paper, which eval.py joins when all folds of a row are finished.
 
 The data are expected in data/, which git ignores. cub50 holds the first 50 classes of CUB-200-2011. resnet18.pth is the
 backbone of torchvision's IMAGENET1K_V1, with BatchNorm statistics that were re-estimated on 600 photographs, none of
-them from CUB. omniglot has the folders train, with the alphabets of images_background_small1, and test, with the
-alphabets of small2 that are not in small1: Japanese (katakana), Sanskrit and Tagalog. flowers holds Oxford's 102
-flowers, the official JPEG files of each class in a folder 001 to 102. birds holds features of that backbone, see
-store_vectors.
+them from CUB. birds holds features of that backbone, see store_vectors.
 """
 import argparse
 import json
@@ -108,10 +103,6 @@ def name_of(command):
 def make(table, file, jobs):
     """Make the runs of a table that are missing in a file -> commands that failed"""
     commands = missing(table, read_runs(file))
-    found = tables.runs_of(table, read_runs(file))
-    if commands and any(tables.is_old(run) for of_row in found.values() for run in of_row.values()):
-        raise common.UsageError(f'{table.place}: the runs of this table have other batches and crops than new runs: '
-                                'delete their lines in runs.jsonl, or write a new table')
     for command in commands:
         plans.read_flags(command)               # to report an error in any command before the first run
     for dataset in ('cub', 'sop'):              # the other datasets cannot be downloaded
@@ -291,7 +282,6 @@ def get_options(argv):
     parser.add_argument('tables', nargs='*', metavar='NAME')
     parser.add_argument('--jobs', type=common.at_least(0), default=1, help='runs at a time; 0: none')
     parser.add_argument('--draw', metavar='PNG', help='plot R@1 or MAP@R of a table by epoch (pip install matplotlib)')
-    parser.add_argument('--draw-path', metavar='PNG', help='plot R@1 against MAP@R during training')
     parser.add_argument('--plan', action='store_true', help='print the missing commands, and run nothing')
     parser.add_argument('--add', metavar='FLAGS', help='a trial with more flags, kept in runs/trial.jsonl and trial.md')
     return parser.parse_args(argv)
@@ -330,8 +320,6 @@ def main(argv=None):
         text += lines
         if options.draw:
             draw.plot(specified[name], read_runs(file), options.draw)
-        if options.draw_path:
-            draw.plot_path(specified[name], read_runs(file), options.draw_path)
     if options.add and text:
         TRIAL.with_suffix('.md').write_text('\n'.join(text) + '\n')
     if failed:

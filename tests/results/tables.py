@@ -28,11 +28,6 @@ METRICS = {'alignment': 2, 'uniformity': 2, 'utilization': 2, 'utilization, mixe
 # ---- quantities of a run
 
 
-def is_old(run):
-    """Whether a run was made with the earlier batches and crops (README.md). Such a run has no R@K except R@1."""
-    return not any(key.startswith('R@') and key != 'R@1' for key in run['columns'])
-
-
 def before(key):
     """Value before training"""
     return lambda run: run['columns'][key][0]
@@ -88,19 +83,6 @@ def stop(run, epoch):
     """The run, cut off after this epoch"""
     end = run['columns']['epoch'].index(epoch) + 1
     return run | dict(columns={key: values[:end] for key, values in run['columns'].items()})
-
-
-def at_matched_map_at_r(run, base):
-    """Final R@1 of a run minus the R@1 of its baseline at the same MAP@R: where the baseline's MAP@R last decreased
-    through the final MAP@R of the run, with linear interpolation. None if it never did."""
-    wanted = last('MAP@R')(run)
-    map_at_r, recall = base['columns']['MAP@R'], base['columns']['R@1']
-    falls = [n for n in range(len(recall) - 1) if map_at_r[n] >= wanted > map_at_r[n + 1]]
-    if not falls:
-        return None
-    n = falls[-1]
-    weight = (map_at_r[n] - wanted) / (map_at_r[n] - map_at_r[n + 1])       # 0 at evaluation n, 1 at n + 1
-    return last('R@1')(run) - (recall[n] + weight * (recall[n + 1] - recall[n]))
 
 
 # ---- values of one row of a table
@@ -226,7 +208,7 @@ def section(table, tables, runs):
     elif table.epochs:
         first = by_epoch(table, found, 'MAP@R')
         if not any(tables.get(other.folds) is table for other in tables.values()):     # folds select by MAP@R only
-            further = ['', *markdown(with_matched_map_at_r(by_epoch(table, found, 'R@1'), table, found))]
+            further = ['', *markdown(by_epoch(table, found, 'R@1'))]
         further += selected_by_folds(table, tables, runs) if table.folds else []
     else:
         first = grid(found, table.pairs, LAST_EPOCH)
@@ -237,18 +219,6 @@ def section(table, tables, runs):
 def by_epoch(table, found, key):
     columns = [Column(str(epoch), after(epoch, key)) for epoch in table.epochs]
     return grid(found, table.pairs, columns, f'{key} after epoch')
-
-
-def with_matched_map_at_r(rows, table, found):
-    """Append to the differences of R@1 the one at matched MAP@R, if it is defined for all pairs of runs."""
-    matched = []
-    for row, base in table.pairs:
-        values = {repeat: at_matched_map_at_r(run, found[base][repeat]) for repeat, run in found[row].items()
-                  if repeat in found[base]}
-        matched.append('' if None in values.values() else cell(counted(values), bold=True))
-    if not any(matched):
-        return rows
-    return [[*cells, text] for cells, text in zip(rows, ['at matched MAP@R', *[''] * len(found), *matched])]
 
 
 def where_run(found):
