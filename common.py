@@ -1516,7 +1516,7 @@ def untrusted_file(path):
         name = type(error).__name__
         text = ' '.join(str(error).split())[:300]
         if name == 'UnpicklingError':                       # the message of torch recommends to open it all the same
-            text = 'it is no file of torch, or contains more than plain weights and could run any code'
+            text = 'it is not a file of torch, or contains more than plain weights and could run any code'
         raise UsageError(f'{path} cannot be used; is it corrupted, or from another script? {name}: {text}') from error
 
 

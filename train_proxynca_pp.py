@@ -3,7 +3,7 @@
 Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood Component Analysis. ECCV 2020.
 arXiv:2004.01113. Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) is written as in Proxy-Anchor, arXiv:2003.13911.
 Each class has a learnable proxy, and the loss is a softmax over the proxies. In Proxy-NCA, see Proxy-Anchor Eq. (1),
-the denominator omits the positive proxy, so the derivative by its similarity is always -1, Proxy-Anchor Eq. (3).
+the denominator omits the positive proxy, so the gradient of its similarity is always -1, Proxy-Anchor Eq. (3).
 ProxyNCA++ includes the positive proxy, and has LayerNorm and a higher learning rate for the proxies.
 
     paper    code          flag            meaning
