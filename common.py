@@ -717,7 +717,7 @@ class Images(torch.utils.data.Dataset):
         return len(self.labels)
 
     def __getitem__(self, item):
-        i, *seed = item if isinstance(item, tuple) else (item,)         # with a seed, by StepBatches, in training
+        i, *seed = item if isinstance(item, tuple) else (item,)         # a tuple is from StepBatches, in training
         x = self.items[i]
         if not self.is_vectors:
             transform = self.train_transform if seed else self.transform
@@ -926,7 +926,7 @@ class Dataset:
         self.name = name
         self.train = train
         self.query = query
-        self.gallery = query if gallery is None else gallery
+        self.gallery = gallery or query
         self.ks = ks
         if gallery and not query:
             raise UsageError('there is a gallery, but there are no queries')
@@ -1168,16 +1168,12 @@ def check_names(folder, names):
     network would be trained on the test set. A single one may be a class."""
     words = {*('train training trainset trainval test testing testset val valid validation dev eval evaluation query '
                'probe gallery').split()}
-    alike = {}              # {other words of a name: {beginning of this word: name}}: {('my',): {'tra': 'my_train'}}
-    for name in names:
-        parts = [part.lower() for part in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)]
-        for word in words.intersection(parts):
-            others = tuple(part for part in parts if part not in (word, 'set'))
-            alike.setdefault(others, {})[word[:3]] = name
-    for splits in alike.values():           # not art_gallery and train_station, whose other words differ
-        if len(splits) > 1:
-            raise UsageError(f'{" and ".join(splits.values())} in {folder} look like splits, but would be read as '
-                             'classes: rename them to train and test, and let --data name the folder that has them')
+    looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)
+             if word.lower() in words}      # {name: beginning of a word}, such as test0: tes, testing_set: tes
+    if len({*looks.values()}) > 1:
+        raise UsageError(f'{" and ".join(looks)} in {folder} look like splits, but would be read as classes: rename '
+                         'them to train and test, and let --data name the folder that has them; if they are classes, '
+                         'rename one')
 
 
 def read_vectors(root):
@@ -1459,6 +1455,7 @@ def read_checkpoint(path):
     saved = read_file(best_of(path))
     if not (isinstance(saved, dict) and {'script', 'args', 'transform', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is not a checkpoint of these scripts')
+    saved['args'].setdefault('data', 'data')                # as --data; a checkpoint for others may not have it
     return saved
 
 

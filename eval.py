@@ -417,24 +417,23 @@ def get_args(argv=None):
         common.reject(typed, [flag.removeprefix('--') for flag in SINGLE], 'several checkpoints')
     if args.query:
         common.reject(typed, ['analyse', 'embed', 'hardest', 'whole', 'ks'], '--query')
-    if not args.sheet:
-        common.reject(typed, ['hardest'] if args.query else ['hardest', 'top'], 'no image grid: add --sheet')
+    elif not args.sheet:
+        common.reject(typed, ['hardest', 'top'], 'no image grid: add --sheet')
     return args
 
 
 def place_of_test_set(args, trainings):
     """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags"""
     names = {args.dataset or flags['dataset'] for flags in trainings}
-    folders = {args.data or flags.get('data', '') for flags in trainings}          # no data: a checkpoint for others
+    folders = {args.data or flags['data'] for flags in trainings}
     if len(names) > 1 or names != {'shapes'} and len(folders) > 1:
-        places = sorted(names if len(names) > 1 else filter(None, folders))
+        places = sorted(names if len(names) > 1 else folders)
         raise UsageError(f'the networks were trained on {" and ".join(places)}: name the images to evaluate with '
                          '--dataset and --data')
     [name], folder = names, min(folders)
     if name == 'shapes' and args.data:
         raise UsageError('the built-in dataset shapes has no --data; for images of your own add --dataset folder')
-    is_new = args.dataset and not args.data and name not in [flags['dataset'] for flags in trainings]
-    if name != 'shapes' and (is_new or not folder):
+    if args.dataset and not args.data and name not in ('shapes', *(flags['dataset'] for flags in trainings)):
         raise UsageError(f'name the folder of --dataset {name} with --data')
     return name, folder
 
@@ -494,12 +493,10 @@ def evaluate_one(args):
 def training_images(model):
     """The images that the network was trained on"""
     flags = model.args
-    folder = flags.get('data', '')
-    if not folder and flags['dataset'] != 'shapes':
-        raise UsageError('--analyse needs the training images, and the checkpoint does not name their folder')
-    training = common.load_dataset(flags['dataset'], folder, fold=flags.get('fold'), transform=model.transform).train
+    training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
+                                   transform=model.transform).train
     if not training or {*training.classes} - {*model.classes}:
-        raise UsageError(f'--analyse needs the training images, and {folder} has other ones')
+        raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
     return training
 
 

@@ -139,7 +139,7 @@ def blend(parts, kind, axis, mask_size):
         raise common.UsageError(f'{layout} is not a way to mix images')
     if source_index.max() < num - 1:                # a source got no pixel
         raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
-                                'larger images, fewer of them, or a smaller mask')
+                                'larger images, a smaller --num or, with gridmask, a smaller --mask-size')
     source_index = source_index.to(parts.device).expand(H, 1, channels, height, width)
     return parts.gather(1, source_index).squeeze(1)         # over dim num: (H, 3, S, S)
 

@@ -94,8 +94,6 @@ def get_args(argv=None):
     saved = common.read_checkpoint(typed['run'])
     if saved['script'] != 'train_metrix':
         raise common.UsageError(f'{typed["run"]} was trained by {saved["script"]}.py, not by train_metrix.py')
-    if 'data' not in saved['args']:
-        raise common.UsageError(f'{typed["run"]} names no folder of its training images')
     return argparse.Namespace(**saved['args'] | typed)
 
 

@@ -83,7 +83,7 @@ def test_hyperparameters_default_to_the_values_of_the_run(run, small, monkeypatc
     saved = common.read_checkpoint('runs/start')
     del saved['args']['data']
     torch.save(saved, 'network.pt')
-    with pytest.raises(common.UsageError, match='network.pt names no folder of its training images'):
+    with pytest.raises(common.UsageError, match='folder cannot be loaded: there is no folder data'):
         fig2.main(['network.pt'])
 
 
