@@ -1539,7 +1539,7 @@ def atomic_write(path):
 # training. `warmup` is the number of first epochs with a frozen backbone. `clip` bounds each entry of the gradients.
 # per_class=0 means images in random order. A folder with pretrained weights gets the recipe of cub. Learning rates and
 # epochs for vectors were selected by cross-validation on features of CUB-50 (tests/results),
-# and those of shapes are explained in tests/results/demo.md.
+# and those of shapes are explained in tests/results/README.md.
 DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
             epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
 VECTORS = DEMO | dict(arch='none', freeze_bn=True, pool='avg', dim=None, precision='fp32', epochs=5, batch_size=100,

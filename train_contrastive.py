@@ -113,7 +113,7 @@ CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, ba
            optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1,
            warmup=5, clip=10.0)
 DEFAULTS = {
-    'shapes': dict(neg_margin=1.0, per_class=2),    # how they were selected: tests/results/demo.md
+    'shapes': dict(neg_margin=1.0, per_class=2),    # how they were selected: tests/results/README.md
     'folder': dict(),
     'vectors': dict(epochs=6),
     'cub': CUB,

@@ -270,7 +270,7 @@ DEFAULTS = {
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'shapes': dict(temperature=1.0),                # Eq. (9) as printed, see tests/results/demo.md
+    'shapes': dict(temperature=1.0),                # Eq. (9) as printed, see tests/results/README.md
     'reality-check': dict(proxy_lr_mult=6000, mask_size=50),        # 4 images per class, for hybrids
 }
 # What depends on the base loss: (dataset, loss) overrides dataset, see common.parse.
@@ -393,7 +393,7 @@ the 67.4 has 8 (with 16 it is 66.9). So repeat the 64.9 with --alpha 0 --per-cla
 What differs from the paper, or is not stated in it
     1. Eq. (9) has no temperature. The released code divides the inner products by 0.1, and its values of alpha belong
        to that. --temperature 1 is Eq. (9) as printed, and the default on shapes: with 0.1, hybrids cost about 27
-       points of R@1 there (tests/results/demo.md).
+       points of R@1 there (tests/results/README.md).
     2. Sources: Algorithm 1, and the code on CUB and Cars, mix the first classes of the batch; here they are random, as
        in Section 1. Which of their images is not stated; here, as in the code, hybrid r mixes image r of each class.
     3. Replaced images: Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, all of one class.

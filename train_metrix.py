@@ -514,9 +514,9 @@ github.com/billpsomas/metrix (b679703) for ms, which has embedding mixup only
        w = 0.3 for anc-neg pairs of embeddings. It averages over all pairs of the batch with nonzero loss; here it is
        the mean for each anchor, and then over the anchors. Those without a positive, about 37 of 100 in random batches
        of CUB, count with a positive term of 0.
-    9. The code for ms does not compute Eq. (15), see tests/results/patches.py. Its mixed examples are in the positive
-       term only. A mask that was made for pairs of an anchor and an image is applied to a matrix of anchors and mixed
-       examples, so most of the selected mixed examples belong to other anchors.
+    9. The code for ms does not compute Eq. (15). Its mixed examples are in the positive term only. A mask that was made
+       for pairs of an anchor and an image is applied to a matrix of anchors and mixed examples, so most of the selected
+       mixed examples belong to other anchors.
    10. On CUB, the released command for ms with mixup trains 100 epochs and halves the learning rate every 10; the one
        without mixup trains 60 epochs and halves it every 5. Here both train 100 epochs, as in the paper, and halve the
        learning rate every 10.

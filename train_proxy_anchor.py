@@ -85,7 +85,7 @@ DEFAULTS = {
     # In common.BASE, --lr is 2e-3 for shapes and folder, and 1e-3 for vectors: 20 and 10 times that of CUB. So a factor
     # of 10 is enough for the proxies. Random batches (per_class=0) of shapes have about 95 classes, and so attract
     # more proxies to their images than balanced batches of 32 classes. A frozen backbone in the first epoch (warmup)
-    # takes a tenth less time for about the same R@1 (tests/results/demo.md).
+    # takes a tenth less time for about the same R@1 (tests/results/README.md).
     'shapes': dict(per_class=0, proxy_lr_mult=10, warmup=1),
     'folder': dict(proxy_lr_mult=10),
     'vectors': dict(proxy_lr_mult=10),

@@ -1,86 +1,316 @@
-"""Makes starter code for exercises, and grades submissions. Each exercise is to write a function of the project.
+"""Makes starter code for the exercises of the course, and grades submissions by the project's own tests.
 
     python tests/course/handout.py list                 the exercises: week, level, minutes, equations
     python tests/course/handout.py make OUT NAME...     writes the folder OUT for students: these functions are stubbed
                                                         out, and those of the same week and of later weeks
         --keep                                          other exercises keep their solutions
-        --flawed SEED                                   instead, each script has a wrong solution, for students to find
-                                                        and correct; the seed selects it
-    python tests/course/handout.py grade NAME FILE...   prints a line for each file: points for each equation, and
-                                                        their sum. In a folder, scripts with the name of the
-                                                        exercise's script are graded, or else all its .py files
-        --csv grades.csv                                writes file, exercise, equation, points, of, seed, remarks
-        --feedback DIR                                  writes a text for each file: which tests failed, and why
-        --seed SEED                                     uses the random inputs of an earlier grading again
-    python tests/course/handout.py check [NAME...]      tests solutions.py: wrong ones fail, right ones pass; -v
-                                                        prints all
+        --flawed SEED                                   instead, each script has a mistake, for students to find
+    python tests/course/handout.py grade NAME FILE...   prints the points of each script by equation. In a folder,
+                                                        scripts with the name of the exercise's script are graded, or
+                                                        else all its .py files
+        --csv grades.csv                                writes file, equation, points, of, remark
+        --feedback DIR                                  writes a text for each script: which tests failed, and why
+    python tests/course/handout.py check [NAME...]      grades the original, solutions that are written differently, and
+                                                        the mistakes of mistakes.py: each mistake must lose a point
 
-A student gets the folder, writes the functions of the exercise, and submits the script. `grade` runs the tests of
-the project on this file in a separate process, whose children are killed. Then it calls the function on random inputs
-that are not in the starter code, and compares the results with the original, which runs in another process: one more
-point. The README of the starter code explains how points are counted. `grade` executes submissions: run it where they
-can do no harm.
-
-Remarks do not change the points. They list names that a formula does not need, such as sys.modules or an absolute path,
-and other functions that were changed: read these submissions.
+Students submit the whole script. `grade` takes it with the original functions of all other exercises, and runs the
+graded tests in a process of its own. It executes submissions: run it where they can do no harm.
 """
 import argparse
+import ast
+import csv
+import multiprocessing
 import os
+import re
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import redirect_stdout
+from functools import lru_cache
 from pathlib import Path
+from xml.etree import ElementTree
 
-from exercises import EXERCISES
-from grading import Comparison, grade, read, results
-from making import handout, make, solutions_in, source, stub_out, with_solution
+from exercises import EXERCISES, ROOT
+
+LIMIT = 120                                                 # seconds for the tests of one submission
+
+# ---- starter code
+
+parsed = lru_cache(ast.parse)
 
 
-def check(names, verbose=0, seed=0):
-    """Checks that all graded tests fail on starter code, at least one on each wrong solution, and none on right ones,
-    with all other exercises stubbed out; and that the comparison finds solutions that only pass the tests, and no right
-    ones. Returns the number of solutions for which this is not so."""
-    from solutions import PASSING, RIGHT, WRONG
-    jobs = []
-    bad = 0
+def source(path):
+    """The text of a file of the project, or of a script of the course, which starter code has at the top level"""
+    return next(place for place in (ROOT / path, ROOT / 'tests/course' / path) if place.exists()).read_text()
+
+
+def functions(text, names):
+    """{name: ast node} of these functions, and of methods named Class.method"""
+    found = {}
+    for node in parsed(text).body:
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f'{node.name}.' if isinstance(node, ast.ClassDef) else ''
+        found |= {prefix + part.name: part for part in members if isinstance(part, ast.FunctionDef)}
+    return {name: node for name, node in found.items() if name in names}
+
+
+def replace_functions(text, bodies):
+    """The text with other lines for the functions {name: lines}, without decorators"""
+    lines = text.splitlines(keepends=True)
+    for name, node in sorted(functions(text, bodies).items(), key=lambda item: -item[1].lineno):
+        lines[node.lineno - 1:node.end_lineno] = bodies[name]
+    return ''.join(lines)
+
+
+def lines_of(text, node):
+    return text.splitlines(keepends=True)[node.lineno - 1:node.end_lineno]
+
+
+def stub_out(text, names):
+    """Replaces the bodies of functions by `raise NotImplementedError`; docstrings stay."""
+    stubs = {}
+    for name, node in functions(text, names).items():
+        indent = ' ' * node.body[0].col_offset
+        kept = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+        stubs[name] = lines_of(text, node)[:kept - node.lineno + 1] + [f'{indent}raise NotImplementedError\n']
+    return replace_functions(text, stubs)
+
+
+def without_other_tests(text, words):
+    """A test file without the tests whose names have none of these words"""
+    others = [node for node in ast.parse(text).body if getattr(node, 'name', '').startswith('test_')
+              and not any(word in node.name for word in words)]
+    lines = text.splitlines(keepends=True)
+    for node in reversed(others):
+        first = min(part.lineno for part in [node, *node.decorator_list])
+        del lines[first - 1:node.end_lineno]
+    return ''.join(lines)
+
+
+def handout(names, keep=False):
+    """{path: text} of the starter code for these exercises: scripts, tests, and all project files that these import.
+    Exercises of the same and of later weeks are stubbed out, too, unless `keep`."""
+    exercises = [EXERCISES[name] for name in names]
+    week = min(e.week for e in exercises)
+    hidden = [e for name, e in EXERCISES.items() if name in names or e.week >= week and not keep]
+    paths = ['tests/conftest.py', *(path for e in exercises for path in (e.script, e.test_file))]
+    files = {}
+    for path in paths:                                      # grows during the loop
+        if path not in files:
+            words = [word for e in exercises if path == e.test_file for word in e.graded.split(' or ')]
+            text = without_other_tests(source(path), words) if words else source(path)
+            files[path] = stub_out(text, [name for e in hidden for name in e.stubbed(path)])
+            paths += [other for module in re.findall(r'(?m)^ *(?:from|import) (\w+)', text)
+                      for other in (f'{module}.py', f'tests/{module}.py') if (ROOT / other).exists()]
+    return files
+
+
+PAGE = """# Exercises
+
+Write the bodies of these functions. Their docstrings describe arguments and results, and the top of each script
+has the symbols. You may add helper functions; do not change anything else. Submit the whole script. Level 1 is a
+formula, level 2 also has masks and special cases, and level 3 also has limits on memory, or many rules.
+
+| exercise | write | from | level | minutes | tests |
+|---|---|---|---|---|---|
+{rows}
+
+First run `pip install -r requirements.txt`. The tests fail until the functions are written. The message of a failed
+test has the equation, the input and the expected value. Each test function gives a point, if it passes for all its
+parameters; all tests together may take {limit} seconds. Other functions that end in `raise NotImplementedError` belong
+to other exercises: the grading uses the originals.
+
+Requirements on every loss: class labels may be any integers >= 0, in any order; the order of the images does not
+matter; arguments are not modified; half precision is upcast to float32, and float64 stays float64; gradients are
+finite, even if the loss is 0, the batch has one class or one image, or images are equal.
+"""
+
+FLAWED = """# Find the mistake
+
+In each of these scripts one function is wrong; everything else is right. Compare it with its docstring and the paper.
+State in one sentence what is wrong, and for which input it makes a difference. Correct the function, and submit the
+script. This folder has no tests: write one that fails, then correct the function.
+
+| script | one of these functions is wrong | from | minutes |
+|---|---|---|---|
+{rows}
+"""
+
+
+def flawed(names, seed):
+    """{path: text} of complete scripts, each with one of its mistakes, and common.py"""
+    from mistakes import MISTAKES
+    if len({EXERCISES[name].script for name in names}) < len(names):
+        raise SystemExit('error: two of these exercises are in one script, and a script has only one mistake')
+    files = {'common.py': source('common.py')}
+    for name in names:
+        changes = list(MISTAKES[name].values())
+        script = EXERCISES[name].script
+        files[script] = changed(source(script), EXERCISES[name].write.split(), changes[seed % len(changes)])
+    return files
+
+
+def changed(text, names, solution):
+    """A script with another solution: the source of functions, which is appended, or pairs of texts (old, new), which
+    change lines of these functions"""
+    if isinstance(solution, str):
+        return f'{text}\n\n{solution}'
+    heads, bodies = {}, {}
+    for name, node in functions(text, names).items():
+        lines, code = lines_of(text, node), node.body[bool(ast.get_docstring(node))].lineno - node.lineno
+        heads[name], bodies[name] = ''.join(lines[:code]), ''.join(lines[code:])
+    for old, new in zip(solution[::2], solution[1::2]):
+        if sum(body.count(old) for body in bodies.values()) != 1:
+            raise ValueError(f'{old!r} does not occur once in {", ".join(names)}')
+        bodies = {name: body.replace(old, new) for name, body in bodies.items()}
+    return replace_functions(text, {name: [heads[name] + body] for name, body in bodies.items()})
+
+
+def make(out, names, seed=None, keep=False):
+    if Path(out).is_file() or Path(out).is_dir() and any(Path(out).iterdir()):
+        raise SystemExit(f'error: {out} exists and is not empty')
+    if Path(out).resolve().is_relative_to(ROOT):
+        raise SystemExit(f'error: {out} is in the project, whose tests would find it: use ../{Path(out).name}')
+    rows = []
     for name in names:
         e = EXERCISES[name]
-        to_write = e.stubbed.split()
-        original = stub_out(source(e.script), solutions_in(e.script, EXERCISES) - {*to_write})
-        jobs += [(name, 'starter code', handout([name])[e.script]), (name, 'original', original)]
-        for kind, solutions in ('right', RIGHT), ('wrong', WRONG), ('passing', PASSING):
-            jobs += [(name, f'{kind}: {what}', with_solution(original, to_write, solution))
+        functions_to_write = ', '.join(f'`{function}`' for function in e.write.split())
+        cells = [f'`{e.script}`', functions_to_write, e.source, e.minutes] if seed is not None else [
+            name, f'`{e.script}`: {functions_to_write}', e.source, e.level, e.minutes,
+            f'`python -m pytest {e.test_file} -k "{e.graded}"`']
+        rows.append('| ' + ' | '.join(map(str, cells)) + ' |')
+    files = handout(names, keep) if seed is None else flawed(names, seed)
+    files['README.md'] = (PAGE if seed is None else FLAWED).format(rows='\n'.join(rows), limit=LIMIT)
+    write(out, files | {name: source(name) for name in ('requirements.txt', 'LICENSE')})
+    print(f'{out}: {", ".join(sorted(files))}')
+
+
+def write(folder, files):
+    for path, text in files.items():
+        Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder, path).write_text(text)
+
+
+# ---- grades
+
+# Processes are forked from one that has imported torch, which saves most of the time of a grading.
+CONTEXT = multiprocessing.get_context('forkserver' if sys.platform == 'linux' else 'spawn')
+CONTEXT.set_forkserver_preload(['pytest', 'torch', 'torchvision.transforms.v2'])
+
+
+def run_pytest(folder, test_file, graded, *options):
+    """Runs the graded tests of a folder, and writes its report.xml. In a process of its own"""
+    import pytest
+    os.chdir(folder)
+    sys.path[:] = [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)]
+    with open('output', 'w') as sys.stderr, redirect_stdout(sys.stderr):
+        pytest.main([test_file, '-k', graded, '-q', '-p', 'no:cacheprovider', '--rootdir', folder,
+                     '--junitxml', 'report.xml', *options])
+
+
+def results(exercise, files, script, *options):
+    """({test: '' or why it failed}, why there are no results) of the text of a script, in a folder with these files"""
+    with tempfile.TemporaryDirectory() as folder:
+        write(folder, files | {exercise.script: script})
+        process = CONTEXT.Process(target=run_pytest, args=(folder, exercise.test_file, exercise.graded, *options),
+                                  daemon=True)
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            return {}, f'no end after {LIMIT} seconds'
+        report = Path(folder, 'report.xml')
+        if not report.exists():
+            return {}, 'the process ended early'
+        tests, why = {}, ''
+        for case in ElementTree.parse(report).iter('testcase'):
+            failed = next((part for part in case if part.tag in ('failure', 'error')), None)
+            reason = '' if failed is None else failed.get('message', '') or 'it failed'
+            if case.get('name').startswith('test_'):
+                name = case.get('name').split('[')[0]       # a point for all its parameters
+                tests[name] = tests.get(name) or reason
+            else:                                           # the test file cannot be imported
+                why = f'{reason}: {(failed.text or "").strip().splitlines()[-1]}'
+        return tests, '' if tests else why or 'there are no tests'
+
+
+def submission(exercise, text):
+    """A submitted script with the original functions of all other exercises. Raises SyntaxError or ValueError."""
+    own, *_ = exercise.write.split()
+    if own not in functions(text, [own]):
+        raise ValueError(f'submit the whole script: {own} is not in this file')
+    original = source(exercise.script)
+    others = {name for e in EXERCISES.values() for name in e.stubbed(exercise.script)} - {*exercise.write.split()}
+    return replace_functions(text, {name: lines_of(original, node)
+                                    for name, node in functions(original, others).items()})
+
+
+def points(tests, every, name):
+    """{equation: [points, maximum]}, where the equation is in the name of a test"""
+    found = {}
+    for test in every:
+        equation = (re.match(r'test_([a-z]+_eq\d+)_', test) or ['', name])[1]
+        found.setdefault(equation, [0, 0])
+        found[equation][0] += tests.get(test) == ''
+        found[equation][1] += 1
+    return found
+
+
+def scripts_in(paths, script):
+    """The files to grade. In a folder these are the scripts with this name at any depth, or else its .py files."""
+    for path in map(Path, paths):
+        yield from [path] if path.is_file() else sorted(path.rglob(script)) or sorted(path.glob('*.py'))
+
+
+def grade(name, paths, table=None, feedback=None):
+    """Prints the points of each script; writes a table and texts."""
+    exercise, files, rows = EXERCISES[name], handout([name], keep=True), []
+    every, why = results(exercise, files, source(exercise.script))
+    if why or any(every.values()):
+        raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
+    for path in scripts_in(paths, exercise.script):
+        try:
+            tests, why = results(exercise, files, submission(exercise, path.read_text()))
+        except (SyntaxError, ValueError) as error:
+            tests, why = {}, f'{type(error).__name__}: {error}'
+        counted = points(tests, every, name)
+        total = [sum(column) for column in zip(*counted.values())]
+        shown = ', '.join(f'{equation} {got}/{of}' for equation, (got, of) in counted.items())
+        print(f'{path}: {shown}, in all {total[0]}/{total[1]}' + f' ({why})' * bool(why), flush=True)
+        rows += [[path, equation, got, of, why] for equation, (got, of) in counted.items()]
+        if feedback:
+            failed = [f'{test}\n    {reason}' for test, reason in tests.items() if reason]
+            text = '\n\n'.join([f'{name}: {total[0]} of {total[1]} points', *filter(None, [why]), *failed]) + '\n'
+            write(feedback, {'-'.join(path.with_suffix('.txt').parts[-2:]): text})
+    if table:
+        with open(table, 'w', newline='') as file:
+            csv.writer(file).writerows([['file', 'equation', 'points', 'of', 'remark'], *rows])
+
+
+def check(names, verbose=False):
+    """Grades the original, other right solutions, starter code and mistakes. Returns how many results are wrong."""
+    from mistakes import MISTAKES, RIGHT
+    jobs = []
+    for name in names:
+        e = EXERCISES[name]
+        original = source(e.script)
+        jobs += [(name, 'right', 'original', original), (name, 'wrong', 'starter code', handout([name])[e.script])]
+        for kind, solutions in ('right', RIGHT), ('wrong', MISTAKES):
+            jobs += [(name, kind, what, changed(original, e.write.split(), solution))
                      for what, solution in solutions.get(name, {}).items()]
-    jobs = [(name, what, read(EXERCISES[name], text.encode()).text) for name, what, text in jobs]
-    files = handout(list(EXERCISES))
-
-    comparisons = {}
-
-    def run(job):
-        """Failures, {test or 'comparison': why}, and the number of tests"""
-        name, what, script = job
-        tests, why = results(EXERCISES[name], files, script, *['-x'] * what.startswith('wrong'))
-        failed = {test: reason for test, reason in tests.items() if reason} | ({'': why} if why else {})
-        if what.startswith(('right', 'passing')):
-            differences = comparisons[name].of(files, script)
-            failed |= {'comparison': differences[0]} if differences else {}
-        return failed, len(tests)
+    files = {name: handout([name], keep=True) for name in names}
+    bad = 0
     with ThreadPoolExecutor(2) as pool:
-        comparisons |= zip(names, pool.map(partial(Comparison, seed=seed), names))
-        for (name, what, _), (failed, number) in zip(jobs, pool.map(run, jobs)):
-            kind = what.split(':')[0]
-            good = {'starter code': len(failed) == number > 0, 'wrong': len(failed) > 0,
-                    'passing': [*failed] == ['comparison']}
-            good = good.get(kind, not failed)
+        found = pool.map(lambda job: results(EXERCISES[job[0]], files[job[0]], job[3], *['-x'] * (job[1] == 'wrong')),
+                         jobs)
+        for (name, kind, what, _), (tests, why) in zip(jobs, found):
+            failed = [test for test, reason in tests.items() if reason]
+            good = not (failed or why) if kind == 'right' else bool(failed)
             bad += not good
-            test, reason = next(iter(failed.items()), ('', ''))
             if verbose or not good:
-                print(f'{"ok " if good else "BAD"} {name}, {what}: {len(failed)} of {number} tests fail {test}')
-            if reason and (verbose > 1 or not good):
-                print(reason)
-    counts = {kind: sum(what.startswith(kind) for _, what, _ in jobs) for kind in ('wrong', 'passing', 'right')}
-    print(f'{len(names)} exercises, {counts["wrong"]} wrong solutions, {counts["passing"]} that only pass the tests, '
-          f'{counts["right"]} right ones: {bad} with unexpected results')
+                print(f'{"ok " if good else "BAD"} {name}, {what}: {len(failed)} of {len(tests)} tests fail {why}')
+    lost = sum(kind == 'wrong' and what != 'starter code' for _, kind, what, _ in jobs)
+    print(f'{len(names)} exercises, {lost} mistakes, {bad} of {len(jobs)} results are not as they should be')
     return bad
 
 
@@ -90,33 +320,28 @@ def main(argv=None):
     commands.add_parser('list')
     command = commands.add_parser('make')
     command.add_argument('out', metavar='OUT')
-    command.add_argument('names', metavar='NAME', nargs='+')
+    command.add_argument('names', metavar='NAME', nargs='+', choices=EXERCISES)
     command.add_argument('--flawed', type=int, metavar='SEED', help='complete scripts, each with a mistake to be found')
     command.add_argument('--keep', action='store_true', help='other exercises of these files keep their solutions')
     command = commands.add_parser('grade')
-    command.add_argument('names', metavar='NAME', nargs=1)
+    command.add_argument('name', metavar='NAME', choices=EXERCISES)
     command.add_argument('files', metavar='FILE', nargs='+')
-    command.add_argument('--csv', metavar='FILE', help='file, exercise, equation, points, of, seed, remarks')
-    command.add_argument('--feedback', metavar='DIR', help='a text for each file: which tests failed, and why')
-    command.add_argument('--seed', type=int, help='seed of the random inputs; default: a random one, which is printed')
+    command.add_argument('--csv', metavar='FILE', help='file, equation, points, of, remark')
+    command.add_argument('--feedback', metavar='DIR', help='a text for each script: which tests failed, and why')
     command = commands.add_parser('check')
-    command.add_argument('names', metavar='NAME', nargs='*')
-    command.add_argument('-v', action='count', default=0, help='print a line for each solution; -vv: and why it fails')
+    command.add_argument('names', metavar='NAME', nargs='*', choices=[*EXERCISES, []], default=[])
+    command.add_argument('-v', action='store_true', help='print a line for each solution')
     args = parser.parse_args(argv)
-    os.environ['OMP_NUM_THREADS'] = '1'             # for the child processes: two at a time, each on one core
+    os.environ['OMP_NUM_THREADS'] = '1'                     # of the child processes
     if args.command == 'list':
         for name, e in EXERCISES.items():
             print(f'{name:28} week {e.week}  level {e.level} {e.minutes:4} minutes  {e.source}')
-        return False
-    for name in args.names:
-        if name not in EXERCISES:
-            parser.exit(2, f'error: {name} is not an exercise; these are: {", ".join(EXERCISES)}\n')
-    if args.command == 'make':
+    elif args.command == 'make':
         make(args.out, args.names, args.flawed, args.keep)
     elif args.command == 'grade':
         if missing := [path for path in args.files if not Path(path).exists()]:
-            parser.exit(2, f'error: no such file: {missing[0]}\n')
-        grade(args.names[0], args.files, args.csv, args.feedback, args.seed)
+            parser.error(f'no such file: {missing[0]}')
+        grade(args.name, args.files, args.csv, args.feedback)
     else:
         return check(args.names or list(EXERCISES), args.v) > 0
 

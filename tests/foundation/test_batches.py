@@ -10,7 +10,7 @@ import train_ms
 from common import BalancedSampler, UsageError
 
 
-def test_balanced_batches_are_p_by_k_class_by_class():
+def test_sampler_batches_are_p_by_k_class_by_class():
     labels = torch.arange(12).repeat(9)[torch.randperm(108, generator=torch.Generator().manual_seed(0))]
     samplers = [BalancedSampler(labels, 12, 3, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     sampled, again, other = map(list, samplers)
@@ -23,7 +23,7 @@ def test_balanced_batches_are_p_by_k_class_by_class():
     assert sorted(i for batch in sampled for i in batch) == list(range(108)), 'an epoch has every image once'
 
 
-def test_classes_left_over_from_a_permutation_come_first():
+def test_sampler_takes_classes_left_over_from_a_permutation_first():
     """With 5 classes and two per batch, one class is left over from each permutation. It is used next, so four
     successive batches have all classes."""
     labels = torch.arange(800) % 5
@@ -31,7 +31,7 @@ def test_classes_left_over_from_a_permutation_come_first():
     assert len(sampled) == 200 and all(set.union(*sampled[i:i + 4]) == set(range(5)) for i in range(197))
 
 
-def test_small_classes_repeat_and_few_classes_shrink_the_batch(capsys):
+def test_sampler_repeats_images_of_small_classes_and_few_classes_shrink_the_batch(capsys):
     labels = torch.tensor([0, 0, 0, 0, 1, 2, 2])
     sampler = BalancedSampler(labels, 40, 4)
     assert '1 of 3 training classes have one image' in capsys.readouterr().err

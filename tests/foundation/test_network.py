@@ -19,14 +19,14 @@ from common import Embedder, UsageError
 
 
 @pytest.mark.parametrize('pool', ['avg', 'max', 'avg+max'])
-def test_the_head_pools_projects_and_normalises(pool):
+def test_embedder_pools_projects_and_normalises(pool):
     model, f = small_embedder(pool=pool), torch.randn(2, 512, 2, 3).relu()
     pooled = dict(avg=f.mean((2, 3)), max=f.amax((2, 3)))
     expected = F.normalize(model.linear(sum(pooled[part] for part in pool.split('+'))), dim=1)
     assert torch.allclose(model.head(f), expected, atol=1e-6)
 
 
-def test_layer_norm_and_normalize():
+def test_embedder_with_layer_norm_and_without_normalization():
     model, p = small_embedder(layer_norm=True, normalize=False), torch.randn(3, 512)
     normed = (p - p.mean(1, True)) / p.var(1, False, True).add(1e-5).sqrt()
     assert torch.allclose(model.project(p), model.linear(normed), atol=1e-5)
@@ -43,7 +43,7 @@ def test_head_init():
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
-def test_precision_applies_only_to_the_trunk(small, precision):
+def test_embedder_pools_and_projects_in_float32(small, precision):
     """Pooling and head are float32: a mean over 49 values in bfloat16 would have only two decimal digits."""
     model, exact = small_embedder(precision=precision).eval(), small_embedder().eval()
     x = torch.randn(2, 3, 40, 40)

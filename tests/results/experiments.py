@@ -45,7 +45,7 @@ EXPERIMENTS = [
         seeds(3), CUB_50,
         [('proxy_anchor', 'ms', 2.7), ('proxy_anchor', 'contrastive'), ('ccl, lam 2', 'ccl, lam 0', 0.7)]),
     Experiment(
-        'metrix', 'CUB-50. Mixup with each loss; the paper\'s differences are from Table 5 of Metrix.',
+        'metrix', "CUB-50. Mixup with each loss; the paper's differences are from Table 5 of Metrix.",
         {f'{loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup}'
          for loss in ('proxy_anchor', 'ms', 'contrastive', 'proxynca_pp') for mixup in ('none', 'feature', 'embed')
          if (loss, mixup) != ('proxynca_pp', 'embed')},
@@ -55,7 +55,7 @@ EXPERIMENTS = [
          ('contrastive, feature', 'contrastive, none', 2.7), ('contrastive, embed', 'contrastive, none', 1.7),
          ('proxynca_pp, feature', 'proxynca_pp, none', 1.3)]),
     Experiment(
-        'hse', 'CUB-50. Hybrids with each loss; the paper\'s differences are from Table 2 of HSE.',
+        'hse', "CUB-50. Hybrids with each loss; the paper's differences are from Table 2 of HSE.",
         {f'{loss}, {hybrids}': f'train_hse.py --loss {loss}{alpha}' for loss in ('ms', 'proxy_anchor', 'epshn')
          for hybrids, alpha in (('no hybrids', ' --alpha 0'), ('hybrids', ''))},
         seeds(3), f'{CUB_50} --decay-epochs 5 --lr 3.3e-05',
@@ -68,7 +68,7 @@ EXPERIMENTS = [
         seeds(5), differences=[('feature', 'none'), ('push', 'none'), ('softer', 'none'), ('push', 'feature'),
                                ('softer', 'feature')]),
     Experiment(
-        'noise', 'shapes, with wrong training labels; the paper\'s differences are from Table 3 of CCL, with Inception.',
+        'noise', "shapes, with wrong training labels; the paper's differences are from Table 3 of CCL, with Inception.",
         {'no noise, lam 2': 'train_ccl.py'} | {
             f'{noise}, lam {lam}': f'train_ccl.py --label-noise {noise}{flag}'
             for noise in ('symmetric:0.2', 'longtail:0.25') for lam, flag in ((2, ''), (0, ' --lam 0'))},

@@ -155,7 +155,8 @@ def about(experiment, found):
         return [text, 'Not run yet.']
     minutes = [run['rows'][-1]['minutes'] for run in runs]
     machines, commits = (', '.join(sorted({run[key] for run in runs})) for key in ('machine', 'commit'))
-    return [text, f'{len(runs)} runs of {min(minutes):.1f} to {max(minutes):.1f} minutes: {machines}; commits {commits}.']
+    span = f'{min(minutes):.1f} to {max(minutes):.1f} minutes'
+    return [text, f'{len(runs)} runs of {span}: {machines}; commits {commits}.']
 
 
 def write_page():

@@ -1,13 +1,12 @@
-"""Mutation tests with a list of mutants that no tool makes from the syntax tree. Run manually, not by pytest.
+"""Mutation tests: makes the changes of mutants.txt one by one, each of which a test must notice. Not run by pytest.
 
     python tests/tools/mutants.py                     # all of them
     python tests/tools/mutants.py train_hse frozen    # those whose file or entry has one of these words
 
-mutation.py, next to this file, changes operators, constants and arguments everywhere. The list, mutants.txt, has other
-changes: a detached gradient, a function or flag replaced by another, a value of a recipe. A heading names a file and
-the test files that are likely to detect its mutants. A line `old ==> new ## why` is a mutant. `old` occurs once in the
-file, and should be short, so that renames seldom break it. Each change is made in a copy of the project, and the tests
-run there until one fails: first those of the heading, then the others. If none fails, the mutant survives: no test
+The list has a detached gradient, a function or flag replaced by another, a value of a recipe. A heading names a file
+and the test files that are likely to detect its mutants. A line `old ==> new ## why` is a mutant. `old` occurs once in
+the file, and should be short, so that renames seldom break it. Each change is made in a copy of the project, and the
+tests run there until one fails: first those of the heading, then the others. If none fails, the mutant survives: no test
 covers this line.
 
 After a change of the code, the list need not be updated at once: an entry whose `old` is no longer in its file is

@@ -1,0 +1,378 @@
+"""Mistakes in the exercises, which must lose points, and right solutions that are written differently, which must not.
+
+`handout.py check` grades all of them, `--flawed` chooses a mistake. A mistake is pairs of texts (old, new) that change
+lines of the original functions. If it was made in public, the thread is named. A right solution may also be the source
+of functions.
+"""
+MISTAKES, RIGHT = {}, {}                # {exercise: {what: solution}}
+
+MISTAKES['multi_similarity_loss'] = {
+    'mean of the exponentials of positives': (
+        'log1p_sum_exp(-alpha * (s - lam), positive) / alpha',
+        '(log1p_sum_exp(-alpha * (s - lam) - positive.sum(1, keepdim=True).clamp_min(1).log(), positive)) / alpha'),
+    'miner along columns': (
+        '.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)', '.amax(dim=1, keepdim=True)',
+        '.amax(dim=0, keepdim=True)'),
+    'miner over the whole batch': ('.amin(dim=1, keepdim=True)', '.amin()', '.amax(dim=1, keepdim=True)', '.amax()'),
+    'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
+    'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'anchor excluded by value': (
+        'mine(s, y, epsilon)\n', 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
+    'exp overflows': (
+        'log1p_sum_exp(beta * (s - lam), negative)', '((beta * (s - lam)).exp() * negative).sum(dim=1).log1p()'),
+    'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'without the 1 +': (
+        'log1p_sum_exp(beta * (s - lam), negative)',
+        '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
+    'no miner with epsilon 0': ('if epsilon is None else', 'if not epsilon else'),
+    'only for sorted labels': (
+        'z = common.at_least_float32(z)',
+        'z, y = common.at_least_float32(z), torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)'),
+    'miner keeps equally hard pairs': (
+        '~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
+        '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
+}
+MISTAKES['contrastive_loss'] = {
+    'mean over all pairs': ('t.sum() / (t > 0).sum().clamp_min(1)', 't.mean()'),
+    'one mean for both kinds': ('return mean_nonzero(pull) + mean_nonzero(push)', 'return mean_nonzero(pull + push)'),
+    'an image is its own positive': ('.masked_fill(~positive, 0)', '.masked_fill(negative, 0)'),
+    'NaN without positives': ('.clamp_min(1)', ''),
+    'only pairs above the mean, so none if there is one (sentence-transformers 4020)': (
+        't.sum() / (t > 0).sum().clamp_min(1)',
+        't[t > t.sum() / (t > 0).sum().clamp_min(1)].sum() / (t > 0).sum().clamp_min(1)'),
+    'squared for plain distances': (
+        'distances(common.at_least_float32(z))', 'distances(common.at_least_float32(z)).square()'),
+    'half precision not upcast': ('common.at_least_float32(z)', 'z'),
+    'images detached': ('common.at_least_float32(z)', 'common.at_least_float32(z).detach()'),
+    'power after the mean': (
+        '.pow(power).masked_fill(~positive, 0)', '.masked_fill(~positive, 0)',
+        '.pow(power).masked_fill(~negative, 0)', '.masked_fill(~negative, 0)',
+        'return mean_nonzero(pull) + mean_nonzero(push)',
+        'return mean_nonzero(pull) ** power + mean_nonzero(push) ** power'),
+    'negatives at distance 0 excluded': ('masked_fill(~negative, 0)', 'masked_fill(~negative | (d == 0), 0)'),
+    'a constant if the loss is 0': (
+        'return mean_nonzero(pull) + mean_nonzero(push)',
+        'loss = mean_nonzero(pull) + mean_nonzero(push)\n    return loss if loss > 0 else loss.detach()'),
+    'only for sorted labels': ('= pairs(y)', '= pairs(torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0))'),
+}
+MISTAKES['contrastive_similarity_loss'] = {
+    'margin on positives': (
+        'pull = -s.masked_fill(~positive, 0)', 'pull = (margin - s).clamp_min(0).masked_fill(~positive, 0)'),
+    'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
+    'mean over all negatives': ('(excess > 0).sum(dim=1)', 'negative.sum(dim=1)'),
+    'anchor excluded by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
+}
+MISTAKES['proxy_anchor_loss'] = {
+    'proxies not normalised': ('F.normalize(proxies, dim=1)', 'proxies'),
+    'no gradient for the proxies, as if they were outside the optimizer (Proxy-Anchor 25)': (
+        'F.normalize(proxies, dim=1)', 'F.normalize(proxies, dim=1).detach()'),
+    'positive term divided by all classes': ('.sum() / num_present', '.mean()'),
+    'negative term divided by the classes present': ('~positive).mean()', '~positive).sum() / num_present'),
+    'negative term of present proxies only': ('~positive).mean()', '~positive)[positive.any(dim=1)].mean()'),
+    'margin of negatives with minus': ('(s + delta), ~positive', '(s - delta), ~positive'),
+    'exp overflows': (
+        'log1p_sum_exp(alpha * (s + delta), ~positive)',
+        '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
+    'half precision not upcast': ('z, proxies = common.promote_dtypes(z, proxies)', ''),
+    'classes present counted by label changes': (
+        'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
+    'negative term divided by proxies with a negative': (
+        '~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
+}
+MISTAKES['proxynca_loss'] = {
+    'scale 1/T': ('2 / temperature', '1 / temperature'),
+    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.promote_dtypes(z, proxies.T))'),
+    'positive proxy in the denominator (pytorch-metric-learning 206)': (
+        "others = logits.masked_fill(own, float('-inf'))", 'others = logits'),
+    'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
+    'temperature ignored': ('2 / temperature * cosines', 'cosines'),
+    'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
+}
+MISTAKES['proxynca_pp_loss'] = {
+    'scale 1/T': ('2 / temperature', '1 / temperature'),
+    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.promote_dtypes(z, proxies.T))'),
+    'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
+    'half precision not upcast': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
+    'distances for squared distances': (
+        '2 / temperature * cosines(z, proxies)',
+        '-torch.cdist(*common.promote_dtypes(z, F.normalize(proxies))) / temperature'),
+}
+MISTAKES['center_contrastive_loss'] = {
+    'stop_grad ignored': ('(c.detach() if stop_grad else c)', 'c'),
+    'stop_grad also in the centre term': (
+        '(c.detach() if stop_grad else c)', 'c', '(z * c[y])', '(z * (c.detach() if stop_grad else c)[y])'),
+    'smoothing ignored': ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y'),
+    "torch's smoothing": ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y, label_smoothing=smoothing'),
+    'centre term smoothed': ('lam * center', '(1 - smoothing) * lam * center'),
+    'margin on all cosines': ('margin * target', 'margin * torch.ones_like(target)'),
+    'margin not scaled': ('s * (cosine - margin * target)', 's * cosine - margin * target'),
+    'centres not normalised': ('c = F.normalize(centers, dim=1)', 'c = centers'),
+    'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
+    'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1)'),
+    'half precision not upcast': ('z, centers = common.promote_dtypes(z, centers)', ''),
+    'images normalised again': (
+        'z, centers = common.promote_dtypes(z, centers)',
+        'z, centers = common.promote_dtypes(F.normalize(z, dim=1), centers)'),
+    'exp overflows': (
+        "F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
+        '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
+}
+MISTAKES['hybrid_loss'] = {
+    'maximum of s times mask': (
+        'most_similar(s, negative)', '(s * negative).max(dim=1)[0], negative.any(dim=1)',
+        'most_similar(s, weak_positive)', '(s * weak_positive).max(dim=1)[0], weak_positive.any(dim=1)'),
+    'no guard for negatives': ('(has_hn & has_ewp)', 'has_ewp'),
+    'no guard for weak positives': ('(has_hn & has_ewp)', 'has_hn'),
+    'no guard for zero hybrids': ('.sum() / max(len(h), 1)', '.mean()'),
+    'mean over hybrids that have both': ('max(len(h), 1)', '(has_hn & has_ewp).sum().clamp_min(1)'),
+    'hybrids detached': ('s = h @', 's = h.detach() @'),
+    'all images except weak positives': ('most_similar(s, negative)', 'most_similar(s, ~weak_positive)'),
+    'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
+    'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
+    'half precision not upcast': ('h, z = common.promote_dtypes(h, z)', ''),
+    "log_softmax averaged over both columns (MMT 18, HSE's Algorithm 1)": (
+        'F.logsigmoid(s_ewp - s_hn)', 'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
+}
+MISTAKES['epshn_loss'] = {
+    'hardest negative': ('negative & (s < s_p[:, None])', 'negative'),
+    'a tie is semi-hard': ('s < s_p', 's <= s_p'),
+    'mean over all anchors': ('keep.sum().clamp_min(1)', 'len(z)'),
+    'NaN without anchors': ('.clamp_min(1)', ''),
+    'anchor excluded by value': (
+        'positive, negative = pairs(y)', 'positive, negative = (y[:, None] == y) & (s < 1 - 1e-5), y[:, None] != y'),
+    'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'a constant without anchors': (
+        'keep = has_p & has_n', 'keep = has_p & has_n\n    if not keep.any():\n        return z.new_zeros(())'),
+    'exp overflows': (
+        'F.logsigmoid((s_p - s_n) / temperature)',
+        '((s_p / temperature).exp() / ((s_p / temperature).exp() + (s_n / temperature).exp())).log()'),
+}
+MISTAKES['positivity_threshold'] = {
+    'm with minus': ('+ m', '- m'),
+    'inverse odds': ('torch.as_tensor(lam, dtype=torch.float64).logit()', '-torch.as_tensor(lam).logit()'),
+    'log2': ('.logit()', '.logit() / torch.tensor(2.0).log()'),
+    'log of lambda only': ('torch.as_tensor(lam, dtype=torch.float64).logit()', 'torch.log(lam)'),
+    'float32 inside': ('torch.as_tensor(lam, dtype=torch.float64)', 'torch.as_tensor(lam)'),
+    'clamped near 0 and 1': ('.logit()', '.logit(1e-6)'),
+}
+MISTAKES['pair_labels'] = {
+    'weights swapped': ('lam, 1 - lam', '1 - lam, lam'),
+    'no weight for the second example': ('lam, 1 - lam', 'lam, 0'),
+    'only the first example': ('i_is_positive ^ j_is_positive', 'i_is_positive & ~j_is_positive'),
+    'at least one example': ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive'),
+    'all pairs of different classes': (
+        'i_is_positive ^ j_is_positive', '(y[i] != y[j]).expand(len(anchor_y), len(i))'),
+    'indices for classes': ('anchor_y[:, None] == y[i]', 'anchor_y[:, None] == i'),
+    'anchors are the batch': (
+        'anchor_y[:, None] == y[j]', 'y[:, None] == y[j]', 'anchor_y[:, None] == y[i]', 'y[:, None] == y[i]'),
+}
+MISTAKES['mix_features'] = {
+    'all mixed maps in forward': ('zip(i.split(20), j.split(20), lam.split(20))', '[(i, j, lam)]'),
+    'pooled before mixup': ('f_j.lerp(f_i, lam)', 'mix(f.amax(dim=(2, 3)), i, j, lam[:, 0])'),
+    'weights swapped': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)), j, i, lam)'),
+    'averages detached': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)).detach(), i, j, lam)'),
+    'half precision not upcast': ('f = common.at_least_float32(f)', ''),
+    'positions in a byte': ('[1].flatten(1)', '[1].flatten(1).byte().long()'),
+}
+MISTAKES['retrieval_metrics'] = {
+    'the query is not excluded': ('None if within else gallery', 'gallery'),
+    'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
+    'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
+    'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
+    'no match: excluded from R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
+    'no match: counts in RP and MAP@R': (
+        '100 * sum(precision) / max(1, len(precision))', '100 * sum(precision) / len(query)',
+        '100 * sum(average) / max(1, len(average))', '100 * sum(average) / len(query)'),
+    'no match: not counted': ('len(average) < len(query)', 'False'),
+    # TorchDR pull request 295; mteb 1154, 5376; pytorch-metric-learning 464
+    'the first result is excluded, not the query': (
+        'for rows, s, index in search(query, None if within else gallery, depth):',
+        'for rows, s, index in search(query, gallery, depth + itself):\n'
+        '        s, index = s[:, itself:], index[:, itself:]'),
+    'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
+    'ties in the order of the search': (
+        'hit[tied] = hit[tied].gather(1, torch.from_numpy(order).to(hit.device))', ''),
+    'ties count as hits (mteb 5092)': ('np.lexsort((hit[tied]', 'np.lexsort((~hit[tied]'),
+    'no error for NaN in the gallery': (', (gallery, gallery_labels))', ',)'),
+    'precision at non-matches': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
+    'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
+    'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
+    'class numbers of the gallery': (', minlength=int(labels.max()) + 1)', ')'),
+}
+MISTAKES['triplet_loss'] = {
+    'mean over all triplets': ('(cost > 0).sum().clamp_min(1)', 'exists.sum().clamp_min(1)'),
+    'NaN without triplets': ('.clamp_min(1)', ''),
+    'an image is its own positive': (
+        'positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)', 'positive = same'),
+    'squared distances': ("torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')", '2 - 2 * z @ z.T'),
+    'margin with minus': ('d[:, None, :] + margin', 'd[:, None, :] - margin'),
+    'positive and negative swapped': ('d[:, :, None] - d[:, None, :]', 'd[:, None, :] - d[:, :, None]'),
+    'farthest negative': ("d.masked_fill(same, float('inf')).amin(", "d.masked_fill(same, -float('inf')).amax("),
+    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
+    'negatives detached': ('d[:, :, None] - d[:, None, :]', 'd[:, :, None] - d[:, None, :].detach()'),
+}
+MISTAKES['utilization'] = {
+    'mean over the examples': ('nearest(queries, examples)', 'nearest(examples, queries)'),
+    'distances not squared': ('(2 - 2 * s).clamp(min=0).mean()', '(2 - 2 * s).clamp(min=0).sqrt().mean()'),
+    'farthest example': ('nearest(queries, examples)', 'nearest(-queries, examples)'),
+    'a sum': ('.mean().item()', '.sum().item()'),
+    'cosine distance': ('2 - 2 * s', '1 - s'),
+}
+MISTAKES['labelled_loss'] = {
+    'labels ignored': ('y * valid, (1 - y) * valid', '(y > 0.5) * valid, (y <= 0.5) * valid'),
+    'invalid examples are negatives': ('y * valid, (1 - y) * valid', 'y * valid, 1 - y * valid'),
+    'labels swapped': ('y * valid, (1 - y) * valid', '(1 - y) * valid, y * valid'),
+    'negatives with weight 1': ('(1 - y) * valid', '(y < 1) * valid'),
+    'only the positive term': ('return pull + push', 'return pull'),
+    'negative term with minus': ('return pull + push', 'return pull - push'),
+    'mean over the anchors': ('return pull + push', 'return (pull + push).mean()'),
+    'half precision not upcast': ('s = common.at_least_float32(s)', ''),
+}
+MISTAKES['ms'] = {
+    'weights in the exponent': (
+        'log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * positive * (s - m), positive > 0)'),
+    'weights used as masks': (
+        'log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * (s - m), positive > 0)',
+        'log1p_sum_exp(gamma * (s - m), negative)', 'log1p_sum_exp(gamma * (s - m), negative > 0)'),
+    'scales swapped': ('positive) / beta', 'positive) / gamma', 'negative) / gamma', 'negative) / beta'),
+    'signs swapped': ('-beta * (s - m)', 'beta * (s - m)', 'gamma * (s - m), negative', '-gamma * (s - m), negative'),
+    'no division': ('positive) / beta', 'positive)', 'negative) / gamma', 'negative)'),
+    'without the 1 +': ('F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)', '(t + weight.log()).logsumexp(dim=1)'),
+    'm for negatives with plus': ('gamma * (s - m)', 'gamma * (s + m)'),
+    'weight of 0 replaced by 1e-6': ('weight.log()', '(weight + 1e-6).log()'),
+}
+MISTAKES['sampler'] = {
+    'a class twice in a batch': ('[item for item in items if item not in queue] or items', 'items'),
+    'left-over classes come last': ('queue.pop(0)', 'queue.pop()'),
+    'not shuffled': ('torch.randperm(len(others), generator=self.generator).tolist()', 'range(len(others))'),
+    'without the generator': (', generator=self.generator', ''),
+    'all images of a class again in each batch': ('take(image_queues[c]', 'take([]'),
+    'all classes again in each batch': ('take(class_queue', 'take([]'),
+}
+MISTAKES['embedder'] = {
+    'not normalized': ('F.normalize(z, dim=1) if self.normalize else z', 'z'),
+    'always normalized': (' if self.normalize else z', ''),
+    'normalized over the batch': ('F.normalize(z, dim=1)', 'F.normalize(z, dim=0)'),
+    'LayerNorm left out': ('self.linear(self.norm(p))', 'self.linear(p)'),
+    'the maximum replaces the average': ("if 'avg' in self.pool", "if self.pool == 'avg'"),
+    'maximum for average': ('F.adaptive_avg_pool2d', 'F.adaptive_max_pool2d'),
+    'pooled in half precision': ('f = at_least_float32(f)', ''),
+}
+
+RIGHT['multi_similarity_loss'] = {'anchor by anchor': '''
+def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
+    z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+    s, zero, total = z @ z.T, z.new_zeros(1), 0
+    positive, negative = pairs(y) if epsilon is None else mine(s, y, epsilon)
+    for a in range(len(y)):
+        p, n = s[a][positive[a]], s[a][negative[a]]
+        total = total + torch.cat([zero, -alpha * (p - lam)]).logsumexp(0) / alpha
+        total = total + torch.cat([zero, beta * (n - lam)]).logsumexp(0) / beta
+    return total / len(y)
+
+
+def mine(s, y, epsilon):
+    positive, negative = pairs(y)
+    for a in range(len(y)):
+        p, n = s[a][positive[a]], s[a][negative[a]]
+        if len(p) and len(n):
+            positive[a] &= s[a] - epsilon < n.max()
+            negative[a] &= s[a] + epsilon > p.min()
+        else:
+            positive[a] = negative[a] = False
+    return positive, negative
+'''}
+RIGHT['contrastive_loss'] = {'pairs of the upper triangle': '''
+def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
+    z = common.at_least_float32(z)
+    i, j = torch.triu_indices(len(y), len(y), 1)
+    d, same = (z[i] - z[j]).norm(dim=1), y[i] == y[j]
+    pull, push = torch.relu(d[same] - pos_margin) ** power, torch.relu(neg_margin - d[~same]) ** power
+    return sum(t.sum() / max(int((t > 0).sum()), 1) for t in (pull, push))
+'''}
+RIGHT['proxy_anchor_loss'] = {'proxy by proxy': '''
+def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
+    z, proxies = common.promote_dtypes(z, proxies)
+    pull, push, zero = [], [], z.new_zeros(1)
+    for k in range(len(proxies)):
+        s = F.cosine_similarity(z, proxies[k:k + 1], dim=1)
+        if (y == k).any():
+            pull.append(torch.cat([zero, -alpha * (s[y == k] - delta)]).logsumexp(0))
+        push.append(torch.cat([zero, alpha * (s[y != k] + delta)]).logsumexp(0))
+    return sum(pull) / len(pull) + sum(push) / len(push)
+'''}
+RIGHT['proxynca_pp_loss'] = {'squared distances': '''
+def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
+    z, p = common.promote_dtypes(z, proxies)
+    d2 = (z[:, None] - F.normalize(p, dim=1)).square().sum(dim=2)
+    return -torch.log_softmax(-d2 / temperature, dim=1).gather(1, y[:, None]).mean()
+'''}
+RIGHT['center_contrastive_loss'] = {'image by image': '''
+def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
+    z, centers = common.promote_dtypes(z, centers)
+    c, total = centers / centers.norm(dim=1, keepdim=True), 0
+    for x, label in zip(z, y):
+        logits = s * torch.mv(c.detach() if stop_grad else c, x)
+        logits = torch.where(torch.arange(len(c)) == label, logits - s * margin, logits)
+        others = logits.logsumexp(0) - torch.cat([logits[:label], logits[label + 1:]])
+        contrast = (1 - smoothing) * (logits.logsumexp(0) - logits[label])
+        if len(others):
+            contrast = contrast + smoothing * others.mean()
+        total = total + contrast + lam * (x - c[label]).square().sum()
+    return total / len(z)
+'''}
+RIGHT['hybrid_loss'] = {'hybrid by hybrid': '''
+def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
+    h, z = common.promote_dtypes(h, z)
+    terms = [0 * h.sum()]
+    for x, weak, other in zip(h, weak_positive, negative):
+        if weak.any() and other.any():
+            terms.append(F.softplus(((z[other] @ x).max() - (z[weak] @ x).max()) / temperature))
+    return alpha * sum(terms) / max(len(h), 1)
+'''}
+RIGHT['mix_features'] = {'checkpoint': '''
+def mix_features(f, i, j, lam, pool='avg+max'):
+    from torch.utils.checkpoint import checkpoint
+    f, pooling = common.at_least_float32(f), dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
+    def part(i, j, lam):
+        maps = mix(f, i, j, lam)
+        return sum(pooling[name](maps, 1) for name in pool.split('+')).flatten(1)
+    return torch.cat([checkpoint(part, *t, use_reentrant=False) for t in zip(i.split(9), j.split(9), lam.split(9))])
+'''}
+RIGHT['retrieval_metrics'] = {'query by query': '''
+def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8), search=k_nearest):
+    within, rows = gallery is None, []
+    ranked, labels = (query, query_labels) if within else (gallery, gallery_labels)
+    if not len(query) or len(ranked) < 1 + within or not (query.isfinite().all() and ranked.isfinite().all()):
+        raise UsageError('empty or not finite')
+    for block, similarities, index in search(query, gallery, len(ranked) - within):
+        for i, s, others in zip(block, similarities, labels[index]):
+            hit = others == query_labels[i]
+            order = hit.int().argsort(stable=True)
+            hit = hit[order][s[order].argsort(descending=True, stable=True)]
+            r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
+            p = (hit.cumsum(0) / rank * hit)[:r]
+            rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])
+    rows = torch.tensor(rows, dtype=torch.float64)
+    some = max(1, int(rows[:, -1].sum()))
+    metrics = {f'R@{k}': 100 * float(rows[:, n].mean()) for n, k in enumerate(ks)}
+    metrics |= {'RP': 100 * float(rows[:, -3].sum()) / some, 'MAP@R': 100 * float(rows[:, -2].sum()) / some}
+    unmatched = len(rows) - int(rows[:, -1].sum())
+    return metrics | ({'unmatched': unmatched} if unmatched else {})
+'''}
+RIGHT['pair_labels'] = {'two weighted masks': '''
+def pair_labels(y, anchor_y, i, j, lam):
+    first, second = ((y[end] == anchor_y.unsqueeze(1)) for end in (i, j))
+    return lam * first + (1 - lam) * second, first != second
+'''}
+RIGHT['ms'] = {'logaddexp with 0': '''
+def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
+    def term(t, weight):
+        t = torch.where(weight > 0, t + weight.to(t.dtype).clamp_min(1e-38).log(), -1e30)
+        return torch.logaddexp(t.logsumexp(dim=1), t.new_zeros(len(t)))
+    return term(-beta * (s - m), positive) / beta, term(gamma * (s - m), negative) / gamma
+'''}
