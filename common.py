@@ -38,16 +38,12 @@ from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-try:
-    import fcntl
-except ImportError:                         # Windows has none
-    fcntl = None
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 import torchvision
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageOps
 from torch import distributed, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 from torchvision.transforms import v2
@@ -427,37 +423,32 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     trainable = [weight for weight in model.trunk.parameters() if weight.requires_grad]
     folder = args.resume or broadcast_from_rank0(None if rank() else new_folder(args, data))
     about = about_data(args, data)
-    # A new run starts with epoch 0, an evaluation before training; a resumed one continues from its checkpoint.
-    first, done, rows, start = 0, 0, [], time.time()
-    with run_lock(folder):                                  # no other run may use it
-        if args.resume:
-            first, done, rows, start = resume(args, about, model, states, per_epoch, total)
-        print_recipe(args, model, data, sampler, epochs, folder)
-        for epoch in range(first, epochs + 1):
-            if should_stop_early(args, rows):
-                break
-            row = dict(epoch=epoch, loss=None, images_per_second=None)
-            steps = range(done, min(epoch * per_epoch, total))
-            if steps:                                       # not in epoch 0, nor if a resumed run only evaluates
-                model.train()
-                for weight in trainable:                    # weights that the user froze stay so
-                    weight.requires_grad_(epoch > args.warmup)
-                row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
-                done = steps.stop
-            if epoch % args.eval_every == 0 or epoch == epochs:
-                row |= evaluate(model, data)
-            row['minutes'] = (time.time() - start) / 60
-            row = broadcast_from_rank0(row)                 # with torchrun, all take the row of the main process
-            if 'R@1' in row or not data.query:              # evaluated, or there is no test set
-                rows.append(row)
-            if not rank():
-                # best.pt comes first: if the process is killed before last.pt is written, --resume repeats the epoch.
-                about |= dict(epoch=epoch, step=done, rows=rows, minutes=row['minutes'])
-                if args.fold and epoch > 0 and best_row(rows) is row:
-                    save_checkpoint(folder / 'best.pt', args, model, states, **about)
-                save_checkpoint(folder / 'last.pt', args, model, states, **about)
-                log(folder, row, rows)
-            show_row(row)                                   # last, because printing may fail
+    done, rows, start = resume(args, about, model, states, per_epoch, total) if args.resume else (-1, [], time.time())
+    print_recipe(args, model, data, sampler, epochs, folder)
+    for epoch in range(done + 1, epochs + 1):               # epoch 0 is the evaluation before training
+        if should_stop_early(args, rows):
+            break
+        row = dict(epoch=epoch, loss=None, images_per_second=None)
+        if epoch:
+            steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
+            model.train()
+            for weight in trainable:                        # weights that the user froze stay so
+                weight.requires_grad_(epoch > args.warmup)
+            row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
+        if epoch % args.eval_every == 0 or epoch == epochs:
+            row |= evaluate(model, data)
+        row['minutes'] = (time.time() - start) / 60
+        row = broadcast_from_rank0(row)                     # with torchrun, all take the row of the main process
+        if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
+            rows.append(row)
+        if not rank():
+            # best.pt comes first: if the process is killed before last.pt is written, --resume repeats the epoch.
+            about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
+            if args.fold and epoch > 0 and best_row(rows) is row:
+                save_checkpoint(folder / 'best.pt', args, model, states, **about)
+            save_checkpoint(folder / 'last.pt', args, model, states, **about)
+            log(folder, row, rows)
+        show_row(row)                                       # last, because printing may fail
     return summary(args, data, folder, rows)
 
 
@@ -804,7 +795,8 @@ def to_rgb(image, min_side=None):
         if isinstance(source, np.ndarray):
             image = Image.fromarray(source)
         elif not isinstance(source, Image.Image):
-            image = open_image(source)
+            # Other formats may start a program, whatever the name of the file.
+            image = Image.open(source, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
             if min_side:
                 image.draft('RGB', (min_side, min_side))                 # for JPEG files only
         image.load()                                        # raises what is wrong with the pixels, and closes the file
@@ -820,17 +812,6 @@ def to_rgb(image, min_side=None):
     # Only the middle of a very long image is kept: resized by its shorter side, it could be of any length.
     width, height = (min(side, 16 * min(image.size)) for side in image.size)
     return v2.functional.center_crop(image.convert('RGB'), [height, width])
-
-
-def open_image(path):
-    """Opens an image in one of the formats of is_image_file. For some other formats PIL would start a program, whatever
-    the name of the file. With LOAD_TRUNCATED_IMAGES, PIL ignores corrupted texts and profiles of a PNG file."""
-    strictness = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = True
-    try:
-        return Image.open(path, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = strictness        # before the pixels are loaded
 
 
 def to_8_bits(grey):
@@ -1124,9 +1105,7 @@ def find_splits(names):
     return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
-SERVICE_FOLDERS = ['lost+found', '__MACOSX', 'System Volume Information', 'RECYCLER', '$RECYCLE.BIN', 'FOUND.000',
-                   'Temporary Items', 'Network Trash Folder', '~snapshot', '@eaDir', '@tmp', '@Recycle',
-                   '@Recently-Snapshot', '#recycle', '#snapshot']
+SERVICE_FOLDERS = ['lost+found', '__MACOSX', 'System Volume Information', '$RECYCLE.BIN', '@eaDir', '#recycle']
 
 
 def is_hidden(name):
@@ -1137,17 +1116,12 @@ def is_hidden(name):
 def images_below(root):
     """(path, class) of the images in and below a folder. Images in root itself are the class '.' if there is no other;
     else they are ignored. So are other files, with a warning if they are in the folder of a class."""
-    images, others, seen = [], [], set()
+    images, others = [], []
 
     def stop(error):
         raise error
 
     for folder, folders, files in os.walk(root, onerror=stop, followlinks=True):
-        place = os.path.realpath(folder)
-        if place in seen:                                   # links may lead there twice, or in a circle
-            folders.clear()
-            continue
-        seen.add(place)
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         check_names(folder, folders)
         class_ = Path(folder).relative_to(root).as_posix()
@@ -1299,33 +1273,17 @@ def new_folder(args, data):
     """Makes runs/<name>/; without --name it is script, dataset and the next free number."""
     if args.name:
         folder = Path('runs') / args.name
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError as error:
+            raise UsageError(f'{folder} exists already; choose another --name, or --resume {folder}, or delete it'
+                             ) from error
         return folder
     for number in itertools.count(1):
         folder = Path('runs') / f'{args.script.removeprefix("train_")}-{data.name}-{number}'
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-
-
-@contextmanager
-def run_lock(folder):
-    """If two processes start the same run, the second ends with a one-line error. The operating system releases the
-    lock when its process ends, even if that is killed."""
-    if rank() or not fcntl:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f'{folder} belongs to a run in progress: wait for it, or choose another --name') from error
-        except OSError:                                     # this disk has no locks
-            pass
-        yield
-    finally:
-        os.close(handle)
 
 
 def best_row(rows):
@@ -1404,22 +1362,19 @@ def about_data(args, data):
 
 
 def resume(args, about, model, states, per_epoch, total):
-    """Loads the last checkpoint of a run into the model and `states` -> the next epoch, the steps done, the rows, and a
-    start time that excludes the interruption"""
+    """Loads the last checkpoint of a run into the model and `states` -> its epoch, its rows, and a start time that
+    excludes the interruption"""
     saved = read_checkpoint(args.resume / 'last.pt')
     with untrusted_file(args.resume):
         if saved['fingerprint'] != about['fingerprint']:
             raise UsageError(f'{args.data} has other images than those that {args.resume} began with; start a new run')
         for name, part in dict(states, model=model).items():
             part.load_state_dict(saved[name])
-        epoch, done, rows = saved['epoch'], saved['step'], saved['rows']
-    if done > total or done < total and done % per_epoch:
-        raise UsageError(f'{args.resume} has {done} steps done, {per_epoch} an epoch, and cannot continue with these '
-                         '--steps and --epochs; start a new run')
-    # With --eval-every 2, say, a run may be interrupted after an epoch that was not evaluated. If that is the last one
-    # by the new --epochs, it is evaluated now.
-    evaluate_only = done == total and rows[-1]['epoch'] < epoch
-    return epoch if evaluate_only else epoch + 1, done, rows, time.time() - 60 * saved['minutes']
+        done = saved['step']
+        if done > total or done < total and done % per_epoch:
+            raise UsageError(f'{args.resume} has {done} steps done, {per_epoch} an epoch, and cannot continue with '
+                             'these --steps and --epochs; start a new run')
+        return saved['epoch'], saved['rows'], time.time() - 60 * saved['minutes']
 
 
 def saved_flags(args):
@@ -1781,7 +1736,7 @@ def saved_recipe(parser, typed):
 
 
 def check(args, typed):
-    """Rejects flags that would give a wrong result, or overwrite one."""
+    """Rejects flags that would give a wrong result."""
     if args.dataset == 'shapes' and 'data' in typed:
         raise UsageError('--dataset shapes is built in and has no --data; for images of your own add --dataset folder')
     if (args.arch == 'none') != (args.dataset == 'vectors'):
@@ -1792,8 +1747,6 @@ def check(args, typed):
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.protocol and not (args.resume or 'fold' in typed):
         print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
-    if args.name and not args.resume and (Path('runs') / args.name / 'last.pt').exists():
-        raise UsageError(f'runs/{args.name} exists already; choose another --name, or --resume runs/{args.name}')
 
 
 def flag_name(dest):

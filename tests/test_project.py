@@ -1,5 +1,4 @@
-"""The structure of the project: imports, words that common.py must not contain, length of functions."""
-import ast
+"""The structure of the project: what a script needs, imports, words that common.py must not contain."""
 import re
 
 import equations
@@ -63,14 +62,5 @@ def test_common_names_no_method():
 
 
 @pytest.mark.parametrize('name', ['common', 'eval', *SCRIPTS])
-def test_functions_are_short_and_a_script_begins_with_its_loss_and_imports_no_other(name):
-    text = (ROOT / f'{name}.py').read_text()
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    first = {f: f.body[1 if ast.get_docstring(f) else 0].lineno for f in functions}            # without the docstring
-    assert [f.name for f in functions if f.end_lineno - first[f] >= 45] == []
-    assert not re.search(r'^\s*(from|import) +train_', text, re.M)
-    if name in SCRIPTS:
-        assert min(f.lineno for f in functions if 'loss' in f.name) <= 34
-        assert len(ast.get_docstring(ast.parse(text)).splitlines()) <= 15
-        assert text.startswith(f'"""{name}.py -- ')
-        assert text.endswith("if __name__ == '__main__':\n    common.cli(main)\n")
+def test_no_script_imports_another(name):
+    assert not re.search(r'^\s*(from|import) +train_', (ROOT / f'{name}.py').read_text(), re.M)

@@ -146,11 +146,8 @@ def class_names(images):
 
 @pytest.mark.parametrize('folders, train, test', [
     ('Latin/a Greek/beta Greek/alpha Latin/deep/b', 'Greek/alpha Greek/beta', 'Latin/a Latin/deep/b'),
-    ('a b c d e', 'a b', 'c d e'), ('train/x train/y test/a test/b', 'x y', 'a b'),
-    ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'), ('train a b c', 'a b', 'c train'),
-    ('Test/x Test/y others/x others/y', 'Test/x Test/y', 'others/x others/y'),
-    ('train/x train/y test/b/front test/b/rear', 'x y', 'b/front b/rear'),
-    ('train/train0 train/train1 test/test_a test/test_b', 'train0 train1', 'test_a test_b'),
+    ('a b c d e', 'a b', 'c d e'), ('train/x train/y val/c val/d test/a test/b', 'x y', 'a b'),
+    ('train a b c', 'a b', 'c train'), ('train/x train/y test/b/front test/b/rear', 'x y', 'b/front b/rear'),
     ('test1 test2 test_3 test_4', 'test1 test2', 'test_3 test_4')])
 def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_path, folders, train, test):
     """Without train/ and test/, the first half of the sorted classes is for training; of five classes, two."""
@@ -172,9 +169,7 @@ def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_pa
     ('test/a query/a gallery/a', 'there are gallery and query and test; queries belong'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
-    ('imagesTrain/x imagesTest/y', 'imagesTest and imagesTrain in'), ('my_train/x my_val/y', 'my_train and my_val in'),
-    ('train/x train/y val_2/z', 'train and val_2 in'), ('train2017/x val2017/y', 'train2017 and val2017 in'),
-    ('test/x trainval/y', 'test and trainval in'), ('eval_data/x train_data/y', 'eval_data and train_data in'),
+    ('my_train/x my_val/y', 'my_train and my_val in'), ('train2017/x val2017/y', 'train2017 and val2017 in'),
     ('gallery/x probe/y', 'gallery and probe in'), ('testing_set/x trainset/y', 'testing_set and trainset in'),
     ('shop/train/x shop/train/y shop/test/a', 'test and train in {root}/shop look like splits')])
 def test_folders_with_too_few_classes_or_unknown_splits_are_rejected(tmp_path, folders, message):
@@ -300,23 +295,14 @@ def test_a_whole_folder_is_the_test_set(tmp_path, capsys):
     assert len(data.query) == 1 and data.query.classes == ['.'], 'images without a class'
 
 
-def test_files_and_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     make_folder(tmp_path, ['train/x', 'train/y', 'test/x', 'test/y'], per_class=2)
     (tmp_path / 'test/x/lost.jpg').symlink_to(tmp_path / 'nowhere.jpg')
     with pytest.raises(UsageError, match='^folder cannot be loaded: 1 of 9 images are missing, .*/lost.jpg'):
         common.load_dataset('folder', tmp_path)
 
-    def closed(folder, walk=os.walk, onerror=None, **options):
-        onerror(PermissionError(13, 'Permission denied', f'{folder}/secret'))
-        return walk(folder, onerror=onerror, **options)
-    monkeypatch.setattr(os, 'walk', closed)
-    with pytest.raises(UsageError, match='^folder cannot be loaded: .*Permission denied: .*/secret'):
-        common.load_dataset('folder', tmp_path)
 
-
-@pytest.mark.parametrize('name', ['.ipynb_checkpoints', '#recycle', '$RECYCLE.BIN', '@Recycle', '__MACOSX',
-                                  'lost+found', 'System Volume Information', 'RECYCLER', '~snapshot',
-                                  '#snapshot', '@tmp'])
+@pytest.mark.parametrize('name', ['.ipynb_checkpoints', '#recycle', '__MACOSX', 'System Volume Information'])
 def test_hidden_folders_are_not_classes(tmp_path, name):
     make_folder(tmp_path, ['train/a', 'train/b', name, f'train/{name}', f'train/a/{name}'], per_class=1)
     assert common.load_dataset('folder', tmp_path).train.classes == ['a', 'b']
@@ -327,24 +313,19 @@ def test_other_folders_with_signs_are_classes(tmp_path):
     assert common.load_dataset('folder', tmp_path).train.classes == ['#1', '$5', '@anna']
 
 
-def test_circular_links_and_files_of_other_formats(tmp_path, capsys):
-    make_folder(tmp_path / 'x', ['a', 'b', 'c'], per_class=2)
-    (tmp_path / 'x/b/up').symlink_to(tmp_path / 'x')
-    (tmp_path / 'x/linked').symlink_to(make_folder(tmp_path / 'y', ['e'], per_class=2, seed=1))
-    (tmp_path / 'x/a/folder.jpg').mkdir()
-    (tmp_path / 'x/licence.txt').write_text('next to the classes')
-    assert class_names(common.load_dataset('folder', tmp_path / 'x', whole=True).query) == [
-        'a', 'a', 'b', 'b', 'c', 'c', 'linked/e', 'linked/e']
+def test_files_of_other_formats_are_counted_in_a_warning(tmp_path, capsys):
+    make_folder(tmp_path, 'abcd', per_class=2)
+    (tmp_path / 'licence.txt').write_text('next to the classes')
+    common.load_dataset('folder', tmp_path)
     assert capsys.readouterr().err == ''
-    (tmp_path / 'x/a/1.heic').write_bytes(b'a kind that PIL does not read')
-    (tmp_path / 'x/b/.DS_Store').touch()
-    common.load_dataset('folder', tmp_path / 'x')
-    assert f'{tmp_path}/x: 1 files are not read, the first is {tmp_path}/x/a/1.heic' in capsys.readouterr().err
+    (tmp_path / 'a/1.heic').write_bytes(b'a kind that PIL does not read')
+    common.load_dataset('folder', tmp_path)
+    assert f'{tmp_path}: 1 files are not read, the first is {tmp_path}/a/1.heic' in capsys.readouterr().err
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_directory_entries(tmp_path, monkeypatch):
-    make_folder(tmp_path, 'abcd', per_class=3)
-    (tmp_path / 'a/link').symlink_to(tmp_path / 'd')        # one folder under two names: the first one counts
+    make_folder(tmp_path, 'abc', per_class=3)
+    (tmp_path / 'a/link').symlink_to(make_folder(tmp_path / 'elsewhere', 'd', per_class=3) / 'd')
 
     def backwards(*args, walk=os.walk, **options):
         for folder, folders, files in walk(*args, **options):
@@ -352,8 +333,8 @@ def test_classes_and_images_do_not_depend_on_the_order_of_directory_entries(tmp_
             yield folder, folders, sorted(files, reverse=True)
     monkeypatch.setattr(os, 'walk', backwards)
     images = common.load_dataset('folder', tmp_path, whole=True).query
-    assert class_names(images) == ['a'] * 3 + ['a/link'] * 3 + ['b'] * 3 + ['c'] * 3
-    assert [path.split('/')[-1] for path in images.paths] == ['0.jpg', '1.jpg', '2.jpg'] * 4
+    assert class_names(images) == ['a'] * 3 + ['a/link'] * 3 + ['b'] * 3 + ['c'] * 3 + ['elsewhere/d'] * 3
+    assert [path.split('/')[-1] for path in images.paths] == ['0.jpg', '1.jpg', '2.jpg'] * 5
 
 
 # ---- sizes, names and shapes
@@ -365,11 +346,6 @@ def test_the_resized_side_follows_the_crop_and_never_the_reverse(tmp_path, monke
     data = common.load_dataset('cub', tmp_path, resize, image_size)
     assert (data.query.transform.min_side, data.query[0][0].shape[1], data.train[0, 1][0].shape[1]) == (
         *expected, expected[1])
-
-
-def test_an_unknown_dataset_is_rejected():
-    with pytest.raises(UsageError, match="there is no dataset 'flowers', but shapes, folder, vectors, cub"):
-        common.load_dataset('flowers')
 
 
 def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():

@@ -74,20 +74,11 @@ def test_an_image_is_rotated_according_to_its_exif_data(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:Corrupt EXIF data')
-@pytest.mark.parametrize('exif', [b'no TIFF header', b'MM\0\x2a\0\0\0\x08\0\x05\x01\x12', b'II\x2a\0\xff\xff\xff\x7f'])
-@pytest.mark.parametrize('suffix', ['jpg', 'png', 'webp'])
+@pytest.mark.parametrize('exif', [b'no TIFF header', b'II\x2a\0\xff\xff\xff\x7f'])
+@pytest.mark.parametrize('suffix', ['jpg', 'png'])
 def test_corrupted_exif_data_are_ignored(tmp_path, exif, suffix):
     noise(16, 24).save(tmp_path / f'x.{suffix}', exif=b'Exif\0\0' + exif)
     assert to_rgb(tmp_path / f'x.{suffix}').size == (24, 16)
-
-
-@pytest.mark.parametrize('kind', [b'tEXt', b'zTXt', b'iTXt', b'iCCP', b'eXIf', b'gAMA', b'pHYs'])
-def test_a_corrupted_metadata_chunk_of_a_png_is_ignored(tmp_path, kind):
-    noise(16, 24).save(tmp_path / 'x.png')
-    content = (tmp_path / 'x.png').read_bytes()
-    chunk = len(b'k\0\0zz').to_bytes(4, 'big') + kind + b'k\0\0zz' + bytes(4)            # with a wrong checksum
-    (tmp_path / 'x.png').write_bytes(content[:33] + chunk + content[33:])                 # after the header
-    np.testing.assert_array_equal(np.asarray(to_rgb(tmp_path / 'x.png')), np.asarray(noise(16, 24)))
 
 
 def test_a_thin_image_is_cropped_to_sixteen_times_its_shorter_side():

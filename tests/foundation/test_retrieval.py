@@ -63,13 +63,6 @@ def test_rc_eq3_by_hand_of_five_queries(ks):
                    f'Reality Check Eq. (3): 0, 7, 30 (class 5), 10, 34 degrees (class 2), ks {ks}')
 
 
-def test_collapsed_embeddings_score_about_chance():
-    """R@8 is not 0, since ties are broken by a permutation: it retrieves 8 of 199 images, of which 3 match."""
-    found = retrieval_metrics(torch.ones(200, 3), torch.arange(50).repeat_interleave(4))
-    assert abs(found['R@8'] - 100 * (1 - math.comb(196, 8) / math.comb(199, 8))) < 5
-    assert max(found['R@1'], found['MAP@R']) < 5, 'equal embeddings are not hits'
-
-
 def test_retrieval_of_collapsed_embeddings_is_not_better_than_chance():
     """Ties are broken by a fixed permutation, so the result is reproducible, and not better for sorted classes."""
     z, y = torch.ones(200, 3), torch.arange(50).repeat_interleave(4)
@@ -172,12 +165,6 @@ def test_retrieval_of_nothing_or_of_nonfinite_embeddings_is_an_error(what, queri
         raise AssertionError(f'{what}: expected a common.UsageError, got {found}')
 
 
-def test_error_messages_name_the_cause():
-    for arguments, text in ((some(1), 'nothing to retrieve'), (some(6, math.nan), 'NaN or infinite')):
-        with pytest.raises(UsageError, match=text):
-            retrieval_metrics(*arguments)
-
-
 # ---- search and mean similarities
 
 @pytest.mark.parametrize('within', [True, False])
@@ -191,7 +178,7 @@ def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, withi
         faiss = pytest.importorskip('faiss')
     if library == 'faiss with tensors':     # faiss.contrib.torch_utils, imported by other libraries, changes it so
         knn = faiss.knn
-        monkeypatch.setattr(faiss, 'knn', lambda *args: tuple(map(torch.from_numpy, knn(*args))))
+        monkeypatch.setattr(faiss, 'knn', lambda *args: tuple(map(torch.as_tensor, knn(*args))))
     z = torch.randn(4300, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     query, gallery = (z, None) if within else (z[:4200], z[4200:])
     rows, s, index = map(torch.cat, zip(*common.k_nearest(query, gallery, 3)))

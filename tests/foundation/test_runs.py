@@ -47,27 +47,10 @@ def test_default_names_are_numbered_and_an_existing_name_is_rejected(run, small)
     run(train_ms)
     run(train_ms)
     assert sorted(os.listdir('runs')) == ['ms-folder-1', 'ms-folder-2']
-    with pytest.raises(UsageError, match='runs/ms-folder-1 exists already'):
-        run(train_ms, '--name', 'ms-folder-1')
-
-
-def test_a_folder_belongs_to_one_run(run, small, monkeypatch):
-    """If two processes start the same run, the second exits with a one-line error; a folder without a checkpoint may be
-    used again."""
-    run(train_ms, '--name', 'first')
     os.makedirs('runs/mine')
-    for folder, start in (('mine', lambda: run(train_ms, '--name', 'mine')),
-                          ('first', lambda: train_ms.main(['--resume', 'runs/first', '--device', 'cpu']))):
-        with common.run_lock(common.Path('runs') / folder):
-            with pytest.raises(UsageError, match=f'runs/{folder} belongs to a run in progress'):
-                start()
-
-    def fails(*_):
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(common, 'evaluate', fails)
-        run(train_ms, '--name', 'mine')
-    assert run(train_ms, '--name', 'mine')['epoch'] == 1
+    for name in ('ms-folder-1', 'mine'):                    # of two runs that start at once, one makes the folder
+        with pytest.raises(UsageError, match=f'runs/{name} exists already; choose another --name'):
+            run(train_ms, '--name', name)
 
 
 # ---- output
@@ -152,29 +135,6 @@ def test_a_run_that_ended_within_an_epoch_cannot_be_extended(run, small, capsys)
     capsys.readouterr()
     assert train_ms.main(['--resume', 'runs/x']) == before['rows'][-1]
     assert f'R@1 = {before["rows"][-1]["R@1"]:.1f}' in capsys.readouterr().out
-
-
-def test_the_result_is_of_the_network_in_last_pt(run, small, monkeypatch):
-    """A run interrupted after epoch 3, which was not evaluated, and resumed with --epochs 3, only evaluates it."""
-    saved = []
-
-    def save(path, *positional, real=common.save_checkpoint, **named):
-        if len(saved) == 4:
-            raise KeyboardInterrupt
-        saved.append(path)
-        real(path, *positional, **named)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(common, 'save_checkpoint', save)
-        run(train_ms, '--name', 'x', '--epochs', '4', '--steps', '0', '--eval-every', '2')
-    trained = common.read_checkpoint('runs/x')
-    assert trained['epoch'] == 3 and [record['epoch'] for record in trained['rows']] == [0, 2]
-    last = train_ms.main(['--resume', 'runs/x', '--epochs', '3', '--device', 'cpu'])
-    assert last['epoch'] == 3 and [record['epoch'] for record in log_of('x')] == [0, 2, 3]
-    after = common.read_checkpoint('runs/x')
-    assert all(torch.equal(value, after['model'][key]) for key, value in trained['model'].items()), 'only evaluated'
-    model = common.load_checkpoint('runs/x', precision=trained['args']['precision'])
-    data = common.load_dataset('folder', trained['args']['data'], image_size=32)
-    assert common.evaluate(model, data).items() <= last.items()
 
 
 def test_a_network_is_loaded_in_the_precision_of_its_training(run, small, monkeypatch):

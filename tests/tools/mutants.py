@@ -6,8 +6,7 @@
 The list has a detached gradient, a function or flag replaced by another, a value of a recipe. A heading names a file
 and the test files that are likely to detect its mutants. A line `old ==> new ## why` is a mutant. `old` occurs once in
 the file, and should be short, so that renames seldom break it. Each change is made in a copy of the project, and the
-tests run there until one fails: first those of the heading, then the others. If none fails, the mutant survives: no test
-covers this line.
+tests run there until one fails: first those of the heading, then the others. If none fails, the mutant survives.
 
 After a change of the code, the list need not be updated at once: an entry whose `old` is no longer in its file is
 reported, and the others are run. Then correct it or delete it. The exit code is 1 if a mutant survives or does not fit.
