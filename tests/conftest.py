@@ -21,6 +21,7 @@ import common  # noqa: E402
 
 # Annotation files, photographs and weights, which are not part of the project; some tests are skipped without them.
 REAL_DATA = Path(os.environ.get('MINDML_DATA', ROOT / 'data'))
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5      # torch waits so long for worker processes that failed
 SCRIPTS = sorted(path.stem for path in ROOT.glob('train_*.py'))
 
 

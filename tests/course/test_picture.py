@@ -34,9 +34,3 @@ def test_the_gradient_of_a_mixed_example_is_0_at_the_threshold(label):
     pull = losses.mixed_example(label)
     threshold = train_metrix.positivity_threshold(label, 18, 75, 0.77)
     assert torch.equal(pull > 0, losses.S < threshold)
-
-
-def test_the_figure_is_saved(tmp_path):
-    pytest.importorskip('matplotlib')
-    losses.plot(tmp_path / 'x.png')
-    assert (tmp_path / 'x.png').stat().st_size > 10_000

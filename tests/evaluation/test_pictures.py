@@ -51,15 +51,6 @@ def test_image_grids_of_a_dataset(tmp_path):
         np.testing.assert_array_equal(tiles[row, column], tile)
 
 
-def test_the_images_of_a_grid_are_printed(tmp_path, capsys):
-    """Row, class and path of each query are printed, then similarity, class and path of each of its neighbours."""
-    grid(tmp_path / 'x.png', (0, 5, 90), [0, 0, 1], 2, hardest=False)
-    assert capsys.readouterr().out.splitlines() == [
-        'row 1    bird  image 0', '    0.996  bird  image 1', '    0.000  car  image 2',
-        'row 2    bird  image 1', '    0.996  bird  image 0', '    0.087  car  image 2',
-        f'2 queries and their nearest images: {tmp_path / "x.png"}']
-
-
 def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
     """Eight of 24 queries, which are sorted by class, are shown at regular intervals."""
     _, shown = grid(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)
@@ -108,9 +99,6 @@ def test_a_photo_that_is_not_in_the_gallery(run, small, folder, tmp_path, capsys
     for arguments in ([*flags, '--sheet', 'photo.png'], [*flags, *data], [*flags[:2], *EVAL, *data, '--whole']):
         with pytest.raises(common.UsageError, match='would replace the photo'):
             evaluation.main(arguments)
-    (tmp_path / 'one' / 'all').mkdir(parents=True)
-    shutil.copy('photo.png', 'one/all/only.png')            # a gallery may have no classes
-    assert len(evaluation.main([*flags, '--data', 'one'])['nearest']) == 1
     (tmp_path / 'photo.png').write_text('not an image')
     with pytest.raises(common.UsageError, match='cannot read the image'):
         evaluation.main(flags)

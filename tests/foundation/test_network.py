@@ -230,12 +230,6 @@ class Patches(torch.nn.Module):
         return f.mean((2, 3)) if self.pooled else f
 
 
-def test_a_network_without_imagenet_weights_is_one_line():
-    """vit_h_14 has weights of another kind only."""
-    with pytest.raises(UsageError, match='no ImageNet weights for vit_h_14'):
-        common.make_trunk('vit_h_14', 'imagenet')
-
-
 def test_an_unknown_model_of_timm_is_one_line(monkeypatch):
     def get_pretrained_cfg(name):           # as in timm 1.0: None, or an error for a tag that the model does not have
         if '.' in name:
