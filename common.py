@@ -1,27 +1,27 @@
 """common.py -- the code that all methods use: network, batches, training loop and evaluation.
 
-What a paper's method section describes is in that paper's train_*.py. The Reality Check (Musgrave et al., A Metric
-Learning Reality Check, ECCV 2020) compares methods: its metrics are in section 4, its protocol in section 9. Sections
-1 to 4 are worth reading next to any script:
+Everything that is specific to a method is in its train_*.py. Sections 1 to 4 are worth reading next to any script:
 
     1. network        Embedder: backbone (trunk), pooling, linear head
     2. batches        which images are in a batch
-    3. training       optimizer, learning rate, the loop
+    3. training       optimizer, learning rate, the loop; the training step is in train_epoch
     4. evaluation     Recall@K, R-precision, MAP@R
 
-The others can be skipped: 5 images, a torch Dataset with two transforms; 6 shapes, the built-in dataset; 7 datasets:
-their training and test sets; 8 runs: logs, checkpoints, and what is printed; 9 command line: common flags and training
-recipes; 10 devices, processes and randomness; 11 errors.
+The others can be skipped: 5. images, a torch Dataset with two transforms; 6. shapes, the built-in dataset; 7. datasets:
+their training and test sets; 8. runs: logs, checkpoints, and what is printed; 9. command line: flags, and how recipes
+become their defaults; 10. devices, processes and randomness; 11. errors. The Reality Check is a paper (Musgrave et al.,
+A Metric Learning Reality Check, ECCV 2020): its metrics are in section 4, its protocol in section 9.
 
 All files write shapes with these letters. Each script explains its further symbols in a table.
 
-    B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
+    B  images in a batch      P  classes in a P x K batch         x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
     D  embedding dimension    S  side of a crop, in pixels        z  L2-normalized embeddings (B, D)
     N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
 """
 import argparse
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -34,7 +34,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -56,18 +56,19 @@ class Embedder(nn.Module):
 
     arch         trunk: a classifier of torchvision (resnet50, vit_b_16, ...) or timm:NAME, without its last layers; or
                  none, for vectors: precomputed features of another network
-    dim          D, embedding dimension; None: the dimension of the features
+    dim          D, embedding dimension; None: as many as the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), or a file
-    freeze_bn    BatchNorm uses its stored mean and variance also in training; its scale and shift are still trained
+    freeze_bn    BatchNorm uses its stored mean and variance in training, too. Only these statistics are frozen: its
+                 scale and shift are trained.
     layer_norm   LayerNorm without affine weights, between pooling and head
     normalize    embeddings are L2-normalized
     trunk        any module (B, 3, S, S) -> (B, c) or (B, c, h, w), which replaces arch and weights
     head_init    kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
                  is about five times smaller. identity, with D = c: embeddings begin as the pooled features
     precision    bf16: the trunk runs in bfloat16. Pooling, head and loss run in float32.
-    chunk        images per forward pass of the trunk in training, with gradient checkpointing, so that the activations
-                 of one chunk only are kept; 0: all
+    chunk        images per forward pass of the trunk in training, with gradient checkpointing, so that only one chunk's
+                 activations are in memory; 0: no chunks
     input_shape  of one input: (3, S, S), or (c,) of a vector
     """
 
@@ -100,19 +101,17 @@ class Embedder(nn.Module):
         try:
             device = next(self.trunk.parameters(), torch.empty(0)).device
             return self.features(torch.zeros(1, *input_shape, device=device)).shape[1]
-        except UsageError:                                  # a ValueError as well
+        except UsageError:                                  # which is a ValueError
             raise
         except (RuntimeError, AssertionError, ValueError) as error:     # every network has errors of its own
             raise UsageError(f'the network takes no input of shape {tuple(input_shape)}: {error}; try another '
                              '--image-size or --arch') from error
 
     def place(self, device):
-        """Moves the network to a device, in the layout whose convolutions are fast there. Returns itself."""
-        torch.set_float32_matmul_precision('highest')       # no TF32 for heads and losses: it errs by 1e-3
+        """Moves the network to a device, in the memory format whose convolutions are fast there. Returns itself."""
         self.to(device)
         kind = self.linear.weight.device.type
-        # On a Mac's GPU, gradients of BatchNorm are wrong in channels_last in many releases (torch issue 175189).
-        if kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16':
+        if kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16':         # not on a Mac, see section 10
             self.trunk.to(memory_format=torch.channels_last)             # images and features follow the weights
         return self
 
@@ -123,14 +122,10 @@ class Embedder(nn.Module):
         return self
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map (B, c, h, w) of a ResNet, after a ReLU, so never negative. Most other
-        networks, and vectors (B, c), give (B, c, 1, 1).
-
-        With torchrun, each process runs the trunk on its part of a training batch. If a batch cannot be divided evenly,
-        as with a varying number of mixed images, every process runs it on all images.
-        """
+        """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
+        give (B, c, 1, 1)."""
         shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
-        if shared:
+        if shared:                                          # by processes, see section 10
             x = x.chunk(world_size())[rank()]
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
@@ -139,26 +134,27 @@ class Embedder(nn.Module):
             else:
                 f = self.trunk(x)
         if not torch.is_tensor(f) or f.ndim not in (2, 4):
-            raise UsageError(f'a trunk returns one tensor (B, c) or (B, c, h, w), and this one {type(f).__name__} '
-                             f'{tuple(getattr(f, "shape", ()))}: use another --arch')
+            raise UsageError('the trunk must return one tensor (B, c) or (B, c, h, w), and returned '
+                             f'{type(f).__name__} {tuple(getattr(f, "shape", ()))}: use another --arch')
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
         return gather(at_least_float32(f)) if shared else f
 
     def pool_features(self, f):
-        """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max doubles the features."""
+        """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max is twice the features."""
         f = at_least_float32(f)
         p = 0
         if 'avg' in self.pool:
             p = p + F.adaptive_avg_pool2d(f, 1)
         if 'max' in self.pool:
-            p = p + F.adaptive_max_pool2d(f, 1)             # of equal maxima, the first takes the gradient
+            p = p + F.adaptive_max_pool2d(f, 1)
         return p.flatten(1)
 
     def project(self, p):
         """Pooled features (B, c) -> embeddings (B, D), L2-normalized unless normalize=False"""
         if p.shape[1] != self.linear.in_features:
-            raise UsageError(f'the head takes {self.linear.in_features} features, and got {p.shape[1]}')
+            raise UsageError(f'the head takes {self.linear.in_features} features, and got {p.shape[1]}: it was built '
+                             'for inputs of another shape')
         z = self.linear(self.norm(p))
         return F.normalize(z, dim=1) if self.normalize else z
 
@@ -182,8 +178,8 @@ class Rescale(nn.Module):
 
 
 def make_trunk(arch, weights='none'):
-    """A classifier without its last layers. Those of torchvision that end in avgpool and fc, as a ResNet does, keep
-    their feature maps (B, c, h, w); of others only the last linear layer is cut off, and they return (B, c)."""
+    """A classifier without its last layers. Networks that end in avgpool and fc, such as a ResNet, lose both and return
+    feature maps (B, c, h, w). All others lose only their last linear layer, and return (B, c)."""
     if arch == 'none':
         return Rescale()
     if arch.startswith('timm:'):
@@ -210,9 +206,9 @@ def make_trunk(arch, weights='none'):
 
 
 def load_weights(trunk, weights, classifier):
-    """Loads a file of weights into a trunk: a state dict of such a network, or a checkpoint of these scripts. The
-    classifier or head is left out, and all else must fit. Also read are `state_dict` in a dict, and the prefix
-    `module.` of DataParallel."""
+    """Loads a file of weights into a trunk: a state dict of such a network, or a checkpoint of these scripts. All names
+    but those of the classifier or head must fit. The state dict may be `state_dict` in a dict, and its names may have
+    the prefix `module.` of DataParallel."""
     if weights in ('none', 'imagenet'):
         return trunk
     saved = read_file(weights)
@@ -257,12 +253,12 @@ class BalancedSampler(Sampler):
     """Batches of P classes x K images, class by class, as lists of indices.
 
     labels      (N,) class of each image
-    batch_size  P times K; if there are fewer than P classes, a batch has all of them and is smaller
+    batch_size  P times K. If there are fewer than P classes, a batch has all of them and is smaller.
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // B batches, at least one. A batch has no class twice, and no image twice unless its class has
-    fewer than K. All classes, and all images of a class, occur about equally often.
+    An epoch has N // B batches, at least one. A batch contains a class at most once, and an image at most once unless
+    its class has fewer than K images. All classes, and all images of a class, occur about equally often.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -285,8 +281,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes `number` items from the beginning of a queue. While it is too short, the items that are not in it
-            (or all items, if there are none) are shuffled and appended."""
+            """Removes the first `number` items of a queue. While the queue is shorter than that, it is refilled: the
+            items that are not in it, or all items if none is missing, are appended in random order."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -300,9 +296,9 @@ class BalancedSampler(Sampler):
 
 
 class StepBatches:
-    """The batch sampler of a training DataLoader. With the index of each image it yields the seed of its augmentation,
-    see CROP in section 10. So with one seed, the batches and crops of a step are the same for all methods, for any
-    number of workers and processes, and after --resume.
+    """The batch sampler of a training DataLoader. For each image it yields the index and the seed of its augmentation
+    (CROP in section 10). Thus batches and crops follow from --seed. They are the same for all methods, for any number
+    of workers and processes, and after --resume.
 
     sampler  yields lists of indices of equal length, in an order that follows from seed and epoch
     """
@@ -320,7 +316,7 @@ class StepBatches:
             self.batches = list(itertools.islice(self.sampler, len(steps)))
 
     def without_positive(self, labels):
-        """The fraction of the anchors in these batches that have no positive, another image of their class"""
+        """The fraction of the anchors without a positive: their batch has no other image of their class."""
         labels = labels.tolist()
         number = 0
         for indices in self.batches:
@@ -342,16 +338,16 @@ class StepBatches:
 
 
 def make_sampler(args, labels):
-    """Batches of P x K images; with --per-class 0 all images in random order, without an incomplete last batch"""
+    """Batches of P x K images. With --per-class 0, batches of all images in random order, without an incomplete one."""
     if args.per_class:
         return BalancedSampler(labels, args.batch_size, args.per_class)
     return BatchSampler(RandomSampler(labels), min(args.batch_size, len(labels)), drop_last=True)
 
 
 def make_loader(images, batch_sampler, device):
-    """A DataLoader with worker processes for files, about as many as there are cores; none for a few files, for images
-    in memory and for vectors."""
-    # The cores that this process may use: in a container or a batch job, fewer than the machine has
+    """A DataLoader. Image files are read by about one worker process per core. A few files, images in memory, and
+    vectors need no workers."""
+    # The cores that this process may use, which are fewer than the machine has in a container or a batch job
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = min(max(1, cores // world_size()), len(images) // 128) if images.are_files else 0
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
@@ -359,8 +355,8 @@ def make_loader(images, batch_sampler, device):
 
 
 def loaded(loader):
-    """Yields the batches of a DataLoader. The error of a worker process contains its traceback as text: only the last
-    line, the message, is kept."""
+    """Yields the batches of a DataLoader. Of the error of a worker process, whose message is a traceback, it keeps the
+    last line."""
     try:
         yield from loader
     except UsageError as error:
@@ -374,8 +370,8 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    decays from 1 to 0 like half a cosine. In the first tenth of the run, at most 100 steps, a linear warmup
-              applies where it is smaller
+    cosine    falls from 1 to 0 like half a cosine, but in the first tenth of the run, at most 100 steps, it is bounded
+              by a line that rises to 1
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -397,14 +393,14 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere as well, pass a function of your own,
-    `train(..., log=)`. `row`, unused here, is that of the last epoch, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train. It
+    also gets the row of the last epoch, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
 
 def train(args, model, data, step, optimizer, loss_params=None, sampler=None, log=write_log):
-    """Trains, evaluates, logs and saves. Returns the last row of the log, a dict; with --fold the best row.
+    """Trains (in train_epoch), evaluates, logs and saves. Returns the last row of the log, or the best with --fold.
 
     step         step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S), the
                  complete batch, augmented and normalized, and labels (B,) are on the device. The backward pass runs
@@ -423,7 +419,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     trainable = [weight for weight in model.trunk.parameters() if weight.requires_grad]
     folder = args.resume or broadcast_from_rank0(None if rank() else new_folder(args, data))
     about = about_data(args, data)
-    done, rows, start = resume(args, about, model, states, per_epoch, total) if args.resume else (-1, [], time.time())
+    done, rows, start = load_run(args, about, model, states, per_epoch, total) if args.resume else (-1, [], time.time())
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(done + 1, epochs + 1):               # epoch 0 is the evaluation before training
         if should_stop_early(args, rows):
@@ -433,7 +429,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
             model.train()
             for weight in trainable:                        # weights that the user froze stay so
-                weight.requires_grad_(epoch > args.warmup)
+                weight.requires_grad_(epoch > args.freeze_epochs)
             row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
@@ -442,7 +438,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
         if not rank():
-            # best.pt comes first: if the process is killed before last.pt is written, --resume repeats the epoch.
+            # best.pt is first: if the process is killed before it writes last.pt, --resume repeats the epoch.
             about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
             if args.fold and epoch > 0 and best_row(rows) is row:
                 save_checkpoint(folder / 'best.pt', args, model, states, **about)
@@ -474,7 +470,7 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
             nn.utils.clip_grad_value_(weights, args.clip)
         optimizer.step()
         losses.append(loss.detach())
-        if number % 20 == 0 or number == len(steps):        # rarely, because the program waits here for the GPU
+        if number % 20 == 0 or number == len(steps):        # only every 20 steps, because .item() waits for the GPU
             mean = torch.stack(losses).mean().item()
             if not math.isfinite(mean):
                 raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {len(steps)} or in the 19 '
@@ -505,8 +501,8 @@ def embed(model, images, batch_size=128):
 
 
 def k_nearest(query, gallery, k):
-    """Yields, for b queries at a time, their rows (b,), and the cosines and positions of their k nearest, both (b, k).
-    The search is exact.
+    """Exact search. For b queries at a time, yields their rows (b,), and the cosines and positions of their k nearest
+    images, both (b, k).
 
     query    (N, D)
     gallery  (G, D), with k <= G; or None: the queries are also the gallery, and each is excluded from its own results,
@@ -515,7 +511,8 @@ def k_nearest(query, gallery, k):
     within = gallery is None
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # Files are sorted by class, and among equal similarities a search may return the first. So the gallery is shuffled.
+    # The gallery is shuffled. A search may return the first of equal similarities, and files are sorted by class: ties
+    # would look like matches.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
@@ -523,16 +520,14 @@ def k_nearest(query, gallery, k):
     b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
         if faiss:
-            # It returns NumPy arrays, or tensors where another library has imported faiss.contrib.torch_utils.
             found = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
-            s, index = map(torch.as_tensor, found)                       # (b, wanted)
+            s, index = map(torch.as_tensor, found)                       # (b, wanted), from NumPy arrays or tensors
         else:
             s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
         index = order[index]
         if within:
             itself = index == rows[:, None]
-            # Each row loses one of its k + 1 results: the query itself, or else the last one, because a query with many
-            # duplicates may be missing from its own results.
+            # One of the k + 1 results is removed: the query itself, or if duplicates have crowded it out, the last one.
             itself[:, -1] |= ~itself.any(dim=1)
             s = s[~itself].view(-1, k)
             index = index[~itself].view(-1, k)
@@ -546,7 +541,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
     gallery  (G, D), gallery_labels (G,)
-    search   finds the nearest images, with the signature of k_nearest: an index, say, or a re-ranking
+    search   a function like k_nearest, such as an approximate index or a re-ranking
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; with 'unmatched', a count, if it is not 0: see rule 3
     raises   UsageError if there is nothing to retrieve, or if an embedding is NaN or infinite
     A match of a query is another image of its class; R is the number of its matches in the gallery.
@@ -629,8 +624,9 @@ def mean_similarities(z, y):
     z = F.normalize(z.double(), dim=1)
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
-    # The squared norm of a sum of unit vectors is the sum of the cosines of all their pairs (a, b), in each class as
-    # well as in the set. N of these pairs have a = b: their cosines, 1 each, are subtracted.
+    # The squared norm of a sum of unit vectors is the sum of the cosines of all their pairs (a, b). For the sum of each
+    # class these are the positive pairs, for the sum of the set all pairs. The N pairs with a = b, of cosine 1, are
+    # subtracted.
     positive_sum = sums.square().sum().item() - len(z)
     positives = counts.square().sum().item() - len(z)
     negative_sum = z.sum(dim=0).square().sum().item() - len(z) - positive_sum
@@ -719,7 +715,13 @@ class Images(torch.utils.data.Dataset):
 
     @property
     def num_classes(self):
+        """C: labels are from 0 to C - 1. A set with a gallery has the labels of both, and all their classes count."""
         return int(self.labels.max()) + 1
+
+    @property
+    def present(self):
+        """Names of the classes that these images show"""
+        return [self.classes[c] for c in self.labels.unique()]
 
     def subset(self, indices):
         """The images at these positions, a LongTensor (n,), or where a mask (N,) is true; their classes are numbered
@@ -742,7 +744,7 @@ def make_test_transform(resize=256, image_size=224, mean=MEAN, std=STD):
     ...     return square(ImageOps.pad(image, (256, 256), color='white'))
     >>> data.query.transform = padded
     """
-    return with_min_side(resize, [v2.Resize(resize), v2.CenterCrop(image_size)], mean, std)
+    return compose(resize, [v2.Resize(resize), v2.CenterCrop(image_size)], mean, std)
 
 
 def make_train_transform(image_size=224, min_crop=0.08, flip=True, jitter=0.0, resize=None, mean=MEAN, std=STD):
@@ -759,10 +761,10 @@ def make_train_transform(image_size=224, min_crop=0.08, flip=True, jitter=0.0, r
     if jitter:
         steps += [v2.ColorJitter(jitter, jitter, jitter)]
     # Large files may be decoded at a reduced size, but so that the smallest crop is hardly enlarged.
-    return with_min_side(resize or math.ceil(image_size / min_crop ** 0.5), steps, mean, std)
+    return compose(resize or math.ceil(image_size / min_crop ** 0.5), steps, mean, std)
 
 
-def with_min_side(min_side, steps, mean, std):
+def compose(min_side, steps, mean, std):
     """A transform with these steps, which ends with a normalized tensor"""
     steps += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
     transform = v2.Compose(steps)
@@ -882,18 +884,18 @@ def draw_shapes(classes=200, per_class=20, size=64, **transforms):
 # ---- 7. datasets -----------------------------------------------------------------------------------
 
 
-class Dataset:
+class Splits:
     """Training and test set. load_dataset returns one; you can also make your own of Images.
 
     name  of its runs;  ks  the K of Recall@K, 1 among them
     train, query, gallery  Images, or None if there are none; without a gallery, the queries are also the gallery.
-                           With --fold, query is for validation, as in Dataset(name, **hold_out(train, fold))
+                           With --fold, query is for validation, as in Splits(name, **hold_out(train, fold))
 
     For example, with PIL images in memory, and the training recipe of train_ms.py for a folder of images:
 
     >>> args = train_ms.get_args(['--dataset', 'folder', '--epochs', '5'])
     >>> transforms = common.transforms_from(args)      # or your own; then also set .transform after load_checkpoint
-    >>> data = common.Dataset('mine', common.Images(images, labels, **transforms),
+    >>> data = common.Splits('mine', common.Images(images, labels, **transforms),
     ...                       common.Images(test_images, test_labels, **transforms))
     >>> model = common.build(args, data=data)                      # or with trunk=module, for a network of your own
     >>> optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
@@ -919,7 +921,7 @@ class Dataset:
 
 
 def load_dataset(name, root='data', resize=None, image_size=None, fold=None, whole=False, **transforms):
-    """A Dataset of files, or the built-in one.
+    """The Splits of a dataset: of files, or the built-in one.
 
     name        shapes, folder, vectors, cub, cars, sop or inshop
     root        folder that contains what the archives of the dataset unpack to
@@ -933,10 +935,11 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
     numbering. Raises UsageError if files or counts are not as published.
     """
     if name not in DATASETS:
-        raise UsageError(f'there is no dataset {name!r}, but {", ".join(DATASETS)}')
+        raise UsageError(f'there is no dataset {name!r}: choose one of {", ".join(DATASETS)}')
     if not transforms:
-        image_size = image_size or BASE[name]['image_size']
-        resize = resize or resize_for(BASE[name], image_size)
+        usual = DATASETS[name].get('sizes', (256, 224))
+        image_size = image_size or usual[1]
+        resize = resize or round(image_size * usual[0] / usual[1])
         transforms = dict(transform=make_test_transform(resize, image_size),
                           train_transform=make_train_transform(image_size))
     if whole and name == 'shapes':
@@ -944,7 +947,7 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
     splits = draw_shapes(**transforms) if name == 'shapes' else read_splits(name, root, whole, transforms)
     if fold:
         splits = hold_out(splits.get('train'), fold)
-    return Dataset(name, **splits, ks=DATASETS[name].get('ks', (1, 2, 4, 8)))
+    return Splits(name, **splits, ks=DATASETS[name].get('ks', (1, 2, 4, 8)))
 
 
 def read_splits(name, root, whole, transforms):
@@ -1101,7 +1104,7 @@ def find_splits(names):
     if not ({'train', 'test'} <= found or {'query', 'gallery'} <= found or found and found == names):
         return dict(unsplit='.')
     if {'test', 'query'} <= found or len(found & {'query', 'gallery'}) == 1 and 'test' not in found:
-        raise UsageError(f'there are {" and ".join(sorted(found))}; queries belong in test, or query next to gallery')
+        raise UsageError(f'there are {" and ".join(sorted(found))}: put queries into test, or query next to gallery')
     return {name.replace('test', 'query'): name for name in sorted(found)}
 
 
@@ -1162,7 +1165,7 @@ def read_vectors(root):
     splits = find_splits(files)
     if 'unsplit' in splits:
         if len(files) != 1:
-            raise UsageError(f'there are {len(files)} NPZ files, and none are train.npz and test.npz')
+            raise UsageError(f'there are {len(files)} NPZ files, but not train.npz and test.npz')
         splits = dict(unsplit=min(files))
     for split, name in splits.items():
         saved = read_npz(files[name])
@@ -1189,7 +1192,7 @@ def download(name, root):
     """Downloads the archive of a dataset and unpacks it in the folder `root`, unless its own folder is there."""
     url = DATASETS[name].get('url')
     if not url:
-        raise UsageError(f'--download serves cub and sop, not {name}; README says where cars and inshop come from')
+        raise UsageError(f'--download is for cub and sop, not for {name}; README says where cars and inshop come from')
     root = Path(root).expanduser().resolve()
     folder = root / Path(url).stem
     if folder.exists():
@@ -1206,24 +1209,27 @@ def download(name, root):
 
 # read: function that yields the images. ks: the K of Recall@K in the literature, if not 1, 2, 4, 8. counts: published
 # counts of images and classes of each split. layout: content of the folder --data; README says where to get it. url,
-# md5: the archive for --download, and its checksum; it unpacks to a folder of its own name.
+# md5: the archive for --download, and its checksum; it unpacks to a folder of its own name. sizes: --resize and
+# --image-size, if not 256 and 224. flags: defaults of flags that are no part of a training recipe.
 DATASETS = dict(
-    shapes={},
-    folder=dict(read=read_folder,
+    shapes=dict(sizes=(32, 32), flags=dict(eval_every=10, precision='fp32')),
+    folder=dict(read=read_folder, sizes=(64, 64),
                 layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
-    vectors=dict(read=read_vectors, layout='train.npz and test.npz, or one NPZ file'),
+    vectors=dict(read=read_vectors, layout='train.npz and test.npz, or one NPZ file', flags=dict(precision='fp32')),
     cub=dict(read=read_cub, counts=dict(train=(5864, 100), query=(5924, 100)),
              layout='CUB_200_2011/ with images.txt and images/ (--download gets CUB_200_2011.tgz, 1.1 GB)',
              url='https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz',
              md5='97eceeb196236b17998738112f37df78'),
     cars=dict(read=read_cars, counts=dict(train=(8054, 98), query=(8131, 98)),
               layout='cars_annos.mat and car_ims/, or anno_train.csv, anno_test.csv and car_data/car_data/'),
-    sop=dict(ks=(1, 10, 100, 1000), read=read_sop, counts=dict(train=(59551, 11318), query=(60502, 11316)),
+    sop=dict(ks=(1, 10, 100, 1000), read=read_sop, flags=dict(eval_every=5),
+             counts=dict(train=(59551, 11318), query=(60502, 11316)),
              layout='Stanford_Online_Products/ with Ebay_train.txt and Ebay_test.txt (--download gets '
                     'Stanford_Online_Products.zip, 2.9 GB)',
              url='http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip',
              md5='7f73d41a2f44250d4779881525aea32e'),
-    inshop=dict(ks=(1, 10, 20, 30, 40, 50), read=read_inshop, layout='Eval/list_eval_partition.txt and Img/img/',
+    inshop=dict(ks=(1, 10, 20, 30, 40, 50), read=read_inshop, flags=dict(eval_every=5),
+                layout='Eval/list_eval_partition.txt and Img/img/',
                 counts=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985))))
 
 
@@ -1254,7 +1260,6 @@ def build(args, data=None, **options):
         options['layer_norm'] = False
         if args.dim is None:                                # before training, embeddings are the normalized vectors
             options['head_init'] = 'identity'
-    torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
     weights = 'none' if args.resume else args.weights       # those of a resumed run are in its checkpoint
     model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn, chunk=args.chunk, input_shape=shape,
                      precision=pick_precision(args.precision, args.device), **options)
@@ -1305,13 +1310,13 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     test = 'no test images, so nothing will be evaluated'
     if data.query:
         gallery = '' if data.gallery is data.query else f' with a gallery of {len(data.gallery):,}'
-        test = f'{len(data.query):,}{gallery} {part} images of {data.query.num_classes:,} classes'
+        test = f'{len(data.query):,}{gallery} {part} images of {len(data.query.present):,} classes'
     size = getattr(sampler, 'batch_size', args.batch_size)               # smaller where there are few classes
-    print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, {test}\n'
+    print(f'{data.name}: {len(data.train):,} training images of {len(data.train.present):,} classes, {test}\n'
           f'{epochs} epochs of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in saved_flags(args).items() if value is not None))
-    if 0 < epochs <= args.warmup:
-        warn(f'the backbone will not be trained: it is frozen for {args.warmup} epochs, and there are {epochs}')
+    if 0 < epochs <= args.freeze_epochs:
+        warn(f'the backbone will not be trained: it is frozen for {args.freeze_epochs} epochs, and there are {epochs}')
     if data.name in DATASETS:
         print(f'To resume after an interruption: python {args.script}.py --resume {folder}')
 
@@ -1332,7 +1337,7 @@ def summary(args, data, folder, rows):
     row, part, chosen = rows[-1], 'test', ''
     if args.fold:
         row, part, chosen = best_row(rows), 'validation', ', which has the highest validation MAP@R'
-    seen = {*data.query.classes} & {*data.train.classes}
+    seen = {*data.query.present} & {*data.train.present}
     known = f'{len(seen)} of these classes are' if seen else 'none of these classes is'
     print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f}% of the {part} images, the most similar other image shows the '
           f'same class; {known} in the training set.\n'
@@ -1361,13 +1366,13 @@ def about_data(args, data):
                 fingerprint=hashlib.sha256(repr(content).encode()).hexdigest())
 
 
-def resume(args, about, model, states, per_epoch, total):
+def load_run(args, about, model, states, per_epoch, total):
     """Loads the last checkpoint of a run into the model and `states` -> its epoch, its rows, and a start time that
     excludes the interruption"""
     saved = read_checkpoint(args.resume / 'last.pt')
     with untrusted_file(args.resume):
         if saved['fingerprint'] != about['fingerprint']:
-            raise UsageError(f'{args.data} has other images than those that {args.resume} began with; start a new run')
+            raise UsageError(f'the images in {args.data} are not those that {args.resume} began with; start a new run')
         for name, part in dict(states, model=model).items():
             part.load_state_dict(saved[name])
         done = saved['step']
@@ -1387,7 +1392,8 @@ def save_checkpoint(path, args, model, states=None, **more):
     """Writes the model, its script and flags, the version of torch, the states of {name: part}, which are needed to
     resume the run, and whatever else is given."""
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
-        raise UsageError(f'{broken[0]} is not finite; {path} stays as it was; try a lower --lr, or --precision fp32')
+        raise UsageError(f'{broken[0]} is NaN or infinite, and {path} was not written; try a lower --lr, or '
+                         '--precision fp32')
     mean, std, _ = normalization(args.arch)
     transform = dict(resize=args.resize, image_size=args.image_size, mean=mean, std=std)
     more |= {name: part.state_dict() for name, part in (states or {}).items()}
@@ -1411,6 +1417,8 @@ def read_checkpoint(path):
     if not (isinstance(saved, dict) and {'script', 'args', 'transform', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is not a checkpoint of these scripts')
     saved['args'].setdefault('data', 'data')                # as --data; a checkpoint for others may not have it
+    if 'warmup' in saved['args']:                           # its name in earlier versions
+        saved['args']['freeze_epochs'] = saved['args'].pop('warmup')
     return saved
 
 
@@ -1490,38 +1498,27 @@ def atomic_write(path):
 
 # ---- 9. command line -------------------------------------------------------------------------------
 
-# A training recipe is a dict of defaults for flags. Those of the benchmarks are in the scripts, with all settings of
-# training. `warmup` is the number of first epochs with a frozen backbone. `clip` bounds each entry of the gradients.
-# per_class=0 means images in random order. A folder with pretrained weights gets the recipe of cub. Learning rates and
-# epochs for vectors were selected by cross-validation on features of CUB-50 (tests/results),
-# and those of shapes are explained in tests/results/README.md.
-DEMO = dict(arch='resnet18', weights='none', image_size=64, resize=64, freeze_bn=False, dim=128, min_crop=0.5,
-            epochs=10, batch_size=64, per_class=4, lr=2e-3, schedule='cosine', warmup=0, clip=0.0, eval_every=1)
-VECTORS = DEMO | dict(arch='none', freeze_bn=True, pool='avg', dim=None, precision='fp32', epochs=5, batch_size=100,
-                      per_class=5, lr=1e-3, schedule='constant')
-BENCHMARK = dict(arch='resnet50', weights='imagenet', image_size=224, resize=256, eval_every=1)
-BASE = dict.fromkeys(DATASETS, BENCHMARK) | dict(
-    shapes=DEMO | dict(image_size=32, resize=32, min_crop=1.0, batch_size=128, precision='fp32', eval_every=10),
-    folder=DEMO, vectors=VECTORS, sop=BENCHMARK | dict(eval_every=5), inshop=BENCHMARK | dict(eval_every=5))
-
-# Section 3.1 of the Reality Check, in place of a script's recipe for the dataset; a script's entry 'reality-check' is
-# added. What the text does not state comes from the released configuration: momentum, weight decay, and crops of at
-# least 0.16 of the area (the text has "between 40 and 256" px). That configuration freezes the statistics of BatchNorm
-# only, and has a patience of 9 evaluations on CUB, one every 200 steps; here there is one every epoch.
-PROTOCOL = dict(dim=128, pool='avg', freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
-                epochs=1000, batch_size=32, per_class=4, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4,
-                schedule='constant', warmup=0, clip=0.0, fold='0/4', eval_every=1)
+# A training recipe is a dict of defaults for flags. Each script has its own, in DEFAULTS, and these three are parts of
+# them: what a folder of images without pretrained weights, and vectors, have in place of the values of shapes; and
+# Section 3.1 of the Reality Check.
+FOLDER = dict(image_size=64, resize=64, min_crop=0.5, epochs=10, batch_size=64, per_class=4, freeze_epochs=0)
+VECTORS = FOLDER | dict(arch='none', pool='avg', dim=None, freeze_bn=True, epochs=5, batch_size=100, per_class=5,
+                        lr=1e-3, schedule='constant')
+# What the text does not state comes from the released configuration: momentum, weight decay, and crops of at least 0.16
+# of the area (the text has "between 40 and 256" px). That configuration freezes the statistics of BatchNorm only, and
+# evaluates every 200 steps on CUB, with a patience of 9 evaluations (Cars: 500 steps, 14; SOP: 2,000 steps, 39). Here
+# there is an evaluation every epoch, and a patience of 10, so runs on Cars and SOP stop several times earlier.
+PROTOCOL = dict(arch='resnet50', weights='imagenet', pool='avg', dim=128, freeze_bn=True,
+                image_size=227, resize=256, crop_from='resized', min_crop=0.16,
+                epochs=1000, batch_size=32, per_class=4,
+                optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant', freeze_epochs=0,
+                clip=0.0, fold='0/4', eval_every=1)
 
 # Flags in which runs of one recipe may differ: seed and fold, and where and how a run is computed and evaluated
 RUN_FLAGS = {'seed', 'fold', 'name', 'data', 'download', 'resume', 'device', 'precision', 'compile', 'chunk',
              'eval_every'}
 # Flags that may change when a run is resumed
 RESUMABLE = RUN_FLAGS - {'seed', 'fold', 'name'} | {'epochs', 'steps', 'patience'}
-
-
-def resize_for(row, image_size):
-    """--resize for a crop of this size, in the ratio of the recipe"""
-    return round(image_size * row['resize'] / row['image_size'])
 
 
 class Parser(argparse.ArgumentParser):
@@ -1531,13 +1528,10 @@ class Parser(argparse.ArgumentParser):
         for names, options in flags.items():
             group.add_argument(*names.split(), **options)
 
-    def typed(self, argv=None):
-        """{flag: value} of the flags on the command line, without defaults"""
-        argv = sys.argv[1:] if argv is None else argv
-        flags = {*self._defaults, *(action.dest for action in self._actions)}
-        nothing = argparse.Namespace(**dict.fromkeys(flags))
-        typed = self.parse_args([word for word in argv if word not in ('-h', '--help')], nothing)
-        return {name: value for name, value in vars(typed).items() if value is not None}
+    def typed(self, argv):
+        """{flag: as it was typed} of the flags on the command line"""
+        words = {word.split('=')[0] for word in argv}
+        return {action.dest: option for action in self._actions for option in action.option_strings if option in words}
 
     def error(self, message):
         raise UsageError(f'{self.prog}: {message}; --help lists the flags')
@@ -1580,7 +1574,7 @@ def block_of_blocks(text):
     return f'{i}/{n}'
 
 
-def device(text):
+def usable_device(text):
     """An argparse type: a torch.device that can be used here"""
     try:
         return pick_device(text)
@@ -1605,36 +1599,36 @@ FLAGS = {
         '--crop-from': dict(choices=['original', 'resized'], default='original',
                             help='training crops are taken from the image in full size, or after --resize'),
         '--min-crop': dict(type=between(0.001, 1), help='minimum area of a training crop, fraction of the image'),
-        '--jitter': dict(type=between(0, 1), default=0.0, help='of brightness, contrast, saturation (ColorJitter)'),
+        '--jitter': dict(type=between(0, 1), default=0.0, help='of ColorJitter: brightness, contrast, saturation'),
         '--flip': dict(action=SWITCH, default=True, help='flip half of the crops horizontally'),
     },
     'network': {
         '--arch': dict(help='backbone: a classifier of torchvision, such as resnet18 or vit_b_16, or timm:NAME'),
-        '--weights': dict(help='imagenet, none, or a file'),
+        '--weights': dict(help='initial weights of the backbone: imagenet, none (random), or a file'),
         '--pool': dict(choices=['avg', 'max', 'avg+max'], default='avg+max', help='pooling of the feature map'),
         '--dim': dict(type=at_least(1), help='embedding dimension; default for vectors: their own'),
-        '--freeze-bn': dict(action=SWITCH, help='BatchNorm keeps its running statistics'),
+        '--freeze-bn': dict(action=SWITCH, help='BatchNorm uses its stored statistics, and does not update them'),
     },
     'training': {
         '--epochs': dict(type=at_least(0), help='passes over the training set'),
         '--steps': dict(type=at_least(0), default=0, help='maximum number of steps (iterations); 0: no maximum'),
         '--batch-size': dict(type=at_least(2), help='images in a batch, B'),
-        '--per-class': dict(type=at_least(0), help='images per class in a batch, K; 0: images in random order'),
+        '--per-class': dict(type=at_least(0), help='images per class in a batch, K; 0: random batches'),
         '--optimizer': dict(choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer'),
         '--lr': dict(type=at_least(0, float), help='learning rate'),
         '--weight-decay': dict(type=at_least(0, float), default=1e-4, help='weight decay'),
         '--momentum': dict(type=between(0, 1), default=0.0, help='sgd and rmsprop: momentum'),
-        '--schedule': dict(choices=['step', 'cosine', 'constant'], help='of the learning rate'),
+        '--schedule': dict(choices=['step', 'cosine', 'constant'], help='schedule of the learning rate'),
         '--decay-epochs': dict(type=at_least(1), default=10, help='schedule step: epochs between decays'),
         '--decay-rate': dict(type=between(0, 1), default=0.5, help='schedule step: factor of a decay'),
         '--freeze-backbone-epochs --warmup': dict(
-            type=at_least(0), dest='warmup', metavar='N',
+            type=at_least(0), dest='freeze_epochs', metavar='N',
             help='freeze the backbone for this number of epochs (not a warmup of the learning rate)'),
         '--clip': dict(type=at_least(0, float), help='clip each entry of the gradients (clip_grad_value_); 0: no'),
     },
     'run': {
-        '--seed': dict(type=between(0, 2 ** 63 - 1, int), default=0, help='of everything random'),
-        '--eval-every': dict(type=at_least(1), help='epochs between evaluations'),
+        '--seed': dict(type=between(0, 2 ** 63 - 1, int), default=0, help='random seed'),
+        '--eval-every': dict(type=at_least(1), default=1, help='epochs between evaluations'),
         '--protocol': dict(choices=['reality-check'], help='settings of the Reality Check, Section 3.1'),
         '--fold': dict(type=block_of_blocks, metavar='I/N', help='block I (from 0) of N blocks of training classes '
                        'is for validation; the test set is not used'),
@@ -1645,9 +1639,9 @@ FLAGS = {
                          '--schedule cosine is computed for the new length'),
     },
     'machine': {
-        '--device': dict(type=device, default='auto', help='auto, cpu, cuda, cuda:1, mps'),
+        '--device': dict(type=usable_device, default='auto', help='where to run: auto, cpu, cuda, cuda:1, mps'),
         '--precision': dict(choices=['auto', 'bf16', 'fp32'], default='auto',
-                            help='of the backbone; fp32 allows TF32 convolutions on CUDA'),
+                            help='precision of the backbone; fp32 allows TF32 convolutions on CUDA'),
         '--compile': dict(action=SWITCH, default=False, help='torch.compile of the backbone, with torch 2.7 or newer'),
         '--chunk': dict(type=at_least(0), default=0,
                         help='images per forward pass of the backbone, to save memory; 0: all'),
@@ -1674,76 +1668,79 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
 
     DEFAULTS  a script's recipes: dicts of defaults for flags, one per dataset; further ones under (dataset, loss)
               where a recipe also depends on the script's --loss
-    uses      {flag: {its value: the flags that it uses, in one text}}: a typed flag that only another value uses is
-              an error, because a sweep over it would be a sweep of identical runs
+    uses      {flag: {its value: [the flags that it uses]}}: a typed flag that only another value uses is an error,
+              because a sweep over it would be a sweep of identical runs
     Returns what was typed and what the recipe says as a namespace; device is a torch.device. With torchrun, the
     processes find each other here.
     """
+    argv = list(map(str, sys.argv[1:] if argv is None else argv))
     typed = parser.typed(argv)
-    saved = saved_recipe(parser, typed) if 'resume' in typed else {}
+    first = parser.parse_args([word for word in argv if word not in ('-h', '--help')])
+    asked = {flag: getattr(first, flag) for flag in typed if flag != 'help'}
+    saved = saved_recipe(parser, typed, asked) if 'resume' in typed else {}
     loss = dict(loss=parser.get_default('loss'))            # the script's own, if none is typed
-    row = recipe(loss | saved | typed, DEFAULTS) | saved    # what was typed replaces it, in parse_args below
+    row = recipe(loss | saved | asked, DEFAULTS) | saved
     if unknown := sorted(row.keys() - {action.dest for action in parser._actions}):
         raise UsageError(f'{parser.prog} has no flag for {", ".join(unknown)}')
     parser.set_defaults(**row)
-    args = parser.parse_args(argv)
-    if missing := [name for name in DEMO if getattr(args, name) is None and (name, args.dataset) != ('dim', 'vectors')]:
+    args = parser.parse_args(argv)                          # what is typed replaces the recipe
+    if missing := [action.option_strings[0] for action in parser._actions
+                   if action.container.title in ('data', 'network', 'training') and getattr(args, action.dest) is None
+                   and (action.dest, args.dataset) != ('dim', 'vectors')]:
         raise UsageError(f'{parser.prog} has no recipe for {args.dataset}: add one to its DEFAULTS, or pass '
-                         + ', '.join(map(flag_name, missing)))
-    check(args, typed)
+                         + ', '.join(missing))
+    reject_wrong_results(args, typed)
     for flag, users in (uses or {}).items():
         value = getattr(args, flag)
-        unused = {*' '.join(users.values()).split()} - {*users.get(value, '').split()}
+        unused = {user for each in users.values() for user in each} - {*users.get(value, [])}
         reject(typed, unused, f'{flag_name(flag)} {value}')
     init_distributed(args.device)
     return args
 
 
 def recipe(asked, DEFAULTS):
-    """The defaults that follow from flags, a dict {flag: value}"""
+    """The defaults that follow from the flags {flag: value} that were asked for"""
     dataset = asked.get('dataset', 'shapes')
-    weights = asked.get('weights', 'none')
-    if dataset == 'folder' and weights != 'none':           # photographs for pretrained weights
+    if dataset == 'folder' and asked.get('weights', 'none') != 'none':      # photographs for pretrained weights
         dataset = 'cub'
-    row = BASE[dataset]
-    if 'protocol' in asked:                                 # it replaces the recipe that the script has for the dataset
-        dataset = asked['protocol']
-        row = row | PROTOCOL
-    row = row | DEFAULTS.get(dataset, {}) | DEFAULTS.get((dataset, asked.get('loss')), {})
+    name, loss = asked.get('protocol') or dataset, asked.get('loss')
+    row = DATASETS[dataset].get('flags', {})
+    for key in (name, loss, (name, loss)):                  # the later overrides the earlier
+        row = row | DEFAULTS.get(key, {})
     image_size = asked.get('image_size') or normalization(asked.get('arch', ''))[2]
-    if image_size:
-        row |= dict(image_size=image_size, resize=resize_for(row, image_size))
+    if image_size and 'resize' in row:
+        row |= dict(image_size=image_size, resize=round(image_size * row['resize'] / row['image_size']))
     if asked.get('weights') == 'none':                      # random weights cannot learn with frozen statistics
-        row['freeze_bn'] = False
+        row |= dict(freeze_bn=False)
     if 'fold' in asked:
-        row['eval_every'] = 1
+        row |= dict(eval_every=1)
     return row
 
 
-def saved_recipe(parser, typed):
+def saved_recipe(parser, typed, asked):
     """The flags of the run to resume, a dict. Raises UsageError if it is not a run of this script, or if a flag was
     typed that may not change."""
     reject(typed, ['name'], '--resume')
-    run = typed['resume']
+    run = asked['resume']
     saved = read_checkpoint(run / 'last.pt')
     if saved['script'] != Path(parser.prog).stem:
         raise UsageError(f'{run} was made by {saved["script"]}.py, not by {parser.prog}')
     flags = {action.dest for action in parser._actions} - {'name', 'download'}
     saved = {name: value for name, value in saved['args'].items() if name in flags}
-    if fixed := [name for name, value in typed.items() if name not in RESUMABLE and saved.get(name) != value]:
-        raise UsageError(f'{run} was made with another {flag_name(fixed[0])}; start a new run')
+    if fixed := [typed[name] for name, value in asked.items() if name not in RESUMABLE and saved.get(name) != value]:
+        raise UsageError(f'{run} was made with another {fixed[0]}; start a new run')
     return saved
 
 
-def check(args, typed):
-    """Rejects flags that would give a wrong result."""
+def reject_wrong_results(args, typed):
+    """Raises UsageError for flags that would give a wrong result."""
     if args.dataset == 'shapes' and 'data' in typed:
         raise UsageError('--dataset shapes is built in and has no --data; for images of your own add --dataset folder')
     if (args.arch == 'none') != (args.dataset == 'vectors'):
         raise UsageError(f'--arch {args.arch} does not fit --dataset {args.dataset}: none is for vectors only')
     if args.resize < args.image_size:
         raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, the crop of it')
-    if args.protocol and args.weights == 'none':
+    if args.protocol and (args.weights == 'none' or args.dataset == 'shapes'):
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
     if args.protocol and not (args.resume or 'fold' in typed):
         print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
@@ -1757,7 +1754,7 @@ def flag_name(dest):
 def reject(typed, flags, because):
     """Raises UsageError if one of these flags was typed although it has no effect."""
     for flag in sorted(typed.keys() & set(flags)):
-        raise UsageError(f'{flag_name(flag)} has no effect with {because}')
+        raise UsageError(f'{typed[flag]} has no effect with {because}')
 
 
 def require_two_classes(args):
@@ -1778,21 +1775,50 @@ def require_two_classes(args):
 #   a small GPU      python SCRIPT --dataset sop --data data --batch-size 1000 --freeze-bn --chunk 64
 #                    a large batch in chunks: a second forward pass instead of memory. It needs --freeze-bn, which is
 #                    not in the recipe of SOP. Tested on a CPU
-#   a Mac            --device cpu, if torch lacks an operation on its GPU. Not run yet
+#   a Mac            --device cpu, if torch lacks an operation on its GPU. Not run yet. Its GPU gets no channels_last,
+#                    because gradients of BatchNorm are wrong in it in many releases of torch (issue 175189)
 #   a notebook       start in a folder that is kept, because checkpoints are in runs/ below it; after an interruption,
 #                    main(['--resume', 'runs/first']) continues a run with the flags --name first
 
 
 def at_least_float32(t):
-    """Upcasts half precision to float32, for a loss: exp() overflows float16 above 11, and bfloat16 has two to three
-    digits. Other types are not changed."""
+    """Raises half precision to float32: exp() overflows float16 above 11, and bfloat16 has two to three digits. Other
+    types are not changed."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def promote_dtypes(*tensors):
-    """Upcasts all tensors to the widest type among them, and at least to float32. Returns them in a list."""
-    dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    return [t.to(dtype) for t in tensors]
+def in_float32(function):
+    """A decorator: half precision among the arguments becomes float32, all floating-point tensors get the widest type
+    among them, and autocast is off inside."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def wrapped(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        tensors = {name: value for name, value in given.arguments.items() if torch.is_tensor(value)}
+        dtype = reduce(torch.promote_types, (t.dtype for t in tensors.values()), torch.float32)
+        given.arguments |= {name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()}
+        with torch.autocast(next(iter(tensors.values())).device.type, enabled=False):
+            return function(*given.args, **given.kwargs)
+    return wrapped
+
+
+def loss(function):
+    """The decorator of a loss(z, y, ...) of embeddings z (B, D) and labels y (B,): in_float32, with checked labels. If
+    a further argument is a tensor (C, D), of one vector for each class, labels are from 0 to C - 1."""
+    computed = in_float32(function)
+
+    @wraps(function)
+    def checked(z, y, *args, **kwargs):
+        if not (torch.is_tensor(y) and y.shape == z.shape[:1] and not y.is_floating_point()):
+            raise UsageError(f'labels are a tensor of {len(z)} integers, one for each embedding, and not '
+                             f'{getattr(y, "dtype", type(y).__name__)} {tuple(np.shape(y))}')
+        for C in {len(t) for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.ndim == 2}:
+            low, high = torch.stack(y.aminmax()).tolist() if len(y) else (0, 0)
+            if not 0 <= low <= high < C:
+                raise UsageError(f'with {C} classes, labels are from 0 to {C - 1}, and these are from {low} to {high}')
+        return computed(z, y, *args, **kwargs)
+    return checked
 
 
 def pick_device(name):
@@ -1858,8 +1884,9 @@ def seeded(*seeds):
 
 
 # torchrun starts a script several times, once for each GPU. Each process loads a part of each batch, and the parts are
-# gathered. Each runs the trunk on its part, the feature maps are gathered, and every process computes the loss of the
-# whole batch. So no script needs to know. The main process, of rank 0, prints and writes.
+# gathered. Each runs the trunk on its part, or on all images if they cannot be divided evenly, as with a varying number
+# of mixed images. The feature maps are gathered, and every process computes the loss of the whole batch. So no script
+# needs to know. The main process, of rank 0, prints and writes.
 
 
 def world_size():
@@ -1923,7 +1950,9 @@ def warn(text):
 
 def cli(main):
     """Runs a script from the shell. A usage error or a failure of the machine ends in one line and exit code 2, Ctrl-C
-    in exit code 130. Anything else is a bug, and keeps its traceback."""
+    in exit code 130. Anything else is a bug, and keeps its traceback. Only here are settings of the process changed."""
+    torch.set_float32_matmul_precision('highest')           # no TF32 in heads, losses and retrieval: it errs by 1e-3
+    torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
     sys.stdout.reconfigure(errors='replace')                # a character that a terminal lacks must not end a run
     try:
         main()

@@ -28,8 +28,8 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
     NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
                         many classes any network has a high one: on SOP a random one 80.8 (Reality Check, Table 2)
-    threshold           two images are called the same class if their similarity is at least this. It is the value
-                        with the highest balanced accuracy on the test images, so that accuracy is optimistic.
+    threshold           two images are called the same class if their similarity is at least this. It has the highest
+                        balanced accuracy on the test images. As it is chosen on them, the accuracy is optimistic.
     copies              number of test images whose nearest training image has a cosine above 0.9999: probable
                         duplicates (train-test leakage); or all images, if the embeddings have collapsed. A large JPEG
                         file, decoded at a reduced size, may differ more from its duplicate in another format
@@ -204,7 +204,7 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     itself = int(gallery is None)                                        # a query is not a match of itself
     k = min(top, len(data.gallery) - itself)
     if k < 1:
-        raise UsageError('an image grid needs another image than the query')
+        raise UsageError('an image grid needs at least one image besides the query')
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
     same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
@@ -219,7 +219,7 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     draw_grid(path, model, data.query, data.gallery, rows.tolist(), s[rows], index[rows], hit[rows])
 
 
-def search(args, model):
+def answer_queries(args, model):
     """--query: prints and draws the images nearest to each photo."""
     photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform)
     z = common.embed(model, photos)                         # (Q, D), first, so that a wrong name is noticed at once
@@ -388,7 +388,7 @@ def show_table(scores):
 # ---- command line
 
 SINGLE = {                                                  # flags for one checkpoint
-    '--analyse': dict(action='store_true', help='the further metrics above'),
+    '--analyse': dict(action='store_true', help='print the additional metrics described above'),
     '--embed': dict(type=Path, metavar='NPZ', help='save embeddings, labels, classes and paths'),
     '--sheet': dict(type=Path, metavar='PNG', help='image grid of some queries and their nearest images'),
     '--hardest': dict(action='store_true', help='with --sheet: the queries with the worst results first'),
@@ -401,8 +401,8 @@ FLAGS = {
     '--dataset': dict(choices=list(common.DATASETS), help='default: the training dataset'),
     '--data': dict(type=os.path.expanduser, help='its folder, or with --query an NPZ file that --embed wrote; default: '
                                                  'the training folder'),
-    '--whole': dict(action='store_true', help='evaluate all images of the folder, not its test set only'),
-    '--ks': dict(type=common.at_least(1), nargs='+', help='the K of Recall@K, and 1; default: as in the papers'),
+    '--whole': dict(action='store_true', help='evaluate all images of the folder, not only its test set'),
+    '--ks': dict(type=common.at_least(1), nargs='+', help="K of Recall@K (1 is always included); default: the papers'"),
     '--device': common.FLAGS['machine']['--device'],
     '--precision': common.FLAGS['machine']['--precision'],
 }
@@ -439,7 +439,7 @@ def place_of_test_set(args, trainings):
 
 
 def load_test_set(args, model, name, folder):
-    """The Dataset to evaluate. Warns of seen classes."""
+    """The Splits to evaluate. Warns of seen classes."""
     if (name == 'vectors') != (model.config['arch'] == 'none'):
         expected = 'images' if name == 'vectors' else 'vectors'
         raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
@@ -447,8 +447,8 @@ def load_test_set(args, model, name, folder):
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
-    if seen := {*model.classes} & {*data.query.classes}:
-        common.warn(f'{len(seen)} of the {len(data.query.classes)} classes to evaluate were in the training set, so '
+    if seen := {*model.classes} & {*data.query.present}:
+        common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate were in the training set, so '
                     'the metrics are inflated')
     return data
 
@@ -460,7 +460,7 @@ def evaluate_one(args):
     if model.config['arch'] == 'none' and (args.query or args.sheet):
         raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with vectors: it needs images')
     if args.query:
-        return search(args, model)
+        return answer_queries(args, model)
     name, folder = place_of_test_set(args, [model.args])
     data = load_test_set(args, model, name, folder)
     examples = training_images(model) if args.analyse else None
@@ -474,7 +474,7 @@ def evaluate_one(args):
             training = common.embed(model, examples).to(z.device)
             metrics |= analyse(z, training, data, metrics, gallery)
             metrics['copies'] = count_copies(z, training, data.query.paths, examples.paths)
-        print(f'{name}: {len(data.query):,} queries of {len(data.query.labels.unique()):,} classes, with '
+        print(f'{name}: {len(data.query):,} queries of {len(data.query.present):,} classes, with '
               f'{"themselves as the gallery" if gallery is None else f"a gallery of {len(gallery):,} images"}')
         for key, value in metrics.items():
             print(f'{key:>17} {value:8}' if isinstance(value, int) else f'{key:>17} {value:8.3f}')
@@ -496,7 +496,7 @@ def training_images(model):
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
                                    transform=model.transform).train
     if not training or {*training.classes} - {*model.classes}:
-        raise UsageError(f'--analyse needs the training images, and {flags["data"]} has other ones')
+        raise UsageError(f'--analyse needs the training images, and those in {flags["data"]} are different')
     return training
 
 

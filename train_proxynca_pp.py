@@ -2,17 +2,16 @@
 
 Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood Component Analysis. ECCV 2020.
 arXiv:2004.01113. Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) is written as in Proxy-Anchor, arXiv:2003.13911.
-Each class has a learnable proxy, and the loss is a softmax over the proxies. In Proxy-NCA, see Proxy-Anchor Eq. (1),
-the denominator omits the positive proxy, so the gradient of its similarity is always -1, Proxy-Anchor Eq. (3).
-ProxyNCA++ includes the positive proxy, and has LayerNorm and a higher learning rate for the proxies.
+Each class has a learnable vector, its proxy, and the loss is a softmax over the proxies. Proxy-NCA omits the positive
+proxy from the denominator, Proxy-Anchor Eq. (1). Therefore it attracts an image to its proxy with the same force
+however close they are, Eq. (3). ProxyNCA++ includes it, and adds LayerNorm and a higher learning rate for the proxies.
 
     paper    code          flag            meaning
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   divides squared distances; 1/9, or 2 with --loss proxynca
-
-    python train_proxynca_pp.py --dataset cub --data data    # without flags: a small built-in dataset, on a CPU
+    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, or 2 for Proxy-NCA
+    python train_proxynca_pp.py [--dataset cub --data data]
 """
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 import common
 
 
+@common.loss
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     """ProxyNCA++ as in the authors' code, where p+ is the positive proxy of x, the proxy of its class:
 
@@ -27,18 +27,19 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
 
     P are the proxies of all C classes, so this is cross-entropy with a softmax over the classes. With L2-normalized x
     and p, |x - p|^2 is 2 - 2 s(x,p). The constant cancels in the softmax, so the logits are 2 s(x,p) / T; this is
-    18 s(x,p) for T = 1/9. With T = 1 they would be between -2 and 2, and with many classes the probability of the
-    positive proxy could not come close to 1.
+    18 s(x,p) for T = 1/9. With T = 1 the logits would be from -2 to 2, so with 100 classes the largest possible
+    probability would be 0.36.
 
     z            (B, D) L2-normalized embeddings
     y            (B,)   class labels, 0 to C - 1
     proxies      (C, D) one per class, of any length but 0
     temperature  > 0
-    returns      scalar >= 0; 0 with one class; half precision is upcast to float32
+    returns      scalar >= 0; 0 with one class
     """
     return F.cross_entropy(2 / temperature * cosines(z, proxies), y)
 
 
+@common.loss
 def proxynca_loss(z, y, proxies, temperature=2.0):
     """Proxy-NCA, where p+ is the positive proxy of x, P- are all other proxies, and LSE is log-sum-exp:
 
@@ -46,25 +47,23 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
          = sum_{x in X} ( -s(x,p+) + LSE_{p- in P-} s(x,p-) )                 Proxy-Anchor Eq. (2)
 
     z, y, proxies  as in proxynca_pp_loss
-    temperature    > 0; the exponents are 2 s(x,p) / T instead of s(x,p): equal for T = 2
+    temperature    T > 0; the exponents are 2 s(x,p) / T, so T = 2 gives Eq. (1) as printed
     returns        scalar, a sum over the batch, can be negative; with one class, P- is empty and its term is left out
 
-    Proxy-Anchor Eq. (3) is the gradient, with T = 2: dl/ds(x,p+) is always -1, however close x is to p+. dl/ds(x,p-) is
-    a softmax over P-, exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-.
+    Its gradient is Proxy-Anchor Eq. (3). With T = 2, dl/ds(x,p+) is always -1, however close x is to p+. And
+    dl/ds(x,p-) is a softmax over P-: exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-.
     """
     logits = 2 / temperature * cosines(z, proxies)                             # (B, C)
-    # (B, C), in row b and column c: whether image b is of class c
-    own = torch.arange(len(proxies), device=y.device) == y[:, None]
     if len(proxies) == 1:
         return -logits.sum()
-    others = logits.masked_fill(own, float('-inf'))                            # exp(-inf) = 0, so P- is left
-    # Proxy-Anchor Eq. (2), whose derivative is Proxy-Anchor Eq. (3)
-    return (others.logsumexp(dim=1) - logits[own]).sum()
+    positive = torch.arange(len(proxies), device=y.device) == y[:, None]       # (B, C): image b has class c
+    others = logits.masked_fill(positive, float('-inf'))                       # exp(-inf) = 0, so P- is left
+    # Proxy-Anchor Eq. (2), and with it Eq. (1): LSE over P-, minus the similarity to the positive proxy
+    return (others.logsumexp(dim=1) - logits[positive]).sum()
 
 
 def cosines(z, proxies):
     """Cosine similarities of L2-normalized embeddings z and proxies of any length, (B, D), (C, D) -> (B, C)"""
-    z, proxies = common.promote_dtypes(z, proxies)
     return z @ F.normalize(proxies, dim=1).T
 
 
@@ -76,32 +75,45 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) / 8
 
 
-# Training recipes, see common.BASE. The benchmarks use the released configurations, except schedule and dim (notes 1
-# to 3). Adam divides its step by eps + sqrt(v), where v is a running mean of squared gradients. With eps = 1 and small
-# gradients the divisor is about 1, so a step is about the learning rate times the gradient, as in SGD. Therefore the
-# learning rates of the proxies are large: 240 to 2,400.
-CUB = dict(dim=512, pool='max', freeze_bn=False, image_size=256, resize=288, min_crop=0.08, epochs=40, batch_size=32,
-           per_class=4, optimizer='adam', eps=1.0, lr=4e-3, proxy_lr_mult=1e5, weight_decay=0.0, schedule='step',
-           decay_epochs=20, decay_rate=0.1, warmup=5, clip=10.0)
-SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, proxy_lr_mult=1e4, decay_epochs=40)
+# ---- recipes: the defaults of the flags of training, for each dataset
+#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
+#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
+#     per_class      images of each class in a batch; 0: images in random order
+#     freeze_epochs  in these first epochs only the head and the proxies learn, and the backbone is frozen
+#     clip           bound of each entry of the gradients; 0: none
+
+# What `python train_proxynca_pp.py` runs: a small ResNet from scratch on the built-in dataset
+SHAPES = dict(
+    arch='resnet18', weights='none', pool='max', dim=128, freeze_bn=False,
+    image_size=32, resize=32, min_crop=1.0,
+    epochs=10, batch_size=128, per_class=0,
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10)
+# The released configurations, except schedule and dim (notes 1 to 3). They set Adam's eps to 1. Adam divides its step
+# by eps + sqrt(v), where v is a running mean of squared gradients. With eps = 1 and small gradients the divisor is
+# about 1, and a step is the learning rate times the gradient, as in SGD. So the learning rates of the proxies are 240
+# to 2,400.
+CUB = dict(
+    arch='resnet50', weights='imagenet', pool='max', dim=512, freeze_bn=False,
+    image_size=256, resize=288, min_crop=0.08,
+    epochs=40, batch_size=32, per_class=4,
+    optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
+    freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
+SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
 DEFAULTS = {
-    # The optimizer of these three is AdamW, the default, with its usual small eps, so 10 times --lr is enough for the
-    # proxies. Random batches (per_class=0) of shapes have about 95 classes, and so attract more proxies to their images
-    # than balanced batches of 32 classes.
-    'shapes': dict(per_class=0, pool='max', proxy_lr_mult=10),
-    'folder': dict(pool='max', proxy_lr_mult=10),
-    'vectors': dict(proxy_lr_mult=10, epochs=12),
+    'shapes': SHAPES,
+    'folder': SHAPES | common.FOLDER,
+    'vectors': SHAPES | common.VECTORS | dict(epochs=12),
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
-    'inshop': SOP | dict(proxy_lr_mult=1e5, schedule='constant'),
-    # In the Reality Check (see common.py) a batch for classification losses has one image per class (Section 3.1). The
-    # learning rate of the proxies, 6000 times --lr, is taken from its released results of Proxy-NCA on CUB.
-    'reality-check': dict(per_class=1, proxy_lr_mult=6000),
+    'inshop': SOP | dict(schedule='constant', proxy_lr_mult=1e5),
+    # The Reality Check counts proxy losses as classification losses, whose batches have one image per class. The
+    # learning rate of the proxies is that of its released results for Proxy-NCA on CUB.
+    'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
+    # With --loss proxynca: the same recipes with another temperature
+    'proxynca': dict(temperature=2.0),
+    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),             # note 11
 }
-# With --loss proxynca, the entry (dataset, proxynca) overrides the entry of the dataset.
-DEFAULTS |= {(dataset, 'proxynca'): dict(temperature=2.0) for dataset in DEFAULTS}
-DEFAULTS['reality-check', 'proxynca'] = dict(temperature=1 / 13.98)     # see note 11
 
 
 def get_args(argv=None):
@@ -111,10 +123,9 @@ def get_args(argv=None):
         help='proxynca: the loss of the predecessor, Proxy-NCA')
     add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,
         help='temperature of the softmax, which divides squared distances')
-    add('--proxy-lr-mult', type=common.at_least(0, float), default=10.0,
-        help='learning rate of the proxies, as a multiple of --lr')
-    add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop')
-    uses = {'optimizer': dict(adam='eps', adamw='eps', rmsprop='eps')}        # SGD has no eps
+    add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
+    add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop; SGD has none')
+    uses = {'optimizer': dict(adam=['eps'], adamw=['eps'], rmsprop=['eps'])}
     return common.parse(parser, DEFAULTS, argv, uses)
 
 
@@ -126,7 +137,7 @@ def main(argv=None):
     # of the Reality Check have no LayerNorm, and common.build leaves it out for precomputed features.
     model = common.build(args, data=data, layer_norm=not args.protocol, head_init='default')
     proxies = torch.nn.Parameter(new_proxies(data.train.num_classes, model.dim).to(args.device))
-    options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)           # SGD has no eps
+    options = {} if args.optimizer == 'sgd' else dict(eps=args.eps)
     optimizer = common.make_optimizer(args, [
         dict(params=model.parameters()),
         dict(params=[proxies], lr=args.lr * args.proxy_lr_mult)], **options)
@@ -143,43 +154,36 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Except on In-Shop, the authors train twice. First they train on half of the training classes and measure R@1 on
-       the other half. They note the epochs at which it stops rising, and its best epoch. Then they train on all
-       training classes, lower the learning rate at the epochs noted, and stop at the best epoch. Here the schedule is
-       fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code, and a learning rate that is multiplied by
-       0.1 after half of them. On In-Shop the learning rate is constant, as in their code.
-    2. The authors train only head and proxies for 5 epochs before the 40 (or 80). Here these are the first 5 of the 40
-       (or 80), in which the backbone is frozen.
+       the other half. They record when R@1 stops rising, and when it is highest. Then they train on all training
+       classes, lower the learning rate at the former epochs and stop at the latter. Here the schedule is fixed: 40
+       epochs (80 on SOP and In-Shop), the maximum in their code, and a learning rate that is multiplied by 0.1 after
+       half of them. On In-Shop the learning rate is constant, as in their code.
+    2. The authors first train only the head and the proxies for 5 epochs, then everything for 40 (or 80). Here the 5
+       epochs are part of the 40 (or 80).
     3. The embedding dimension is 512, to compare with the other scripts. The released configurations have 2048 (--dim
        2048), and the paper reports both.
     4. The learning rates come from the released configurations. In issue 2 of their repository, the author says that
-       the learning rates in the first version of the paper are misprints.
+       those in the first version of the paper are misprints.
 What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
-    5. The released code has a separate optimizer for the 5 epochs in which only head and proxies learn. Here it is one
-       optimizer, so the running means of Adam carry over.
-    6. The released code clips only the gradients of the network. Here the gradients of the proxies are clipped, too.
-       This changes nothing at the start: the gradient of a proxy p is at most about 2 / (T |p|), and |p| is about
-       sqrt(512) / 8 = 2.8. So the gradient is at most 6.4, below the clip value of 10.
+    5. The released code has a separate optimizer for the 5 epochs in which only the head and the proxies learn. Here it
+       is one optimizer, so the running means of Adam carry over.
+    6. The released code clips only the gradients of the network. Here those of the proxies are clipped, too. At the
+       start they are at most 2 / (T |p|) = 6.4, with |p| = sqrt(512) / 8, which is below the clip value of 10.
     7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it is one GPU.
-    8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them. Here
-       evaluation uses cosine similarities.
+    8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them.
     9. With one class the loss of the released code divides by 0, and with two classes it is wrong. It makes one-hot
        labels by label_binarize of scikit-learn, which then returns a single column.
-About Proxy-NCA
-   10. With --loss proxynca, T = 2 makes the gradients at the start about 18 times smaller than the gradients of
-       ProxyNCA++. On the benchmarks Adam has eps = 1, so its steps are proportional to the gradients. A fair comparison
-       needs a higher --lr for Proxy-NCA there.
-   11. In the Reality Check (Section 1.3), Proxy-NCA is cross-entropy on Euclidean distances, so the positive proxy is
-       in the denominator. In the library of its authors, pytorch-metric-learning, the distances are squared and
-       multiplied by a scale, which is 13.98 in the released results on CUB. This is --protocol reality-check --loss
-       proxynca_pp --temperature 0.0715. With --loss proxynca, the default temperature of this protocol is 1/13.98, too,
-       but the positive proxy is not in the denominator.
-   12. CCL Eq. (9), in train_ccl.py, is Proxy-NCA with a scale s on the cosine similarities. Here this is T = 2 / s.
-About ProxyNCA++ in another paper
-   13. In Metrix Eq. (3) with Table 1, ProxyNCA++ has logits s(x,p) / T, and the positive proxy is not in the
-       denominator. Here, and in train_metrix.py, logits are 2 s(x,p) / T, and the positive proxy is in the denominator.
-Results of the paper
+   10. Proxy-NCA with T = 2 has gradients that are about 18 times smaller at the start than those of ProxyNCA++. On the
+       benchmarks Adam's eps of 1 makes the steps as much smaller, so a fair comparison needs a higher --lr.
+   11. Proxy-NCA in other papers:
+           Reality Check, Section 1.3   cross-entropy on distances, so the positive proxy is in the denominator. In its
+                                        code the distances are squared, with a scale of 13.98 for CUB: --protocol
+                                        reality-check --temperature 0.0715
+           CCL Eq. (9), train_ccl.py    Proxy-NCA with a scale s on the cosine similarities: T = 2 / s
+   12. Metrix (Table 1) writes ProxyNCA++ with logits s(x,p) / T and without the positive proxy in the denominator. This
+       script and train_metrix.py follow the authors' code.
+Tables and figures of the paper
     CCL (Table 2) quotes for ResNet-50 and 512 dimensions: R@1 69.0 on CUB, 86.5 on Cars, 80.7 on SOP, 90.4 on In-Shop.
-    The released configurations have crops of 256 px, as the benchmarks here.
 """
 
 

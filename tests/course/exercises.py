@@ -70,9 +70,9 @@ EXERCISES = {
         'Metrix Eq. (7), which is (9) over mixed examples'),
     'ms': Exercise(
         'train_metrix.py', 'ms log1p_sum_exp', 'metrix_eq15_', 7, 2, 45, 'Metrix Eq. (15)',
-        {'train_metrix.py': 'log_sum_exp', 'train_ms.py': 'multi_similarity_loss',
-         'train_hse.py': 'multi_similarity_loss'}),
-    'pair_labels': Exercise('train_metrix.py', 'pair_labels', 'metrix_eq8_', 7, 2, 45, 'Metrix Eq. (8)'),
+        {'train_ms.py': 'multi_similarity_loss', 'train_hse.py': 'multi_similarity_loss'}),
+    'mixed_pairs': Exercise('train_metrix.py', 'mixed_pairs', 'metrix_eq8_', 7, 3, 90,
+                            'Metrix Eq. (8): pairs, lambda, labels and masks'),
     'positivity_threshold': Exercise('train_metrix.py', 'positivity_threshold', 'metrix_eq24_', 7, 1, 30,
                                      'Metrix Eq. (24)'),
     'mix_features': Exercise('train_metrix.py', 'mix_features', 'metrix_eq4_feature_', 7, 3, 90,

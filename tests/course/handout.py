@@ -121,8 +121,8 @@ parameters; all tests together may take {limit} seconds. Other functions that en
 to other exercises: the grading uses the originals.
 
 Requirements on every loss: class labels may be any integers >= 0, in any order; the order of the images does not
-matter; arguments are not modified; half precision is upcast to float32, and float64 stays float64; gradients are
-finite, even if the loss is 0, the batch has one class or one image, or images are equal.
+matter; arguments are not modified; float64 stays float64 (the decorator upcasts half precision); gradients are finite,
+even if the loss is 0, the batch has one class or one image, or images are equal.
 """
 
 FLAWED = """# Find the mistake

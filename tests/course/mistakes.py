@@ -16,7 +16,6 @@ MISTAKES['multi_similarity_loss'] = {
     'miner over the whole batch': ('.amin(dim=1, keepdim=True)', '.amin()', '.amax(dim=1, keepdim=True)', '.amax()'),
     'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
-    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
     'anchor excluded by value': (
         'mine(s, y, epsilon)\n', 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
     'exp overflows': (
@@ -27,8 +26,7 @@ MISTAKES['multi_similarity_loss'] = {
         '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
     'no miner with epsilon 0': ('if epsilon is None else', 'if not epsilon else'),
     'only for sorted labels': (
-        'z = common.at_least_float32(z)',
-        'z, y = common.at_least_float32(z), torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)'),
+        's = z @', 'y = torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)\n    s = z @'),
     'miner keeps equally hard pairs': (
         '~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
         '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
@@ -41,10 +39,8 @@ MISTAKES['contrastive_loss'] = {
     'only pairs above the mean, so none if there is one (sentence-transformers 4020)': (
         't.sum() / (t > 0).sum().clamp_min(1)',
         't[t > t.sum() / (t > 0).sum().clamp_min(1)].sum() / (t > 0).sum().clamp_min(1)'),
-    'squared for plain distances': (
-        'distances(common.at_least_float32(z))', 'distances(common.at_least_float32(z)).square()'),
-    'half precision not upcast': ('common.at_least_float32(z)', 'z'),
-    'images detached': ('common.at_least_float32(z)', 'common.at_least_float32(z).detach()'),
+    'squared for plain distances': ('distances(z)', 'distances(z).square()'),
+    'images detached': ('distances(z)', 'distances(z.detach())'),
     'power after the mean': (
         '.pow(power).masked_fill(~positive, 0)', '.masked_fill(~positive, 0)',
         '.pow(power).masked_fill(~negative, 0)', '.masked_fill(~negative, 0)',
@@ -62,7 +58,6 @@ MISTAKES['contrastive_similarity_loss'] = {
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'mean over all negatives': ('(excess > 0).sum(dim=1)', 'negative.sum(dim=1)'),
     'anchor excluded by value': ('~positive, 0', '~(positive & (s < 1 - 1e-5)), 0'),
-    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
     'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
 }
 MISTAKES['proxy_anchor_loss'] = {
@@ -76,7 +71,6 @@ MISTAKES['proxy_anchor_loss'] = {
     'exp overflows': (
         'log1p_sum_exp(alpha * (s + delta), ~positive)',
         '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
-    'half precision not upcast': ('z, proxies = common.promote_dtypes(z, proxies)', ''),
     'classes present counted by label changes': (
         'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
     'negative term divided by proxies with a negative': (
@@ -84,21 +78,21 @@ MISTAKES['proxy_anchor_loss'] = {
 }
 MISTAKES['proxynca_loss'] = {
     'scale 1/T': ('2 / temperature', '1 / temperature'),
-    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.promote_dtypes(z, proxies.T))'),
+    'proxies not normalised': ('cosines(z, proxies)', 'z @ proxies.T'),
     'positive proxy in the denominator (pytorch-metric-learning 206)': (
-        "others = logits.masked_fill(own, float('-inf'))", 'others = logits'),
-    'mean': ('- logits[own]).sum()', '- logits[own]).mean()'),
+        "others = logits.masked_fill(positive, float('-inf'))", 'others = logits'),
+    'mean': ('- logits[positive]).sum()', '- logits[positive]).mean()'),
     'temperature ignored': ('2 / temperature * cosines', 'cosines'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
 }
 MISTAKES['proxynca_pp_loss'] = {
     'scale 1/T': ('2 / temperature', '1 / temperature'),
-    'proxies not normalised': ('cosines(z, proxies)', 'torch.matmul(*common.promote_dtypes(z, proxies.T))'),
+    'proxies not normalised': ('cosines(z, proxies)', 'z @ proxies.T'),
     'proxies detached': ('cosines(z, proxies)', 'cosines(z, proxies.detach())'),
-    'half precision not upcast': ('cosines(z, proxies)', 'z @ F.normalize(proxies, dim=1).T'),
+    'a sum': ('cosines(z, proxies), y)', "cosines(z, proxies), y, reduction='sum')"),
     'distances for squared distances': (
         '2 / temperature * cosines(z, proxies)',
-        '-torch.cdist(*common.promote_dtypes(z, F.normalize(proxies))) / temperature'),
+        '-torch.cdist(z, F.normalize(proxies)) / temperature'),
 }
 MISTAKES['center_contrastive_loss'] = {
     'stop_grad ignored': ('(c.detach() if stop_grad else c)', 'c'),
@@ -107,15 +101,13 @@ MISTAKES['center_contrastive_loss'] = {
     'smoothing ignored': ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y'),
     "torch's smoothing": ('smooth_labels(y, len(c), smoothing, logits.dtype)', 'y, label_smoothing=smoothing'),
     'centre term smoothed': ('lam * center', '(1 - smoothing) * lam * center'),
-    'margin on all cosines': ('margin * target', 'margin * torch.ones_like(target)'),
-    'margin not scaled': ('s * (cosine - margin * target)', 's * cosine - margin * target'),
+    'margin on all cosines': ('margin * positive', 'margin * torch.ones_like(positive)'),
+    'margin not scaled': ('s * (cosine - margin * positive)', 's * cosine - margin * positive'),
     'centres not normalised': ('c = F.normalize(centers, dim=1)', 'c = centers'),
     'distance to raw centres': ('2 - 2 * (z * c[y]).sum(dim=1)', '(z - centers[y]).square().sum(dim=1)'),
     'centres detached': ('F.normalize(centers, dim=1)', 'F.normalize(centers.detach(), dim=1)'),
-    'half precision not upcast': ('z, centers = common.promote_dtypes(z, centers)', ''),
     'images normalised again': (
-        'z, centers = common.promote_dtypes(z, centers)',
-        'z, centers = common.promote_dtypes(F.normalize(z, dim=1), centers)'),
+        'c = F.normalize(centers, dim=1)', 'z, c = F.normalize(z, dim=1), F.normalize(centers, dim=1)'),
     'exp overflows': (
         "F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')",
         '-(smooth_labels(y, len(c), smoothing) * F.normalize(logits.exp(), p=1).log()).sum(dim=1)'),
@@ -130,9 +122,10 @@ MISTAKES['hybrid_loss'] = {
     'mean over hybrids that have both': ('max(len(h), 1)', '(has_hn & has_ewp).sum().clamp_min(1)'),
     'hybrids detached': ('s = h @', 's = h.detach() @'),
     'all images except weak positives': ('most_similar(s, negative)', 'most_similar(s, ~weak_positive)'),
-    'all negatives': ('(s_ewp - s_hn)', "(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
+    'all negatives': (
+        'F.logsigmoid(s_ewp - s_hn)',
+        "F.logsigmoid(s_ewp - s.masked_fill(~negative, float('-inf')).logsumexp(dim=1))"),
     'exp overflows': ('F.logsigmoid(s_ewp - s_hn)', '(1 / (1 + s_hn.exp() / s_ewp.exp())).log()'),
-    'half precision not upcast': ('h, z = common.promote_dtypes(h, z)', ''),
     "log_softmax averaged over both columns (MMT 18, HSE's Algorithm 1)": (
         'F.logsigmoid(s_ewp - s_hn)', 'torch.stack([s_ewp, s_hn], dim=1).log_softmax(dim=1).mean(dim=1)'),
 }
@@ -144,7 +137,6 @@ MISTAKES['epshn_loss'] = {
     'anchor excluded by value': (
         'positive, negative = pairs(y)', 'positive, negative = (y[:, None] == y) & (s < 1 - 1e-5), y[:, None] != y'),
     'one of the two embeddings detached': ('z @ z.T', 'z @ z.T.detach()'),
-    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
     'a constant without anchors': (
         'keep = has_p & has_n', 'keep = has_p & has_n\n    if not keep.any():\n        return z.new_zeros(())'),
     'exp overflows': (
@@ -159,19 +151,22 @@ MISTAKES['positivity_threshold'] = {
     'float32 inside': ('torch.as_tensor(lam, dtype=torch.float64)', 'torch.as_tensor(lam)'),
     'clamped near 0 and 1': ('.logit()', '.logit(1e-6)'),
 }
-MISTAKES['pair_labels'] = {
-    'weights swapped': ('lam, 1 - lam', '1 - lam, lam'),
+MISTAKES['mixed_pairs'] = {
+    'weights swapped': ('first[:, i], lam, 1 - lam', 'first[:, i], 1 - lam, lam'),
     'no weight for the second example': ('lam, 1 - lam', 'lam, 0'),
-    'only the first example': ('i_is_positive ^ j_is_positive', 'i_is_positive & ~j_is_positive'),
-    'at least one example': ('i_is_positive ^ j_is_positive', 'i_is_positive | j_is_positive'),
-    'all pairs of different classes': (
-        'i_is_positive ^ j_is_positive', '(y[i] != y[j]).expand(len(anchor_y), len(i))'),
-    'indices for classes': ('anchor_y[:, None] == y[i]', 'anchor_y[:, None] == i'),
-    'anchors are the batch': (
-        'anchor_y[:, None] == y[j]', 'y[:, None] == y[j]', 'anchor_y[:, None] == y[i]', 'y[:, None] == y[i]'),
+    'only the first example': ('first[:, i] & second[:, j] | second[:, i] & first[:, j]', 'first[:, i] & second[:, j]'),
+    'at least one example': (
+        'first[:, i] & second[:, j] | second[:, i] & first[:, j]', 'first[:, i] | second[:, i] | first[:, j]'),
+    'an image is its own positive': ('== y) & image & ~itself', '== y) & image'),
+    'anchors are the batch': ('(y[anchor][:, None] == y)', '(y[:len(anchor), None] == y)'),
+    'each pair twice': ('.triu(1)', ''),
+    'all negatives': ('if config.k:', 'if config.k is None:'),
+    'pairs that no anchor uses': ('valid.any(dim=0).nonzero()[:, 0]', 'torch.arange(len(i))'),
+    'two positives have label lambda': ("if config.pairs == 'pos-pos' else label", 'if not len(i) else label'),
 }
 MISTAKES['mix_features'] = {
-    'all mixed maps in forward': ('zip(i.split(20), j.split(20), lam.split(20))', '[(i, j, lam)]'),
+    'all mixed maps in forward': (
+        'zip(i.split(at_a_time), j.split(at_a_time), lam.split(at_a_time))', '[(i, j, lam)]'),
     'pooled before mixup': ('f_j.lerp(f_i, lam)', 'mix(f.amax(dim=(2, 3)), i, j, lam[:, 0])'),
     'weights swapped': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)), j, i, lam)'),
     'averages detached': ('mix(f.mean(dim=(2, 3)), i, j, lam)', 'mix(f.mean(dim=(2, 3)).detach(), i, j, lam)'),
@@ -212,7 +207,6 @@ MISTAKES['triplet_loss'] = {
     'margin with minus': ('d[:, None, :] + margin', 'd[:, None, :] - margin'),
     'positive and negative swapped': ('d[:, :, None] - d[:, None, :]', 'd[:, None, :] - d[:, :, None]'),
     'farthest negative': ("d.masked_fill(same, float('inf')).amin(", "d.masked_fill(same, -float('inf')).amax("),
-    'half precision not upcast': ('z = common.at_least_float32(z)', ''),
     'negatives detached': ('d[:, :, None] - d[:, None, :]', 'd[:, :, None] - d[:, None, :].detach()'),
 }
 MISTAKES['utilization'] = {
@@ -230,7 +224,6 @@ MISTAKES['labelled_loss'] = {
     'only the positive term': ('return pull + push', 'return pull'),
     'negative term with minus': ('return pull + push', 'return pull - push'),
     'mean over the anchors': ('return pull + push', 'return (pull + push).mean()'),
-    'half precision not upcast': ('s = common.at_least_float32(s)', ''),
 }
 MISTAKES['ms'] = {
     'weights in the exponent': (
@@ -264,8 +257,8 @@ MISTAKES['embedder'] = {
 }
 
 RIGHT['multi_similarity_loss'] = {'anchor by anchor': '''
+@common.loss
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
-    z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
     s, zero, total = z @ z.T, z.new_zeros(1), 0
     positive, negative = pairs(y) if epsilon is None else mine(s, y, epsilon)
     for a in range(len(y)):
@@ -287,16 +280,16 @@ def mine(s, y, epsilon):
     return positive, negative
 '''}
 RIGHT['contrastive_loss'] = {'pairs of the upper triangle': '''
+@common.loss
 def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
-    z = common.at_least_float32(z)
     i, j = torch.triu_indices(len(y), len(y), 1)
     d, same = (z[i] - z[j]).norm(dim=1), y[i] == y[j]
     pull, push = torch.relu(d[same] - pos_margin) ** power, torch.relu(neg_margin - d[~same]) ** power
     return sum(t.sum() / max(int((t > 0).sum()), 1) for t in (pull, push))
 '''}
 RIGHT['proxy_anchor_loss'] = {'proxy by proxy': '''
+@common.loss
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
-    z, proxies = common.promote_dtypes(z, proxies)
     pull, push, zero = [], [], z.new_zeros(1)
     for k in range(len(proxies)):
         s = F.cosine_similarity(z, proxies[k:k + 1], dim=1)
@@ -306,14 +299,14 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     return sum(pull) / len(pull) + sum(push) / len(push)
 '''}
 RIGHT['proxynca_pp_loss'] = {'squared distances': '''
+@common.loss
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
-    z, p = common.promote_dtypes(z, proxies)
-    d2 = (z[:, None] - F.normalize(p, dim=1)).square().sum(dim=2)
+    d2 = (z[:, None] - F.normalize(proxies, dim=1)).square().sum(dim=2)
     return -torch.log_softmax(-d2 / temperature, dim=1).gather(1, y[:, None]).mean()
 '''}
 RIGHT['center_contrastive_loss'] = {'image by image': '''
+@common.loss
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
-    z, centers = common.promote_dtypes(z, centers)
     c, total = centers / centers.norm(dim=1, keepdim=True), 0
     for x, label in zip(z, y):
         logits = s * torch.mv(c.detach() if stop_grad else c, x)
@@ -326,8 +319,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     return total / len(z)
 '''}
 RIGHT['hybrid_loss'] = {'hybrid by hybrid': '''
+@common.in_float32
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
-    h, z = common.promote_dtypes(h, z)
     terms = [0 * h.sum()]
     for x, weak, other in zip(h, weak_positive, negative):
         if weak.any() and other.any():
@@ -364,10 +357,26 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     unmatched = len(rows) - int(rows[:, -1].sum())
     return metrics | ({'unmatched': unmatched} if unmatched else {})
 '''}
-RIGHT['pair_labels'] = {'two weighted masks': '''
-def pair_labels(y, anchor_y, i, j, lam):
-    first, second = ((y[end] == anchor_y.unsqueeze(1)) for end in (i, j))
-    return lam * first + (1 - lam) * second, first != second
+RIGHT['mixed_pairs'] = {'anchor by anchor': '''
+def mixed_pairs(config, z, y, anchor, num_images):
+    ends = range(num_images), range(len(y) if config.pairs == 'anc-neg' else num_images)
+    pairs = [(i, j) for i in ends[0] for j in ends[1] if i < j and bool(y[i] == y[j]) == (config.pairs == 'pos-pos')]
+    lam, members = dict(zip(pairs, Beta(config.alpha, config.alpha).sample((len(pairs),)))), []
+    for a in anchor.tolist():
+        positive = {n for n in range(num_images) if y[n] == y[a] and n != a}
+        ranked = (z @ z[a]).argsort(descending=True).tolist()
+        negative = set([n for n in ranked if n < num_images and y[n] != y[a]][:config.k])
+        first = {a} if config.pairs == 'anc-neg' else positive
+        second = positive if config.pairs == 'pos-pos' else negative
+        own = [(i, j) for i, j in pairs if i in first and j in second or j in first and i in second]
+        members.append({(i, j): 1 if config.pairs == 'pos-pos' else lam[i, j] if i in first else 1 - lam[i, j]
+                        for i, j in own})
+    pairs = [pair for pair in pairs if any(pair in own for own in members)]
+    label = [[own.get(pair, 0) for pair in pairs] for own in members]
+    i, j = torch.tensor(pairs, dtype=torch.long).view(-1, 2).T
+    shape = len(anchor), len(pairs)
+    return (i, j, torch.tensor([lam[pair] for pair in pairs]), torch.tensor(label).view(shape),
+            torch.tensor([[pair in own for pair in pairs] for own in members]).view(shape))
 '''}
 RIGHT['ms'] = {'logaddexp with 0': '''
 def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):

@@ -23,17 +23,17 @@ import torch
 import common
 
 
+@common.loss
 def triplet_loss(z, y, margin=0.1, hardest=False):
     """Triplet loss on Euclidean distances, Reality Check Eq. (2), averaged over the triplets with non-zero loss.
 
-    z        (B, D) L2-normalized embeddings; half precision is upcast to float32
+    z        (B, D) L2-normalized embeddings
     y        (B,)   class labels, any integers
     margin   >= 0, m: the difference by which a negative should be farther from the anchor than the positive
     hardest  for each anchor and positive, use only the triplet with the nearest negative, instead of all triplets
     returns  scalar >= 0, the sum over all triplets of different images divided by the number of triplets with non-zero
              loss. If there is none, the loss and its gradient are 0. Finite for every batch
     """
-    z = common.at_least_float32(z)
     d = torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')              # (B, B)
     same = y[:, None] == y                                                          # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
@@ -49,19 +49,26 @@ def triplet_loss(z, y, margin=0.1, hardest=False):
     return cost.sum() / (cost > 0).sum().clamp_min(1)
 
 
-# Training recipes, see common.BASE. Benchmarks have the recipes of train_contrastive.py, but always 5 images per class,
-# because triplets need positives.
-CUB = dict(dim=512, pool='avg+max', freeze_bn=True, min_crop=0.08, epochs=60, batch_size=100, per_class=5,
-           optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1, warmup=5,
-           clip=10.0)
+# The recipes of train_contrastive.py, but always 4 or 5 images per class, because triplets need positives
+SHAPES = dict(                 # what `python train_triplet.py` runs: ResNet-18 from scratch, 32 px
+    arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
+    image_size=32, resize=32, min_crop=1.0,
+    epochs=10, batch_size=128, per_class=4,
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
+CUB = dict(
+    arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
+    image_size=224, resize=256, min_crop=0.08,
+    epochs=60, batch_size=100, per_class=5,
+    optimizer='adam', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.1, freeze_epochs=5,
+    clip=10.0)
 DEFAULTS = {
-    'shapes': dict(),
-    'folder': dict(),
-    'vectors': dict(),
+    'shapes': SHAPES,
+    'folder': SHAPES | common.FOLDER,
+    'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB,
     'sop': CUB | dict(freeze_bn=False, lr=3e-5, decay_rate=0.25),
-    'inshop': CUB | dict(freeze_bn=False, decay_epochs=5, decay_rate=0.25, warmup=1),
+    'inshop': CUB | dict(freeze_bn=False, decay_epochs=5, decay_rate=0.25, freeze_epochs=1),
 }
 
 

@@ -27,7 +27,7 @@ def grid(path, degrees, labels, top, hardest):
     pixels = [np.full((6, 6, 3), 10 * i, np.uint8) for i in range(len(labels))]
     images = common.Images(pixels, torch.tensor(labels), ['bird', 'car', 'bus', *'defghijkl'])
     model = SimpleNamespace(args=dict(resize=6, image_size=6))
-    data = common.Dataset('colours', query=images)
+    data = common.Splits('colours', query=images)
     evaluation.draw_queries(path, model, data, on_circle(*degrees), None, top, hardest=hardest)
     return pixels_of(path), (pixels_of(path)[8::16, 8::16, 0] // 10).tolist()
 
@@ -177,7 +177,7 @@ def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, t
 @pytest.mark.parametrize('flags, message', [
     ('--query x/pile/0.jpg --dataset shapes', '--query searches a folder of images, and not shapes: add --dataset'),
     ('--query x/pile/0.jpg --dataset vectors --data x', '--query searches a folder of images, and not vectors'),
-    ('--data x/single --whole --sheet x.png', 'an image grid needs another image than the query'),
+    ('--data x/single --whole --sheet x.png', 'an image grid needs at least one image besides the query'),
     ('--sheet .', 'could not write .: '), ('--top 3', '--top has no effect with no image grid')])
 def test_mistakes_with_pictures(run, small, tmp_path, flags, message):
     run(train_ms, '--name', 'mine', '--epochs', '0')

@@ -98,7 +98,7 @@ def test_the_analysis_uses_the_test_set_and_the_training_images_of_the_network(t
     z = common.embed(model, load('folder', 'cars', 40, 32).query)
     assert cars['utilization'] == pytest.approx(evaluation.utilization(z, training))
     (tmp_path / 'photos/a').rename('photos/z')
-    with pytest.raises(common.UsageError, match='--analyse needs the training images, and photos has other ones'):
+    with pytest.raises(common.UsageError, match='the training images, and those in photos are different'):
         evaluation.main([*FP32, '--analyse', '--data', 'cars'])
 
 

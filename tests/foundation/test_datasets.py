@@ -118,7 +118,7 @@ def test_published_counts_and_ks():
     assert {name: common.DATASETS[name]['counts'] for name in published} == published
     ks = dict.fromkeys(['shapes', 'folder', 'vectors', 'cub', 'cars'], (1, 2, 4, 8))
     ks |= dict(sop=(1, 10, 100, 1000), inshop=(1, 10, 20, 30, 40, 50))
-    assert {name: common.DATASETS[name].get('ks', common.Dataset(name).ks) for name in ks} == ks
+    assert {name: common.DATASETS[name].get('ks', common.Splits(name).ks) for name in ks} == ks
 
 
 @pytest.mark.parametrize('name, file', [('cub', 'CUB_200_2011/images.txt'), ('cars', 'cars_annos.mat')])
@@ -164,9 +164,9 @@ def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_pa
 @pytest.mark.parametrize('folders, message', [
     ('a b c', 'there are 3 classes to train on, and at least 4 are needed'),
     ('train/x test/a test/b', 'there are 1 classes to train on, and at least 2'), ('train/x', 'there are 1 classes'),
-    ('query/a query/b', 'there are query; queries belong in test, or query next to gallery'),
-    ('train/a train/b gallery/c', 'there are gallery and train; queries belong'),
-    ('test/a query/a gallery/a', 'there are gallery and query and test; queries belong'),
+    ('query/a query/b', 'there are query: put queries into test, or query next to gallery'),
+    ('train/a train/b gallery/c', 'there are gallery and train: put queries'),
+    ('test/a query/a gallery/a', 'there are gallery and query and test: put queries'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
     ('my_train/x my_val/y', 'my_train and my_val in'), ('train2017/x val2017/y', 'train2017 and val2017 in'),
@@ -280,7 +280,7 @@ def test_classes_of_query_and_gallery_are_matched_by_name():
     for names, others in ((['u', 'v', 'w'], ['t', 'v', 'w', 'u', 'x']), ([10, 9, 8], [7, 9, 8, 10, 11])):
         query = common.Images(vectors[[3, 1, 2]], names)
         gallery = common.Images(vectors, others)
-        data = common.Dataset('mine', None, query, gallery)
+        data = common.Splits('mine', None, query, gallery)
         assert class_names(data.query) == list(map(str, names)) and class_names(data.gallery) == list(map(str, others))
         assert retrieval_metrics(query.items, query.labels, gallery.items, gallery.labels)['R@1'] == 100
 

@@ -50,7 +50,7 @@ def test_a_failed_download_ends_in_one_line_and_leaves_nothing(site, tmp_path, e
 
 def test_other_datasets_are_not_downloaded_and_the_message_on_missing_data_names_the_flag(tmp_path):
     for dataset in ('cars', 'inshop', 'shapes', 'folder', 'vectors'):
-        with pytest.raises(UsageError, match=f'^--download serves cub and sop, not {dataset}; README says'):
+        with pytest.raises(UsageError, match=f'^--download is for cub and sop, not for {dataset}; README says'):
             common.download(dataset, tmp_path / 'x')
     for dataset, size in (('cub', '1.1 GB'), ('sop', '2.9 GB')):
         with pytest.raises(UsageError, match=f'^{dataset} cannot be loaded.*--download gets .*, {size}'):

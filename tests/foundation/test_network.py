@@ -85,10 +85,15 @@ def test_imagenet_weights_are_the_first_version(monkeypatch):
     get_model.assert_called_once_with('resnet50', weights='IMAGENET1K_V1')
 
 
-def test_half_precision_is_upcast_to_the_widest_type_of_the_arguments():
-    half, double = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
-    assert common.at_least_float32(half).dtype == torch.float32
-    assert [t.dtype for t in common.promote_dtypes(half, double)] == [torch.float64] * 2
+@pytest.mark.parametrize('given, widest', [(('bfloat16', 'float16'), 'float32'), (('bfloat16', 'float64'), 'float64')])
+def test_a_loss_gets_the_widest_type_of_its_arguments_and_no_autocast(given, widest):
+    @common.loss
+    def loss(z, y, proxies):
+        return z, proxies, z @ proxies.T
+    z, proxies = (torch.zeros(2, 3, dtype=getattr(torch, name)) for name in given)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        for found in (loss(z, torch.tensor([0, 1]), proxies), loss(z, y=torch.tensor([0, 1]), proxies=proxies)):
+            assert [t.dtype for t in found] == [getattr(torch, widest)] * 3
 
 
 @pytest.mark.parametrize('training', [True, False])
@@ -123,10 +128,13 @@ def test_chunks_have_the_gradient_of_the_whole_batch(small, pool):
         torch.testing.assert_close(chunks, whole, rtol=1e-9, atol=1e-12)
 
 
-def test_float32_is_not_rounded_to_tf32(small):
-    """TF32 may be turned on by default. Its error of 1e-3 in a cosine would make equal embeddings differ."""
+def test_float32_is_not_rounded_to_tf32_in_a_script(small, monkeypatch):
+    """TF32 errs by 1e-3 in a cosine. Someone else's program keeps its own setting."""
+    monkeypatch.setattr(torch.backends.cudnn, 'benchmark', False)
     torch.set_float32_matmul_precision('high')
     Embedder(weights='none', dim=4).place('cpu')
+    assert torch.get_float32_matmul_precision() == 'high'
+    common.cli(lambda: None)
     assert torch.get_float32_matmul_precision() == 'highest'
 
 
@@ -201,7 +209,7 @@ def test_a_trunk_that_does_not_return_one_tensor_is_rejected():
     for output in ((torch.zeros(1, 3), 0), torch.zeros(1, 3, 4)):
         trunk = torch.nn.Module()
         trunk.forward = lambda x, output=output: output
-        with pytest.raises(UsageError, match='^a trunk returns one tensor'):
+        with pytest.raises(UsageError, match='^the trunk must return one tensor'):
             Embedder(trunk=trunk)
 
 

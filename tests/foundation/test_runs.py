@@ -82,12 +82,13 @@ def test_a_progress_line_is_overwritten_by_the_next(monkeypatch, capsys):
 
 
 def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, capsys):
-    for part, classes, per_class in (('train', 'ab', 3), ('query', 'cde', 1), ('gallery', 'cdf', 2)):
+    for part, classes, per_class in (('train', 'ab', 3), ('query', 'cde', 1), ('gallery', 'acd', 2)):
         make_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
     record = run(train_ms, '--data', str(tmp_path / 'shop'), '--batch-size', '4', '--name', 'x')
     evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
     out = capsys.readouterr().out
     assert 'folder: 6 training images of 2 classes, 3 with a gallery of 6 test images of 3 classes' in out
+    assert 'none of these classes is in the training set' in out and 'inflated' not in out, 'a is in the gallery only'
     assert record['unmatched'] == 1 and 'folder: 3 queries of 3 classes, with a gallery of 6 images' in out
     assert 'unmatched queries have no match in the gallery: misses in R@K' in out
 
@@ -173,7 +174,7 @@ def test_a_run_is_resumed_only_with_the_same_images(run, small, tmp_path, change
         os.rename('mine/test/f', 'mine/test/h')
     else:
         shutil.copy('mine/test/g/0.jpg', 'mine/train/b/0.jpg')
-    with pytest.raises(UsageError, match='mine has other images than those that runs/x began with; start a new run'):
+    with pytest.raises(UsageError, match='the images in .*mine are not those that runs/x began with; start a new run'):
         train_ms.main(['--resume', 'runs/x', '--device', 'cpu'])
 
 
@@ -278,9 +279,9 @@ def images_of(classes, per_class=6):
 
 
 def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, monkeypatch, small, capsys):
-    """The example in the docstring of common.Dataset works. Its run has the name of the dataset, and can be resumed."""
+    """The example in the docstring of common.Splits works. Its run has the name of the dataset, and can be resumed."""
     monkeypatch.chdir(tmp_path)
-    lines = [line.strip() for line in common.Dataset.__doc__.splitlines()]
+    lines = [line.strip() for line in common.Splits.__doc__.splitlines()]
     code = '\n'.join(line[4:] for line in lines if line.startswith(('>>> ', '... ')))
     (train, train_labels), (test, test_labels) = images_of('abcdefgh', 12), images_of('ijkl')
     names = dict(images=train, labels=train_labels, test_images=test, test_labels=test_labels, common=common,

@@ -264,6 +264,6 @@ def test_nan_weights_do_not_overwrite_a_checkpoint(run, small, monkeypatch):
             optimizer.param_groups[0]['params'][-1].data[0] = float('nan')
         return record
     monkeypatch.setattr(common, 'train_epoch', poisoned)
-    with pytest.raises(UsageError, match='not finite'):
+    with pytest.raises(UsageError, match='NaN or infinite'):
         run(train_ms, '--epochs', '4', '--steps', '0', '--name', 'broken', '--eval-every', '4')
     assert common.read_checkpoint('runs/broken')['epoch'] == 1

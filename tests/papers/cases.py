@@ -29,8 +29,8 @@ class Case(NamedTuple):
     starts: list = []       # [(flags, name, size)]: standard deviation of the initial proxies or centres of six classes
 
 
-KEYS = ('optimizer lr weight_decay momentum epochs batch_size per_class schedule decay_epochs decay_rate warmup clip '
-        'dim pool freeze_bn image_size resize min_crop jitter').split()
+KEYS = ('optimizer lr weight_decay momentum epochs batch_size per_class schedule decay_epochs decay_rate '
+        'freeze_epochs clip dim pool freeze_bn image_size resize min_crop jitter').split()
 
 
 def embed(x):
@@ -238,8 +238,8 @@ CASES = {
             ('shapes folder', '--loss contrastive', dict(m=0.5)),
             ('cub', '--protocol reality-check --loss contrastive', dict(m=0.5)),
             ('cub cars', '--loss contrastive', dict(m=0.5, decay_rate=0.1)),
-            ('sop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=5)),
-            ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, warmup=1))],
+            ('sop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, freeze_epochs=5)),
+            ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, freeze_epochs=1))],
         limits={'--alpha': '0 < 0.001', '--strength': '-0.1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
                 '--m': MARGIN, '--epsilon': EPSILON, '--proxy-alpha': '0 < 0.001', '--delta': MARGIN,
                 '--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0',

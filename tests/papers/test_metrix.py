@@ -14,14 +14,12 @@ from worked import Largest, expect, expect_upcast
 import common
 import train_metrix
 from train_metrix import (
-    BaseLoss,
     MixupConfig,
     clean_loss,
-    cross_class_pairs,
     labelled_loss,
     mix_embeddings,
     mix_features,
-    pair_labels,
+    mixed_pairs,
 )
 
 Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
@@ -65,18 +63,11 @@ def test_metrix_eq7_by_hand():
 LOG1P, SAME = torch.log1p, lambda x: x
 PRINTED = {
     'contrastive': (dict(m=0.3, reduction='sum'), SAME, SAME, lambda x: -x, SAME, lambda x: (x - 0.3).clamp_min(0)),
-    'lifted': (dict(m=0.3), lambda x: x.clamp_min(0), torch.log, lambda x: (-x).exp(),
-               torch.log, lambda x: (x - 0.3).exp()),
-    'binomial': (dict(beta=3, gamma=4, m=0.3), SAME, LOG1P, lambda x: (-3 * (x - 0.3)).exp(),
-                 LOG1P, lambda x: (4 * (x - 0.3)).exp()),
     'ms': (dict(beta=3, gamma=4, m=0.3), SAME, lambda x: LOG1P(x) / 3, lambda x: (-3 * (x - 0.3)).exp(),
            lambda x: LOG1P(x) / 4, lambda x: (4 * (x - 0.3)).exp()),
     # Proxy-Anchor Eq. (4), which differs from the row as printed: + delta for negatives, no factors
     'proxy_anchor': (dict(alpha=3, delta=0.3), SAME, LOG1P, lambda x: (-3 * (x - 0.3)).exp(),
                      LOG1P, lambda x: (3 * (x + 0.3)).exp()),
-    'nca': (dict(), SAME, lambda x: -torch.log(x), torch.exp, torch.log, torch.exp),
-    'proxynca_pp': (dict(temperature=0.5), SAME, lambda x: -torch.log(x), lambda x: (x / 0.5).exp(),
-                    torch.log, lambda x: (x / 0.5).exp()),
 }
 every_row = pytest.mark.parametrize('kind', list(train_metrix.TABLE_1))
 
@@ -256,7 +247,7 @@ def test_metrix_eq4_feature_in_half_precision():
 
 
 def test_metrix_eq4_embedding_in_half_precision():
-    i, j = cross_class_pairs(Y)
+    i, j = (Y[:, None] != Y).triu().nonzero().unbind(dim=1)
     lam = lambdas(len(i), dtype=torch.float32)
     expect_upcast(lambda z: mix_embeddings(z, i, j, lam), 'Metrix Eq. (4), embeddings', unit(8))
 
@@ -284,81 +275,81 @@ def test_metrix_eq5_and_metrix_eq6_positives_have_label_1_and_negatives_0(monkey
     expect(~y & valid, [[0, 0, 1, 0], [0, 0, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0]], 'Metrix Eq. (6) of classes 0, 0, 1, 0')
 
 
-def test_metrix_eq8_labels_by_hand():
-    """A mixed example is valid for anchors of the class of one of its two examples. Its label is the weight of this
-    example."""
-    y, i, j = torch.tensor([5, 2, 5, 0]), torch.tensor([0, 2, 0]), torch.tensor([1, 3, 2])
-    pair_y, valid = train_metrix.pair_labels(y, torch.tensor([5, 2, 0, 3]), i, j, torch.tensor([0.3, 0.6, 0.5]))
-    what = ('Metrix Eq. (8): anchors of classes 5, 2, 0, 3; mixed examples of classes 5-2, 5-0, 5-5, lambda 0.3, 0.6, '
-            '0.5')
-    expect(valid, [[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]], f'valid, {what}')
-    expect(pair_y[valid], [0.3, 0.6, 0.7, 0.4], f'the labels of the valid ones, row by row, {what}', 1e-6)
+@pytest.fixture
+def mixed(monkeypatch):
+    """mixed(pairs, y, lam): the pairs of images of classes y, which are all anchors, with these interpolation factors,
+    as {anchor: {(i, j): its label}}"""
+    def mixed(pairs, y, lam=(), k=None, z=None, anchor=None, images=None):
+        def sample(self, shape):
+            assert (self.concentration1, self.concentration0) == (1.5, 1.5), 'lambda comes from Beta(alpha, alpha)'
+            return torch.tensor([*lam, *[0.5] * 99], dtype=torch.float64)[:shape[0]]
+        monkeypatch.setattr(Beta, 'sample', sample)
+        y = torch.tensor(y)
+        z, anchor = unit(len(y)) if z is None else z, torch.arange(len(y)) if anchor is None else torch.tensor(anchor)
+        given = [t.clone() for t in (z, y, anchor)]
+        i, j, shares, label, valid = mixed_pairs(MixupConfig('embed', pairs, k, 1.5), z, y, anchor, images or len(y))
+        assert all(map(torch.equal, given, (z, y, anchor))), 'Metrix Eq. (8): the arguments were modified'
+        assert i.shape == j.shape == shares.shape and label.shape == valid.shape == (len(anchor), len(i))
+        assert valid.any(dim=0).all() and (i < j).all(), 'Metrix Eq. (8): each pair is of some anchor, and i < j'
+        return {a: {(int(i[m]), int(j[m])): round(label[row, m].item(), 6) for m in valid[row].nonzero()[:, 0]}
+                for row, a in enumerate(anchor.tolist())}
+    return mixed
 
 
-def test_metrix_eq8_labels_of_either_example():
-    """If the second example is the positive, the label is 1 - lambda. Anchors need not be in the batch."""
-    y, i, j = torch.tensor([1, 4, 1, 7]), torch.tensor([1, 3, 3]), torch.tensor([0, 2, 1])
-    lam = torch.tensor([0.25, 0.125, 1.0], dtype=torch.float64)
-    pair_y, valid = train_metrix.pair_labels(y, torch.tensor([7, 1]), i, j, lam)
-    what = 'Metrix Eq. (8): anchors of classes 7, 1; mixed examples of classes 4-1, 7-1, 7-4, lambda 0.25, 0.125, 1'
-    expect(valid, [[0, 1, 1], [1, 1, 0]], f'valid, {what}')
-    expect(pair_y[valid], [0.125, 1, 0.75, 0.875], f'the labels of the valid ones, row by row, {what}')
-    assert (valid.dtype, pair_y.dtype) == (torch.bool, torch.float64), f'expected a mask and labels like lambda, {what}'
+def test_metrix_eq8_pos_neg_by_hand(mixed):
+    """M(a) is U+(a) x U-(a): one of the two has the class of a, and neither is a. The label is the share of this one.
+    Pairs of different classes are (0, 1), (1, 2), (1, 3), with lambda 0.3, 0.6, 0.9."""
+    found = mixed('pos-neg', [5, 2, 5, 5], [0.3, 0.6, 0.9])
+    expected = {0: {(1, 2): 0.4, (1, 3): 0.1}, 1: {}, 2: {(0, 1): 0.3, (1, 3): 0.1}, 3: {(0, 1): 0.3, (1, 2): 0.4}}
+    assert found == expected, f'Metrix Eq. (8), pos-neg, classes 5, 2, 5, 5: expected {expected}, got {found}'
 
 
-def test_metrix_eq8_of_no_mixed_examples_and_unchanged_arguments():
-    given = [torch.tensor([5, 0, 2]), torch.tensor([2, 5]), torch.tensor([0]), torch.tensor([2]), torch.tensor([0.3])]
-    kept = [t.clone() for t in given]
-    train_metrix.pair_labels(*given)
-    assert all(map(torch.equal, given, kept)), 'Metrix Eq. (8): the arguments were modified'
-    y, anchor_y, *pairs = given
-    pair_y, valid = train_metrix.pair_labels(y, anchor_y, *(t[:0] for t in pairs))
-    assert pair_y.shape == valid.shape == (2, 0), 'Metrix Eq. (8) of no mixed examples: expected two empty rows'
+def test_metrix_eq8_anc_neg_by_hand(mixed):
+    """M(a) is S(a) x U-(a): one of the two is a, the other has another class. The label is the share of a."""
+    found = mixed('anc-neg', [5, 2, 5, 5], [0.3, 0.6, 0.9])
+    expected = {0: {(0, 1): 0.3}, 1: {(0, 1): 0.7, (1, 2): 0.6, (1, 3): 0.9}, 2: {(1, 2): 0.4}, 3: {(1, 3): 0.1}}
+    assert found == expected, f'Metrix Eq. (8), anc-neg, classes 5, 2, 5, 5: expected {expected}, got {found}'
 
 
-def mixed_for_the_first_anchor(monkeypatch, pairs):
-    """V(a) of the first anchor in a batch of classes 0, 0, 0, 1, from the arguments with which mixed_loss calls Eq. (4)
-    and (9): pairs (i, j), their labels, and their interpolation factors"""
-    seen = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(Beta, 'sample', lambda self, shape: lambdas(*shape))
-        patch.setattr(train_metrix, 'mixed_embeddings', lambda config, model, levels, i, j, lam: seen.update(
-            i=i, j=j, lam=lam) or mix_embeddings(levels['embed'], i, j, lam))
-        patch.setattr(train_metrix, 'labelled_loss', lambda s, y, valid, kind: seen.update(
-            y=y[0], valid=valid[0]) or s.sum(dim=1))
-        train_metrix.mixed_loss(BaseLoss('ms', {}), MixupConfig('embed', pairs, None, 2.0), None, dict(embed=unit(4)),
-                                torch.tensor([0, 0, 0, 1]))
-    i, j, lam, y = (seen[name][seen['valid']] for name in ('i', 'j', 'lam', 'y'))
-    return torch.stack([i, j], dim=1), y, lam
+def test_metrix_eq8_pos_pos_by_hand(mixed):
+    """M(a) is U+(a) x U+(a): both have the class of a, and neither is a. The label is 1 for any lambda."""
+    found = mixed('pos-pos', [5, 2, 5, 5], [0.3, 0.6, 0.9])
+    expected = {0: {(2, 3): 1}, 1: {}, 2: {(0, 3): 1}, 3: {(0, 2): 1}}
+    assert found == expected, f'Metrix Eq. (8), pos-pos, classes 5, 2, 5, 5: expected {expected}, got {found}'
 
 
-@pytest.mark.parametrize('pairs, expected', [('pos-neg', [[1, 3], [2, 3]]), ('anc-neg', [[0, 3]])])
-def test_metrix_eq8_sets(monkeypatch, pairs, expected):
-    """Pairs pos-neg are U+ x U-, and anc-neg are S x U-."""
-    found, labels, lam = mixed_for_the_first_anchor(monkeypatch, pairs)
-    what = f'Metrix Eq. (8), {pairs}, of the first anchor of classes 0, 0, 0, 1'
-    expect(found, expected, what)
-    expect(labels, lam, f'the labels, {what}', 1e-6)
+def test_metrix_eq8_of_the_hardest_negatives(mixed):
+    """Images at 0 and 5 degrees are of class 0, images at 10, 20 and 90 degrees of class 1. With k = 1, the negatives
+    of 0 and 5 are at 10, and the negatives of 10, 20, 90 are at 5. Only pairs that some anchor uses are returned."""
+    found = mixed('anc-neg', [0, 0, 1, 1, 1], k=1, z=on_circle(0, 5, 10, 20, 90))
+    expected = {0: [(0, 2)], 1: [(1, 2)], 2: [(1, 2)], 3: [(1, 3)], 4: [(1, 4)]}
+    assert {a: [*pairs] for a, pairs in found.items()} == expected, f'Metrix Eq. (8) with k = 1: got {found}'
 
 
-def test_pos_pos_pairs_have_label_1(monkeypatch):
-    """Pairs pos-pos are U+ x U+: both examples are positives, so the label is 1 for any interpolation factor."""
-    found, labels, _ = mixed_for_the_first_anchor(monkeypatch, 'pos-pos')
-    assert found.tolist() == [[1, 2]] and labels.tolist() == [1]
+def test_metrix_eq8_with_proxies_as_anchors(mixed):
+    """Candidates 3 and 4 are the proxies of classes 0 and 7. A proxy is mixed with images only, and only in anc-neg."""
+    y, more = [7, 0, 7, 0, 7], dict(anchor=[3, 4], images=3)
+    found = {pairs: {a: [*each] for a, each in mixed(pairs, y, **more).items()} for pairs in ('pos-neg', 'anc-neg')}
+    expected = {'pos-neg': {3: [(0, 1), (1, 2)], 4: [(0, 1), (1, 2)]}, 'anc-neg': {3: [(0, 3), (2, 3)], 4: [(1, 4)]}}
+    assert found == expected, f'Metrix Eq. (8), images of classes 7, 0, 7, proxies of 0, 7: got {found}'
+
+
+@pytest.mark.parametrize('y', [[3, 3], [3], [1, 2]])
+def test_metrix_eq8_without_pairs(mixed, y):
+    """One class has no negatives, and classes of one image have no positives."""
+    assert not any(mixed('pos-neg', y).values()), f'Metrix Eq. (8), pos-neg, classes {y}: expected no pairs'
 
 
 # ---- the mixed loss
 
 def test_metrix_eq13_and_metrix_eq14_and_metrix_eq15_by_hand():
-    """The mixed examples of the first anchor, its positive with each of two negatives, with lambda 0.3 and 0.8, have
+    """Two mixed examples of an anchor, its positive with each of two negatives, with lambda 0.3 and 0.8, have
     similarities 0.6 and 0.9. The weight is lambda in the positive term and 1 - lambda in the negative term."""
-    y, i, j, lam = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([0.3, 0.8])
-    labels, valid = pair_labels(y, y[:1], i, j, lam)
+    labels, valid = torch.tensor([[0.3, 0.8]]), torch.ones(1, 2).bool()
     pull = 0.3 * exp(-2 * (0.6 - 0.7)) + 0.8 * exp(-2 * (0.9 - 0.7))
     push = 0.7 * exp(9 * (0.6 - 0.7)) + 0.2 * exp(9 * (0.9 - 0.7))
     s = 0.3 * 0.6 + 0.8 * 0.9
     for kind, hyper, expected in (
-            ('binomial', dict(beta=2, gamma=9, m=0.7), log(1 + pull) + log(1 + push)),
             ('contrastive', dict(reduction='sum', m=0.7), -s + 0.2 * (0.9 - 0.7)),
             ('contrastive', dict(m=0.7), -s / 2 + 0.2 * (0.9 - 0.7)),
             ('ms', dict(beta=2, gamma=9, m=0.7), log(1 + pull) / 2 + log(1 + push) / 9)):
@@ -549,7 +540,7 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
     if kind == 'proxy_anchor' and args.pairs == 'anc-neg':
         cand_z, cand_y = torch.cat([z, proxies[:3]]), torch.cat([y, torch.arange(3)])
     keys = [(i, j) for i, j in combinations(range(len(cand_z)), 2)          # no two proxies are mixed
-            if i < len(y) and (args.pairs == 'pos-pos' or cand_y[i] != cand_y[j])]
+            if i < len(y) and (cand_y[i] == cand_y[j]) == (args.pairs == 'pos-pos')]
     lam = dict(zip(keys, torch.linspace(0.1, 0.85, len(keys), dtype=torch.float64).tolist()))
 
     def embed(i, j, lam_i):                                 # Eq. (4)

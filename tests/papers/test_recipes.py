@@ -43,7 +43,7 @@ def test_the_recipe_of_the_demo(script):
     shapes, folder = get_args([]), get_args(['--dataset', 'folder'])
     for key, expected in DEMO.items():
         assert getattr(shapes, key) == getattr(folder, key) == expected, key
-    keys = 'image_size resize min_crop precision eval_every batch_size epochs warmup'.split()
+    keys = 'image_size resize min_crop precision eval_every batch_size epochs freeze_epochs'.split()
     assert [getattr(shapes, key) for key in keys] == [32, 32, 1.0, 'fp32', 10, *CASES[script].shapes]
     assert [getattr(folder, key) for key in keys] == [64, 64, 0.5, 'auto', 1, 64, 10, 0]
     assert (shapes.per_class, folder.per_class) == CASES[script].per_class[:2]
@@ -52,8 +52,8 @@ def test_the_recipe_of_the_demo(script):
 # Section 3.1 of the Reality Check; what it does not specify is from the released configuration
 REALITY_CHECK = dict(dim=128, freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
                      batch_size=32, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant',
-                     warmup=0, clip=0, fold='0/4', eval_every=1, patience=10, epochs=1000, steps=0, flip=True, jitter=0,
-                     pool='avg')
+                     freeze_epochs=0, clip=0, fold='0/4', eval_every=1, patience=10, epochs=1000, steps=0, flip=True,
+                     jitter=0,                     pool='avg')
 
 
 @pytest.mark.parametrize('script', CASES)
@@ -73,7 +73,7 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script, capsys):
     assert capsys.readouterr().out == ''
 
 
-@pytest.mark.parametrize('flags', ['', '--dataset folder', '--dataset cub --weights none'])
+@pytest.mark.parametrize('flags', ['', '--dataset folder --weights none', '--dataset cub --weights none'])
 def test_the_protocol_is_rejected_without_pretrained_weights(flags):
     with pytest.raises(common.UsageError, match='--protocol reality-check fine-tunes.*pretrained weights'):
         train_ms.get_args(['--protocol', 'reality-check', *flags.split()])

@@ -26,7 +26,7 @@ def seeds(number):
 FOLDS = [f'--fold {n}/4' for n in range(4)]
 # The first 50 classes of CUB-200-2011 in data/cub50: 25 for training (1,402 photographs), 25 for the test (1,487)
 CUB_50 = ('--dataset folder --data data/cub50 --weights data/resnet18.pth --arch resnet18 --image-size 112 --epochs 9 '
-          '--warmup 1 --eval-every 9')
+          '--freeze-backbone-epochs 1 --eval-every 9')
 
 EXPERIMENTS = [
     Experiment(

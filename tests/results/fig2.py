@@ -15,11 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from torch.distributions import Beta
 
 import common
 import eval as evaluation
-from train_metrix import cross_class_pairs, labelled_loss, mix_embeddings, pair_labels, positivity_threshold
+from train_metrix import MixupConfig, labelled_loss, mix_embeddings, mixed_pairs, positivity_threshold
 
 
 def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
@@ -39,16 +38,14 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         # float64: with beta and gamma of some hundreds, tiny derivatives would be 0 in float32, and count as <= 0.
         zb = z[index].double()                                                                  # (B, D)
         yb = y[index]                                                                           # (B,)
-        i, j = cross_class_pairs(yb)
-        lam = Beta(alpha, alpha).sample(i.shape).double()
-        pair_y, valid = pair_labels(yb, yb, i, j, lam)                                          # (B, M)
-        anchor = torch.arange(len(yb))[:, None]
-        valid = valid & (anchor != i) & (anchor != j)                                           # pos-neg pairs
-        s = (zb @ mix_embeddings(zb, i, j, lam).T).requires_grad_()                             # (B, M)
-        labelled_loss(s, pair_y, valid, 'ms', **hyper).sum().backward()
+        config = MixupConfig('embed', 'pos-neg', None, alpha)
+        i, j, lam, label, valid = mixed_pairs(config, zb, yb, torch.arange(len(yb)), len(yb))
+        label = label.double()                                                                  # (B, M)
+        s = (zb @ mix_embeddings(zb, i, j, lam.double()).T).requires_grad_()                    # (B, M)
+        labelled_loss(s, label, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        below = s <= positivity_threshold(pair_y, **hyper)      # Eq. (11) and (25): F_lambda(threshold) is its mean
-        samples.append(torch.stack([pair_y, positive, below, s.detach()])[:, valid])            # (4, pairs)
+        below = s <= positivity_threshold(label, **hyper)       # Eq. (11) and (25): F_lambda(threshold) is its mean
+        samples.append(torch.stack([label, positive, below, s.detach()])[:, valid])             # (4, pairs)
     samples = torch.cat(samples, dim=1)             # (4, all pairs): label, positive, below, s
     index = (samples[0] * 10).long().clamp_max(9)   # bin of the label, 0 to 9
     bins = []
@@ -63,8 +60,9 @@ def mixed_examples(z, y, batches, alpha):
     """Mixed embeddings of all pairs of different classes in each batch.  z (N, D), y (N,) -> (M of all batches, D)"""
     mixed = []
     for index in batches:
-        i, j = cross_class_pairs(y[index])
-        mixed.append(mix_embeddings(z[index], i, j, Beta(alpha, alpha).sample(i.shape)))
+        config = MixupConfig('embed', 'anc-neg', None, alpha)
+        i, j, lam, *_ = mixed_pairs(config, z[index], y[index], torch.arange(len(index)), len(index))
+        mixed.append(mix_embeddings(z[index], i, j, lam))
     return torch.cat(mixed)
 
 

@@ -55,7 +55,7 @@ def random_data(options, batches):
     pixels = torch.randint(0, 256, (count, options.px, options.px, 3), dtype=torch.uint8).numpy()
     images = common.Images(list(pixels), torch.arange(count) // 4,
                            train_transform=common.make_train_transform(options.px))
-    return common.Dataset('shapes', images, images)
+    return common.Splits('shapes', images, images)
 
 
 def prepared(options, script, data):
