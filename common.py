@@ -28,8 +28,10 @@ import math
 import os
 import random
 import re
+import shlex
 import sys
 import time
+import unicodedata
 import zipfile
 from collections import Counter, OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
@@ -75,7 +77,7 @@ class Embedder(nn.Module):
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
                  normalize=True, trunk=None, head_init='kaiming', precision='fp32', chunk=0, input_shape=(3, 224, 224)):
         super().__init__()
-        self.trunk = make_trunk(arch, weights) if trunk is None else trunk
+        self.trunk = make_trunk(arch, weights, input_shape[-1]) if trunk is None else trunk
         self.pool = pool
         self.normalize = normalize
         self.precision = precision
@@ -96,16 +98,25 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of one blank input"""
-        self.trunk.eval()
+        """c, found by a forward pass of two blank inputs. It is also made in training mode, where some networks need
+        larger images or return more; buffers and generators are then as before."""
+        device = next(self.trunk.parameters(), torch.empty(0)).device
+        x = torch.zeros(2, *input_shape, device=device)
+        buffers = [buffer.clone() for buffer in self.trunk.buffers()]
         try:
-            device = next(self.trunk.parameters(), torch.empty(0)).device
-            return self.features(torch.zeros(1, *input_shape, device=device)).shape[1]
+            with torch.random.fork_rng(devices=[]):
+                self.train()
+                self.features(x)
+                self.trunk.eval()
+                return self.features(x).shape[1]
         except UsageError:                                  # which is a ValueError
             raise
         except (RuntimeError, AssertionError, ValueError) as error:     # every network has errors of its own
             raise UsageError(f'the network takes no input of shape {tuple(input_shape)}: {error}; try another '
                              '--image-size or --arch') from error
+        finally:
+            for buffer, before in zip(self.trunk.buffers(), buffers):
+                buffer.copy_(before)
 
     def place(self, device):
         """Moves the network to a device, in the memory format whose convolutions are fast there. Returns itself."""
@@ -177,22 +188,23 @@ class Rescale(nn.Module):
         return x / self.mean_norm
 
 
-def make_trunk(arch, weights='none'):
+def make_trunk(arch, weights='none', image_size=224):
     """A classifier without its last layers. Networks that end in avgpool and fc, such as a ResNet, lose both and return
-    feature maps (B, c, h, w). All others lose only their last linear layer, and return (B, c)."""
+    feature maps (B, c, h, w). All others lose only their last linear layer, and return (B, c). A vision transformer of
+    timm is made for images of this size."""
     if arch == 'none':
         return Rescale()
     if arch.startswith('timm:'):
         timm, name, config = timm_model(arch)
-        trunk = timm.create_model(name, pretrained=weights == 'imagenet', num_classes=0)
+        size = dict(img_size=image_size) if getattr(config, 'fixed_input_size', False) else {}
+        with made(arch, weights):
+            trunk = timm.create_model(name, pretrained=weights == 'imagenet', num_classes=0, **size)
         return load_weights(trunk, weights, config.classifier)
     if arch not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(f'--arch {arch} is neither a classifier of torchvision, such as resnet50, swin_t or vit_b_16, '
                          'nor timm:NAME')
-    try:
+    with made(arch, weights):
         network = torchvision.models.get_model(arch, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:       # no connection, a wrong hash, no such weights
-        raise UsageError(f'no ImageNet weights for {arch}: {error}; name a file of them: --weights FILE') from error
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise UsageError(f'--arch {arch} has no linear classifier that could be cut off')
@@ -205,6 +217,23 @@ def make_trunk(arch, weights='none'):
     return load_weights(network, weights, classifier)
 
 
+@contextmanager
+def made(arch, weights):
+    """Raises an error in making a network, or in getting its weights, as a UsageError."""
+    try:
+        yield
+    except Exception as error:
+        if weights != 'imagenet':
+            raise UsageError(f'cannot make {arch}: {error}; try another --image-size or --arch') from error
+        # No connection, a wrong hash, no such weights; or a web page or an empty file where a download should be
+        file = ''
+        with suppress(Exception):
+            url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
+            file = f'delete {torch.hub.get_dir()}/checkpoints/{Path(url).name} if it is damaged, or '
+        raise UsageError(f'no ImageNet weights for {arch}: {type(error).__name__} {error}; {file}name a file of them: '
+                         '--weights FILE') from error
+
+
 def load_weights(trunk, weights, classifier):
     """Loads a file of weights into a trunk: a state dict of such a network, or a checkpoint of these scripts. All names
     but those of the classifier or head must fit. The state dict may be `state_dict` in a dict, and its names may have
@@ -215,7 +244,8 @@ def load_weights(trunk, weights, classifier):
     with untrusted_file(weights):
         saved = saved.get('state_dict', saved.get('model', saved))
         saved = {name.removeprefix('module.').removeprefix('trunk.'): value for name, value in saved.items()}
-        head = (f'{classifier}.', 'linear.')
+        heads = [classifier] if isinstance(classifier, str) else classifier        # a distilled network has two
+        head = ('linear.', *(f'{name}.' for name in heads))
         trunk.load_state_dict({name: value for name, value in saved.items() if not name.startswith(head)})
     return trunk
 
@@ -349,7 +379,8 @@ def make_loader(images, batch_sampler, device):
     vectors need no workers."""
     # The cores that this process may use, which are fewer than the machine has in a container or a batch job
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    workers = min(max(1, cores // world_size()), len(images) // 128) if images.are_files else 0
+    workers = min(max(1, cores // world_size()), len(images) // 128) if images.workers is None else images.workers
+    workers = workers if images.are_files else 0
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
                       pin_memory=device.type == 'cuda', generator=torch.Generator())     # the global one stays as it is
 
@@ -523,7 +554,8 @@ def k_nearest(query, gallery, k):
             found = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
             s, index = map(torch.as_tensor, found)                       # (b, wanted), from NumPy arrays or tensors
         else:
-            s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
+            with torch.autocast(query.device.type, enabled=False):
+                s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
         index = order[index]
         if within:
             itself = index == rows[:, None]
@@ -652,6 +684,16 @@ def score(data, z, gallery=None, search=k_nearest):
     return metrics
 
 
+def why_meaningless(data):
+    """Why the metrics of a test set mean nothing, or ''"""
+    if len({*data.query.present, *data.gallery.present}) < 2:
+        return 'all test images have the same class'
+    itself = int(data.gallery is data.query)
+    if not (torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels] > itself).any():
+        return 'no test image has a match, another image of its class'
+    return ''
+
+
 def evaluate(model, data):
     """The metrics of the test set for a row of the log; {} if there is no test set"""
     return score(data, *embed_test(model, data)) if data.query else {}
@@ -673,6 +715,7 @@ class Images(torch.utils.data.Dataset):
     paths         names of the images; None: their paths, or 'image 0', ...
     transform        PIL image -> (3, S, S), for tests;  None: make_test_transform()
     train_transform  the same for training;              None: make_train_transform()
+    workers          processes that read files, 0: none; None: about one per core
 
     Both transforms may be replaced by any callable. images[i] is (transform(image), label). With further integers,
     images[i, ...] is (train_transform(image), label), and these integers are the seed. If a transform has an attribute
@@ -680,23 +723,31 @@ class Images(torch.utils.data.Dataset):
     """
 
     def __init__(self, items, labels, classes=None, superclasses=None, paths=None, transform=None,
-                 train_transform=None):
+                 train_transform=None, workers=None):
+        self.is_vectors = torch.is_tensor(items)
+        if self.is_vectors and items.ndim != 2:
+            raise UsageError(f'a tensor of vectors is (N, c), and this one is {tuple(items.shape)}; images are a list '
+                             'of paths, PIL images or uint8 arrays (height, width, 3)')
+        self.items = items if self.is_vectors else list(items)          # by position, also those of a pandas column
         values = labels.tolist() if hasattr(labels, 'tolist') else labels            # a tensor is slow to iterate over
         labels = np.asarray(labels)
         if labels.shape != (len(items),) or any(value is None or value != value for value in values):
             raise UsageError(f'{len(items)} images need as many labels, none of them missing; these are '
                              f'{labels.shape}')
         if classes is None:
+            if labels.dtype.kind in 'OU':
+                labels = np.array([plain(value) if isinstance(value, str) else value for value in values], object)
             classes, labels = np.unique(labels, return_inverse=True)
         elif not {*labels.tolist()} <= {*range(len(classes))}:
             raise UsageError(f'with {len(classes)} classes, labels are positions from 0 to {len(classes) - 1}')
-        self.items = items
         self.labels = torch.as_tensor(labels).long()
-        self.classes = list(map(str, classes))
-        self.superclasses = superclasses
-        self.is_vectors = torch.is_tensor(items)
-        self.are_files = not self.is_vectors and len(items) > 0 and isinstance(items[0], (str, os.PathLike))
-        self.paths = list(paths or (map(str, items) if self.are_files else (f'image {i}' for i in range(len(self)))))
+        self.classes = list(map(plain, classes))
+        self.superclasses = None if superclasses is None else torch.as_tensor(np.asarray(superclasses))
+        self.are_files = len(items) > 0 and isinstance(self.items[0], (str, os.PathLike))
+        if paths is None:
+            paths = self.items if self.are_files else (f'image {i}' for i in range(len(items)))
+        self.paths = list(map(str, paths))
+        self.workers = workers
         self.transform = transform or make_test_transform()
         self.train_transform = train_transform or make_train_transform()
 
@@ -731,7 +782,12 @@ class Images(torch.utils.data.Dataset):
         items = self.items[indices] if self.is_vectors else [self.items[i] for i in positions]
         superclasses = None if self.superclasses is None else self.superclasses[indices]
         return Images(items, labels, [self.classes[c] for c in kept.tolist()], superclasses,
-                      [self.paths[i] for i in positions], self.transform, self.train_transform)
+                      [self.paths[i] for i in positions], self.transform, self.train_transform, self.workers)
+
+
+def plain(name):
+    """The name of a class in one form of Unicode: files that were copied from a Mac may have another one."""
+    return unicodedata.normalize('NFC', str(name))
 
 
 def make_test_transform(resize=256, image_size=224, mean=MEAN, std=STD):
@@ -773,20 +829,22 @@ def compose(min_side, steps, mean, std):
 
 
 def transforms_from(args):
-    """The transforms that the flags name, as Images takes them"""
+    """The transforms that the flags name, and --workers, as Images takes them"""
     mean, std, _ = normalization(args.arch)
     resize = args.resize if args.crop_from == 'resized' else None
     return dict(transform=make_test_transform(args.resize, args.image_size, mean, std),
                 train_transform=make_train_transform(args.image_size, args.min_crop, args.flip, args.jitter, resize,
-                                                     mean, std))
+                                                     mean, std),
+                workers=args.workers)
 
 
 def normalization(arch):
-    """Mean and standard deviation of the pixels that a network expects, and its image size or None"""
+    """Mean and standard deviation of the pixels that a network expects, and its image size or None: 224 for a vision
+    transformer of timm, which make_trunk makes for any size."""
     if not arch.startswith('timm:'):
         return MEAN, STD, None
     *_, expected = timm_model(arch)
-    return expected.mean, expected.std, expected.input_size[-1]
+    return expected.mean, expected.std, 224 if getattr(expected, 'fixed_input_size', False) else expected.input_size[-1]
 
 
 def to_rgb(image, min_side=None):
@@ -1091,7 +1149,8 @@ def read_folder(root):
             path, class_, split = row
             yield split.replace('test', 'query'), f'{root}/{path}', class_, None
         return
-    for split, name in find_splits(path.name for path in root.iterdir() if path.is_dir()).items():
+    folders = [path.name for path in root.iterdir() if path.is_dir() and not has_runs(path)]
+    for split, name in find_splits(folders).items():
         for path, class_ in images_below(root / name):
             yield split, path, class_, None
 
@@ -1103,6 +1162,8 @@ def find_splits(names):
     found = {'train', 'test', 'query', 'gallery'} & names
     if not ({'train', 'test'} <= found or {'query', 'gallery'} <= found or found and found == names):
         return dict(unsplit='.')
+    if others := names - found:
+        warn(f'{", ".join(sorted(others))} beside {", ".join(sorted(found))}: not read')
     if {'test', 'query'} <= found or len(found & {'query', 'gallery'}) == 1 and 'test' not in found:
         raise UsageError(f'there are {" and ".join(sorted(found))}: put queries into test, or query next to gallery')
     return {name.replace('test', 'query'): name for name in sorted(found)}
@@ -1116,6 +1177,11 @@ def is_hidden(name):
     return name.startswith('.') or name in SERVICE_FOLDERS
 
 
+def has_runs(path):
+    """Whether this is a folder runs/ that these scripts wrote. It may be next to the images, and has image grids."""
+    return path.name == 'runs' and any(path.rglob('log.jsonl'))
+
+
 def images_below(root):
     """(path, class) of the images in and below a folder. Images in root itself are the class '.' if there is no other;
     else they are ignored. So are other files, with a warning if they are in the folder of a class."""
@@ -1125,7 +1191,7 @@ def images_below(root):
         raise error
 
     for folder, folders, files in os.walk(root, onerror=stop, followlinks=True):
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        folders[:] = sorted(name for name in folders if not is_hidden(name) and not has_runs(Path(folder, name)))
         check_names(folder, folders)
         class_ = Path(folder).relative_to(root).as_posix()
         for name in sorted(files):
@@ -1270,6 +1336,10 @@ def build(args, data=None, **options):
             raise UsageError('several processes on a CPU cannot compute joint statistics of BatchNorm: add --freeze-bn')
         model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
     if args.compile:
+        try:
+            torch.compile(lambda x: x + 1)(torch.zeros(2, device=args.device))
+        except Exception as error:                          # no compiler, or one that fails
+            raise UsageError(f'--compile needs a compiler that works: {str(error).splitlines()[0]}') from error
         model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are
     return model.place(args.device)
 
@@ -1315,10 +1385,12 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     print(f'{data.name}: {len(data.train):,} training images of {len(data.train.present):,} classes, {test}\n'
           f'{epochs} epochs of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in saved_flags(args).items() if value is not None))
+    if data.query and (why := why_meaningless(data)):
+        warn(f'{why}, so there is nothing to measure')
     if 0 < epochs <= args.freeze_epochs:
         warn(f'the backbone will not be trained: it is frozen for {args.freeze_epochs} epochs, and there are {epochs}')
     if data.name in DATASETS:
-        print(f'To resume after an interruption: python {args.script}.py --resume {folder}')
+        print(f'To resume after an interruption: python {args.script}.py --resume {shlex.quote(str(folder))}')
 
 
 def show_row(row):
@@ -1332,27 +1404,31 @@ def summary(args, data, folder, rows):
     """Prints what the result means. Returns its row: the last, or with --fold the best."""
     if not data.query:
         print('All classes were trained on, so there is no result. To search these images: '
-              f'python eval.py --checkpoint {folder} --query IMAGE')
+              f'python eval.py --checkpoint {shlex.quote(str(folder))} --query IMAGE')
         return rows[-1]
     row, part, chosen = rows[-1], 'test', ''
     if args.fold:
         row, part, chosen = best_row(rows), 'validation', ', which has the highest validation MAP@R'
     seen = {*data.query.present} & {*data.train.present}
     known = f'{len(seen)} of these classes are' if seen else 'none of these classes is'
-    print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f}% of the {part} images, the most similar other image shows the '
-          f'same class; {known} in the training set.\n'
-          f'This is epoch {row["epoch"]}{chosen}. Before training it was {rows[0]["R@1"]:.1f}.')
-    if data.name in DATASETS:
-        print(f'Next: python eval.py --checkpoint {best_of(folder)}')
+    if why := why_meaningless(data):
+        print(f'R@1 has no meaning: {why}.')
     else:
-        print(f"Next: common.evaluate(common.load_checkpoint('{folder}'), data)")
+        print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f}% of the {part} images, the most similar other image shows '
+              f'the same class; {known} in the training set.\n'
+              f'This is epoch {row["epoch"]}{chosen}. Before training it was {rows[0]["R@1"]:.1f}.')
+    if data.name in DATASETS:
+        print(f'Next: python eval.py --checkpoint {shlex.quote(str(best_of(folder)))}')
+    else:
+        print(f'Next: common.evaluate(common.load_checkpoint({str(folder)!r}), data)')
     return row
 
 
 def show_progress(text, done=False):
     """Prints a line. Unless it is done, the next one overwrites it, and it is not printed if the output is a file."""
-    if done or sys.stdout.isatty():
-        print(f'{text:<79}' if sys.stdout.isatty() else text, end='\n' if done else '\r', flush=True)
+    terminal = getattr(sys.stdout, 'isatty', bool)()        # a stream may lack it, and there may be no stream
+    if done or terminal:
+        print(f'{text:<79}' if terminal else text, end='\n' if done else '\r', flush=True)
 
 
 def about_data(args, data):
@@ -1493,7 +1569,8 @@ def atomic_write(path):
     except (OSError, RuntimeError) as error:                # torch.save reports a full disk as a RuntimeError
         raise UsageError(f'could not write {path}: {error.__context__ or error}') from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):                             # it is not there, or the disk is read-only
+            temporary.unlink()
 
 
 # ---- 9. command line -------------------------------------------------------------------------------
@@ -1516,7 +1593,7 @@ PROTOCOL = dict(arch='resnet50', weights='imagenet', pool='avg', dim=128, freeze
 
 # Flags in which runs of one recipe may differ: seed and fold, and where and how a run is computed and evaluated
 RUN_FLAGS = {'seed', 'fold', 'name', 'data', 'download', 'resume', 'device', 'precision', 'compile', 'chunk',
-             'eval_every'}
+             'workers', 'eval_every'}
 # Flags that may change when a run is resumed
 RESUMABLE = RUN_FLAGS - {'seed', 'fold', 'name'} | {'epochs', 'steps', 'patience'}
 
@@ -1528,9 +1605,15 @@ class Parser(argparse.ArgumentParser):
         for names, options in flags.items():
             group.add_argument(*names.split(), **options)
 
-    def typed(self, argv):
-        """{flag: as it was typed} of the flags on the command line"""
-        words = {word.split('=')[0] for word in argv}
+    def parse_args(self, argv=None):
+        self.argv = list(map(str, sys.argv[1:] if argv is None else argv))
+        if any(not word.split('=', 1)[-1].strip() for word in self.argv):       # "" would be the working folder
+            self.error('an argument is empty')
+        return super().parse_args(self.argv)
+
+    def typed(self):
+        """{flag: as it was typed} of the flags on the command line that was parsed last"""
+        words = {word.split('=')[0] for word in self.argv}
         return {action.dest: option for action in self._actions for option in action.option_strings if option in words}
 
     def error(self, message):
@@ -1572,6 +1655,12 @@ def block_of_blocks(text):
     if not 0 <= i < n or n < 2:
         raise ValueError
     return f'{i}/{n}'
+
+
+def run_folder(text):
+    """An argparse type: the folder of a run, from its path or that of its last.pt"""
+    path = Path(text)
+    return path.parent if path.name == 'last.pt' else path
 
 
 def usable_device(text):
@@ -1635,7 +1724,7 @@ FLAGS = {
         '--patience': dict(type=at_least(1), default=10,
                            help='with --fold: stop after this number of evaluations without improvement'),
         '--name': dict(help='folder below runs/; default: script, dataset, next free number'),
-        '--resume': dict(type=Path, metavar='RUN', help='continue the run in this folder; with other --epochs, '
+        '--resume': dict(type=run_folder, metavar='RUN', help='continue the run in this folder; with other --epochs, '
                          '--schedule cosine is computed for the new length'),
     },
     'machine': {
@@ -1645,6 +1734,7 @@ FLAGS = {
         '--compile': dict(action=SWITCH, default=False, help='torch.compile of the backbone, with torch 2.7 or newer'),
         '--chunk': dict(type=at_least(0), default=0,
                         help='images per forward pass of the backbone, to save memory; 0: all'),
+        '--workers': dict(type=at_least(0), help='processes that read image files, 0: none; default: one per core'),
     },
 }
 
@@ -1673,10 +1763,10 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     Returns what was typed and what the recipe says as a namespace; device is a torch.device. With torchrun, the
     processes find each other here.
     """
-    argv = list(map(str, sys.argv[1:] if argv is None else argv))
-    typed = parser.typed(argv)
+    argv = sys.argv[1:] if argv is None else argv
     first = parser.parse_args([word for word in argv if word not in ('-h', '--help')])
-    asked = {flag: getattr(first, flag) for flag in typed if flag != 'help'}
+    typed = parser.typed()
+    asked = {flag: getattr(first, flag) for flag in typed}
     saved = saved_recipe(parser, typed, asked) if 'resume' in typed else {}
     loss = dict(loss=parser.get_default('loss'))            # the script's own, if none is typed
     row = recipe(loss | saved | asked, DEFAULTS) | saved
@@ -1787,38 +1877,35 @@ def at_least_float32(t):
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def in_float32(function):
-    """A decorator: half precision among the arguments becomes float32, all floating-point tensors get the widest type
-    among them, and autocast is off inside."""
+def loss(function):
+    """A decorator for losses. Half precision among the arguments becomes float32, all floating-point tensors get the
+    widest type among them, and autocast is off inside. Labels y of embeddings z (B, D) must be B integers, from 0 to
+    C - 1 where another argument is a tensor (C, D), of one vector for each class."""
     signature = inspect.signature(function)
 
     @wraps(function)
     def wrapped(*args, **kwargs):
-        given = signature.bind(*args, **kwargs)
-        tensors = {name: value for name, value in given.arguments.items() if torch.is_tensor(value)}
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        if 'z' in given and 'y' in given:
+            check_labels(**given)
+        tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
         dtype = reduce(torch.promote_types, (t.dtype for t in tensors.values()), torch.float32)
-        given.arguments |= {name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()}
-        with torch.autocast(next(iter(tensors.values())).device.type, enabled=False):
-            return function(*given.args, **given.kwargs)
+        given |= {name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()}
+        with torch.autocast(next((t.device.type for t in tensors.values()), 'cpu'), enabled=False):
+            return function(*bound.args, **bound.kwargs)
     return wrapped
 
 
-def loss(function):
-    """The decorator of a loss(z, y, ...) of embeddings z (B, D) and labels y (B,): in_float32, with checked labels. If
-    a further argument is a tensor (C, D), of one vector for each class, labels are from 0 to C - 1."""
-    computed = in_float32(function)
-
-    @wraps(function)
-    def checked(z, y, *args, **kwargs):
-        if not (torch.is_tensor(y) and y.shape == z.shape[:1] and not y.is_floating_point()):
-            raise UsageError(f'labels are a tensor of {len(z)} integers, one for each embedding, and not '
-                             f'{getattr(y, "dtype", type(y).__name__)} {tuple(np.shape(y))}')
-        for C in {len(t) for t in (*args, *kwargs.values()) if torch.is_tensor(t) and t.ndim == 2}:
-            low, high = torch.stack(y.aminmax()).tolist() if len(y) else (0, 0)
-            if not 0 <= low <= high < C:
-                raise UsageError(f'with {C} classes, labels are from 0 to {C - 1}, and these are from {low} to {high}')
-        return computed(z, y, *args, **kwargs)
-    return checked
+def check_labels(z, y, **others):
+    """Raises UsageError if y are not the class labels of embeddings z, see loss."""
+    if not (torch.is_tensor(y) and y.shape == z.shape[:1] and not y.is_floating_point()):
+        raise UsageError(f'labels are a tensor of {len(z)} integers, one for each embedding, and not '
+                         f'{getattr(y, "dtype", type(y).__name__)} {tuple(np.shape(y))}')
+    for C in {len(t) for t in others.values() if torch.is_tensor(t) and t.ndim == 2}:
+        low, high = torch.stack(y.aminmax()).tolist() if len(y) else (0, 0)
+        if not 0 <= low <= high < C:
+            raise UsageError(f'with {C} classes, labels are from 0 to {C - 1}, and these are from {low} to {high}')
 
 
 def pick_device(name):
@@ -1899,7 +1986,9 @@ def rank():
 
 def init_distributed(device):
     """With torchrun, finds the other processes. If one dies, torchrun ends the others."""
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1 and not distributed.is_initialized():
+    # A cluster may set WORLD_SIZE alone; then this is a process like any other.
+    from_torchrun = {'RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'} <= os.environ.keys()
+    if from_torchrun and int(os.environ['WORLD_SIZE']) > 1 and not distributed.is_initialized():
         options = dict(backend='nccl', device_id=device) if device.type == 'cuda' else dict(backend='gloo')
         distributed.init_process_group(timeout=timedelta(minutes=30), **options)
         if rank():
@@ -1953,7 +2042,8 @@ def cli(main):
     in exit code 130. Anything else is a bug, and keeps its traceback. Only here are settings of the process changed."""
     torch.set_float32_matmul_precision('highest')           # no TF32 in heads, losses and retrieval: it errs by 1e-3
     torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
-    sys.stdout.reconfigure(errors='replace')                # a character that a terminal lacks must not end a run
+    with suppress(AttributeError):                          # the stream of a notebook has no reconfigure
+        sys.stdout.reconfigure(errors='replace')            # a character that a terminal lacks must not end a run
     try:
         main()
         if world_size() > 1:
@@ -1961,6 +2051,12 @@ def cli(main):
     except KeyboardInterrupt:
         print('stopped', file=sys.stderr)
         sys.exit(130)
-    except (UsageError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f'error: {" ".join(str(error).split()) or type(error).__name__}', file=sys.stderr)
+    except (UsageError, OSError, MemoryError, RuntimeError) as error:
+        text = ' '.join(str(error).split()) or type(error).__name__
+        if re.search(r'DataLoader worker \(pid|/torch_\d|shared memory|open files|ancdata', text):
+            text = f'the processes that read images ran out of memory, of /dev/shm or of open files: {text[-200:]}; ' \
+                   'try --workers 0'
+        elif isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        print(f'error: {text}', file=sys.stderr)
         sys.exit(2)

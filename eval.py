@@ -190,7 +190,11 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
             colour = WHITE
             if column and hit is not None:
                 colour = GREEN if hit[n, column - 1] else RED
-            image = unnormalized(common.to_rgb(images.items[i], unnormalized.min_side))
+            try:
+                image = unnormalized(common.to_rgb(images.items[i], unnormalized.min_side))
+            except UsageError as error:                     # a photo that was embedded earlier, and is gone
+                common.warn(f'{error}; its place is blank')
+                image = torch.ones(3, *2 * [model.args['image_size']])
             tiles.append(v2.functional.pad(image, BORDER, fill=colour))
             title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
             print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
@@ -221,7 +225,7 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
 
 def answer_queries(args, model):
     """--query: prints and draws the images nearest to each photo."""
-    photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform)
+    photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform, workers=args.workers)
     z = common.embed(model, photos)                         # (Q, D), first, so that a wrong name is noticed at once
     dataset, folder = place_of_test_set(args, [model.args])
     if dataset in ('shapes', 'vectors'):
@@ -233,12 +237,18 @@ def answer_queries(args, model):
         images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=model.transform)
         gallery = torch.from_numpy(arrays['embeddings'])                 # (N, D)
     else:
-        images = common.load_dataset(dataset, folder, whole=True, transform=model.transform).query
+        images = common.load_dataset(dataset, folder, whole=True, transform=model.transform,
+                                     workers=args.workers).query
         gallery = common.embed(model, images)
     print(f'the gallery is {len(images):,} images of {folder}')
     s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
     path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
-    draw_grid(path, model, photos, images, range(len(photos)), s, index)
+    try:
+        draw_grid(path, model, photos, images, range(len(photos)), s, index)
+    except UsageError as error:
+        if args.sheet:
+            raise
+        common.warn(f'{error}; name a place for the grid with --sheet')      # the folder of a run may be read-only
     found = [dict(query=photo, nearest=[
         dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=images.paths[i])
         for similarity, i in zip(*row)]) for photo, *row in zip(photos.paths, s.tolist(), index.tolist())]
@@ -405,6 +415,7 @@ FLAGS = {
     '--ks': dict(type=common.at_least(1), nargs='+', help="K of Recall@K (1 is always included); default: the papers'"),
     '--device': common.FLAGS['machine']['--device'],
     '--precision': common.FLAGS['machine']['--precision'],
+    '--workers': common.FLAGS['machine']['--workers'],
 }
 
 
@@ -412,7 +423,7 @@ def get_args(argv=None):
     parser = common.Parser(prog='eval.py', description=__doc__, formatter_class=common.Help, allow_abbrev=False)
     parser.add_flags('evaluation', FLAGS)
     parser.add_flags('one checkpoint', SINGLE)
-    args, typed = parser.parse_args(argv), parser.typed(argv)
+    args, typed = parser.parse_args(argv), parser.typed()
     if len(args.checkpoint) > 1 or args.against:
         common.reject(typed, [flag.removeprefix('--') for flag in SINGLE], 'several checkpoints')
     if args.query:
@@ -443,7 +454,7 @@ def load_test_set(args, model, name, folder):
     if (name == 'vectors') != (model.config['arch'] == 'none'):
         expected = 'images' if name == 'vectors' else 'vectors'
         raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
-    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform)
+    data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform, workers=args.workers)
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
@@ -466,9 +477,9 @@ def evaluate_one(args):
     examples = training_images(model) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = dict(checkpoint=str(path), dataset=name)
-    if len(data.query.classes) < 2:
-        common.warn('all images have the same class, so there is nothing to measure')
-    else:
+    if why := common.why_meaningless(data):
+        common.warn(f'{why}, so there is nothing to measure')
+    if len(data.query.classes) > 1:
         metrics = common.score(data, z, gallery)
         if args.analyse:
             training = common.embed(model, examples).to(z.device)

@@ -94,6 +94,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     return (cross_entropy + lam * distance2).mean()                      # Eq. (7)
 
 
+@common.loss
 def momentum_centers(centers, z, y, mu):
     """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
     centre of a class without images is unchanged.
@@ -102,7 +103,7 @@ def momentum_centers(centers, z, y, mu):
     """
     positive = F.one_hot(y, len(centers)).to(centers.dtype)              # (B, C)
     count = positive.sum(dim=0)[:, None]                                 # (C, 1) images of each class
-    mean = positive.T @ z.to(centers.dtype) / count.clamp(min=1)         # (C, D)
+    mean = positive.T @ z / count.clamp(min=1)         # (C, D)
     return torch.where(count > 0, mu * centers + (1 - mu) * mean, centers)      # Eq. (14)
 
 

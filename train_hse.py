@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.in_float32
+@common.loss
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """The mean over the hybrids of L_Hy, HSE Eq. (9), here with a temperature T:
 
@@ -328,7 +328,7 @@ def get_args(argv=None):
         help='learning rate of the proxies, as a multiple of --lr')
     uses = {'loss': dict(proxy_anchor=['proxy_lr_mult']), 'kind': dict(cutmix=['axis'], gridmask=['mask_size'])}
     args = common.parse(parser, DEFAULTS, argv, uses)
-    reject_flags(args, parser.typed(argv))
+    reject_flags(args, parser.typed())
     return args
 
 

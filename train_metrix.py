@@ -24,7 +24,7 @@ from torch.distributions import Beta
 import common
 
 
-@common.in_float32
+@common.loss
 def labelled_loss(s, y, valid, kind, **hyper):
     """The generic loss, Eq. (7): an example is a positive with weight y, and a negative with weight 1 - y.
 
@@ -98,7 +98,7 @@ def log1p_sum_exp(t, weight):
 TABLE_1 = {'contrastive': contrastive, 'ms': ms, 'proxy_anchor': proxy_anchor}
 
 
-@common.in_float32
+@common.loss
 def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar. For ms and
     contrastive it is the mean of Eq. (3) over the anchors.
@@ -152,6 +152,7 @@ class BaseLoss(NamedTuple):
     proxies: torch.Tensor = None                    # (C, D)
 
 
+@common.loss
 def mixed_loss(base, config, model, levels, y):
     """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors -> scalar. (ProxyNCA++: the mean
     over the mixed examples, note 5.)
@@ -159,7 +160,8 @@ def mixed_loss(base, config, model, levels, y):
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
-    z, cand_y, anchor = candidates_and_anchors(base, levels['embed'], y)            # (E, D), (E,), (A,)
+    proxies = base.proxies if base.kind == 'proxy_anchor' else None
+    z, cand_y, anchor = candidates_and_anchors(levels['embed'], y, proxies)         # (E, D), (E,), (A,)
     anchor_z = z[anchor]                                                            # (A, D)
     i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))        # Eq. (8)
     if not len(i):
@@ -173,20 +175,19 @@ def mixed_loss(base, config, model, levels, y):
     return labelled_loss(anchor_z @ v.T, label, valid, base.kind, **base.hyper).mean()          # Eq. (9)
 
 
-def candidates_and_anchors(base, z, y):
+@common.loss
+def candidates_and_anchors(z, y, proxies=None):
     """What may be mixed, E candidates, and which candidates are anchors, A indices
 
-    z (B, D), y (B,) -> candidates (E, D), their classes (E,), anchor (A,)
-    The B images are the candidates, and all of them are anchors. With Proxy-Anchor, the proxies of the classes in the
-    batch are further candidates, after the images, and only they are anchors.
+    z (B, D), y (B,), proxies (C, D) or None -> candidates (E, D), their classes (E,), anchor (A,)
+    The B images are the candidates, and all of them are anchors. With proxies, those of the classes in the batch are
+    further candidates, after the images, and only they are anchors.
     """
-    z = common.at_least_float32(z)
-    if base.kind != 'proxy_anchor':
+    if proxies is None:
         return z, y, torch.arange(len(y), device=y.device)
     present = y.unique()
-    proxies = F.normalize(common.at_least_float32(base.proxies), dim=1)[present]
     anchor = len(y) + torch.arange(len(present), device=y.device)
-    return torch.cat([z, proxies]), torch.cat([y, present]), anchor
+    return torch.cat([z, F.normalize(proxies, dim=1)[present]]), torch.cat([y, present]), anchor
 
 
 def mixed_pairs(config, z, y, anchor, num_images):
@@ -394,7 +395,7 @@ def get_args(argv=None):
     add('--clean-bn', action=common.SWITCH, default=False,
         help='input mixup without --freeze-bn: mixed images do not change the running statistics of BatchNorm')
     args = common.parse(parser, DEFAULTS, argv, uses={'loss': USES})
-    reject_flags(args, parser.typed(argv))
+    reject_flags(args, parser.typed())
     return args
 
 

@@ -319,7 +319,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     return total / len(z)
 '''}
 RIGHT['hybrid_loss'] = {'hybrid by hybrid': '''
-@common.in_float32
+@common.loss
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     terms = [0 * h.sum()]
     for x, weak, other in zip(h, weak_positive, negative):

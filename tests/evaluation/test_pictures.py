@@ -1,6 +1,7 @@
 """eval.py: image grids of queries, searching a photo, and saved embeddings."""
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -122,6 +123,31 @@ def test_a_file_of_embeddings_is_searched_like_its_folder_and_only_photos_are_em
             assert result == same | dict(similarity=pytest.approx(same['similarity'], abs=2e-4))
 
 
+def test_a_photo_that_is_gone_has_a_blank_place_in_the_grid(run, small, folder, capsys):
+    shutil.copytree(folder / 'test', 'photos')
+    run(train_ms, '--name', 'mine')
+    evaluation.main(['--checkpoint', 'runs/mine', '--data', 'photos', '--whole', '--embed', 'x.npz', *EVAL])
+    flags = ['--checkpoint', 'runs/mine', '--data', 'x.npz', '--query', f'{folder}/test/car0/0.jpg', '--top=2', *EVAL]
+    expected = evaluation.main(flags)
+    gone = expected['nearest'][1]['path']
+    common.Path(gone).unlink()
+    before = pixels_of('runs/mine/query.png')
+    assert evaluation.main(flags) == expected and f'{gone}: ' in capsys.readouterr().err
+    after, side = pixels_of('runs/mine/query.png'), 32 + 2 * evaluation.BORDER + 2
+    assert (after[:, 2 * side:] == 255).all() and (after[:, :2 * side] == before[:, :2 * side]).all()
+
+
+def test_a_search_on_a_read_only_disk_prints_its_result(run, small, folder, monkeypatch, capsys):
+    run(train_ms, '--name', 'mine')
+    flags = ['--checkpoint', 'runs/mine', '--query', f'{folder}/test/car0/0.jpg', *EVAL]
+    expected = evaluation.main(flags)
+    monkeypatch.setattr(common, 'open', Mock(side_effect=OSError(30, 'Read-only file system')), raising=False)
+    assert evaluation.main(flags) == expected
+    assert 'warning: could not write runs/mine/query.png' in capsys.readouterr().err
+    with pytest.raises(common.UsageError, match='could not write x.png'):
+        evaluation.main([*flags, '--sheet', 'x.png'])
+
+
 @pytest.mark.parametrize('change', [
     lambda saved: saved['embedder'].update(pool='avg'), lambda saved: saved['transform'].update(resize=40),
     lambda saved: saved['model']['linear.bias'].add_(0.1)])
@@ -196,7 +222,7 @@ def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path,
     assert sorted(result['path'] for result in found) == [f'x/pile/{i}.jpg' for i in range(5)]
     assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(checkpoint='runs/mine', dataset='folder')
     assert np.load('x.npz')['embeddings'].shape == (5, 16)
-    assert 'all images have the same class, so there is nothing to measure' in capsys.readouterr().err
+    assert 'all test images have the same class, so there is nothing to measure' in capsys.readouterr().err
 
 
 def test_saved_embeddings_are_l2_normalized(run, small, folder):

@@ -1,5 +1,6 @@
 """The command line: values of flags, flags without effect, recipes, and flags of resumed runs."""
 import re
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ SHARED = {
     '--dim': '0 < 1', '--epochs': '-1 < 0', '--steps': '-1 < 0', '--batch-size': '1 < 2', '--per-class': '-1 < 0',
     '--lr': '-1 x < 0', '--weight-decay': '-1 < 0', '--momentum': '-0.1 < 0 1 < 1.1', '--decay-epochs': '0 < 1',
     '--decay-rate': '-0.1 < 0 1 < 1.1', '--warmup': '-1 < 0', '--clip': '-1 < 0', '--chunk': '-1 < 0',
+    '--workers': '-1 < 0',
     '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}', '--eval-every': '0 < 1', '--patience': '0 < 1',
     '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4',
     '--dataset': 'flowers < shapes'}
@@ -56,6 +58,20 @@ def test_a_flag_without_effect_is_rejected(script, flags):
 def test_the_seed_decides_the_network_that_a_script_starts_from(before_training, script):
     first, same, other = (before_training(__import__(script), '--seed', seed).model.linear.weight for seed in '774')
     assert torch.equal(first, same) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_arguments_are_those_of_the_process_or_any_objects(script, monkeypatch):
+    monkeypatch.setattr(sys, 'argv', [f'{script}.py', '--epochs', '7'])
+    found = [__import__(script).get_args(argv) for argv in (None, ['--epochs', 7, '--device', torch.device('cpu')])]
+    assert [args.epochs for args in found] == [7, 7]
+
+
+@pytest.mark.parametrize('empty', [['--data', ''], ['--name', ' '], ['--weights='], ['--resume', '']])
+def test_an_empty_argument_is_rejected(empty):
+    for module, flags in ((train_ms, ['--device', 'cpu']), (evaluation, ['--checkpoint', 'x'])):
+        with pytest.raises(UsageError, match='an argument is empty'):
+            module.get_args([*flags, *empty])
 
 
 def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):

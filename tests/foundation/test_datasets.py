@@ -178,6 +178,26 @@ def test_folders_with_too_few_classes_or_unknown_splits_are_rejected(tmp_path, f
         common.load_dataset('folder', tmp_path)
 
 
+def test_folders_beside_the_splits_are_named(tmp_path, capsys):
+    make_folder(tmp_path, 'train/a train/b val/a test/c test/d .cache/x'.split(), per_class=1)
+    common.load_dataset('folder', tmp_path)
+    assert capsys.readouterr().err == 'warning: val beside test, train: not read\n'
+
+
+@pytest.mark.parametrize('parts', ['a b c d', 'test/a test/b', 'train/a train/b test/c test/d'])
+def test_the_runs_of_these_scripts_are_no_images(tmp_path, parts, capsys):
+    """The folder of the images is the working folder."""
+    make_folder(tmp_path, parts.split(), per_class=1)
+    before = common.load_dataset('folder', tmp_path)
+    shutil.copytree(tmp_path / parts.split()[0], tmp_path / 'runs/mine/more')
+    shutil.copytree(tmp_path / 'runs/mine', tmp_path / parts.split()[0] / 'runs/deep/er')
+    for run in (tmp_path / 'runs/mine', tmp_path / parts.split()[0] / 'runs/deep/er'):
+        (run / 'log.jsonl').touch()
+    after = common.load_dataset('folder', tmp_path)
+    assert before.query.paths == after.query.paths and before.query.classes == after.query.classes
+    assert 'warning' not in capsys.readouterr().err
+
+
 LIST = '''b 1.jpg Greek/b train
 a.jpg Greek/b train
 c/0.jpg c train

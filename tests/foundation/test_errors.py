@@ -27,6 +27,31 @@ def test_cli_turns_an_error_into_exit_code_2_and_ctrl_c_into_130(capsys, error, 
     assert (stop.value.code, capsys.readouterr().err) == (code, text)
 
 
+@pytest.mark.parametrize('text', [
+    'DataLoader worker (pid 7) is killed by signal: Killed. ', 'DataLoader worker (pid(s) 7, 8) exited unexpectedly',
+    'unable to write to file </torch_7_1>: No space left on device (28)', 'received 0 items of ancdata'])
+def test_processes_that_ran_out_of_memory_are_one_line(capsys, text):
+    with pytest.raises(SystemExit) as stop:
+        common.cli(Mock(side_effect=RuntimeError(f'Caught\n{text}')))
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and message.startswith('error: the processes that read images ran out of memory')
+    assert message.count('\n') == 1 and text.strip() in message and message.endswith('try --workers 0\n')
+
+
+@pytest.mark.parametrize('stream', ['closed', 'bare'])
+def test_a_script_runs_without_standard_output_and_with_the_stream_of_a_notebook(run, small, monkeypatch, stream):
+    class Bare:
+        def write(self, text):
+            written.append(text)
+
+        def flush(self):
+            pass
+    written = []
+    monkeypatch.setattr(sys, 'stdout', None if stream == 'closed' else Bare())
+    common.cli(partial(run, train_ms, '--name', 'mine'))
+    assert common.read_checkpoint('runs/mine')['epoch'] == 1 and bool(written) == (stream == 'bare')
+
+
 @pytest.mark.parametrize('bug', [KeyError('x'), torch.linalg.LinAlgError('x'), ValueError('x'), RuntimeError('x')])
 def test_a_bug_keeps_its_traceback(bug):
     with pytest.raises(type(bug)):

@@ -169,6 +169,30 @@ def test_labels_are_names_or_integers_one_for_each_image():
             Images(items, labels, classes=['x', 'y'])
 
 
+def test_columns_of_a_shuffled_table_are_read_by_position():
+    class Column(list):
+        """As a column of pandas, column[key] looks for the row with this label."""
+        def __getitem__(self, key):
+            return super().__getitem__([2, 0, 1].index(key))
+    items, labels, number = (Column(values) for values in ([noise(4, 4, seed) for seed in range(3)], 'bab', [5, 6, 7]))
+    images = Images(items, labels, superclasses=number, paths=labels, transform=np.asarray)
+    assert all((images[i][0] == np.asarray(noise(4, 4, i))).all() for i in range(3))
+    assert images.labels.tolist() == [1, 0, 1] and images.superclasses.tolist() == [5, 6, 7]
+    assert images.subset(images.labels == 1).superclasses.tolist() == [5, 7]
+
+
+def test_class_names_of_another_unicode_form_are_the_same_classes():
+    one, two = (Images([noise(4, 4)] * 2, [name, 'x']) for name in ('caf\u00e9', 'cafe\u0301'))
+    assert one.classes == two.classes == Images([noise(4, 4)], [0], ['cafe\u0301']).classes + ['x']
+    assert Images([noise(4, 4)] * 2, ['caf\u00e9', 'cafe\u0301']).labels.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize('shape', [(2, 3, 8, 8), (2, 8, 8), (2,)])
+def test_a_tensor_of_images_is_rejected(shape):
+    with pytest.raises(UsageError, match='^a tensor of vectors is .*; images are a list of paths, PIL images or uint8'):
+        Images(torch.zeros(shape), [0, 1])
+
+
 def test_items_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp_path):
     """The training transform is used if the index is a tuple with further integers."""
     noise(6, 8).save(tmp_path / 'x.png')

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import small_embedder
+from conftest import SmallNet, small_embedder
 
 import common
 import eval as evaluation
@@ -80,9 +80,19 @@ def test_imagenet_weights_are_the_first_version(monkeypatch):
     """The weights are IMAGENET1K_V1, as in the papers. Without a connection, the error message names --weights FILE."""
     get_model = Mock(side_effect=OSError('no route'))
     monkeypatch.setattr(torchvision.models, 'get_model', get_model)
-    with pytest.raises(UsageError, match='no ImageNet weights for resnet50: no route; .* --weights FILE'):
+    with pytest.raises(UsageError, match='no ImageNet weights for resnet50: OSError no route; .* --weights FILE'):
         Embedder('resnet50')
     get_model.assert_called_once_with('resnet50', weights='IMAGENET1K_V1')
+
+
+@pytest.mark.parametrize('content', [b'', b'<!DOCTYPE html><html><body>Please log in</body></html>'])
+def test_a_page_in_place_of_downloaded_weights_is_one_line_with_its_name(monkeypatch, tmp_path, content):
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path))
+    name = 'checkpoints/resnet18-f37072fd.pth'
+    (tmp_path / 'hub/checkpoints').mkdir(parents=True)
+    (tmp_path / 'hub' / name).write_bytes(content)
+    with pytest.raises(UsageError, match=f'no ImageNet weights for resnet18: .*; delete .*{name} if it is damaged'):
+        Embedder('resnet18')
 
 
 @pytest.mark.parametrize('given, widest', [(('bfloat16', 'float16'), 'float32'), (('bfloat16', 'float64'), 'float64')])
@@ -205,6 +215,21 @@ def test_a_trunk_that_does_not_fit_is_rejected_in_one_line(transformer, flags, m
     assert '\n' not in str(raised.value)
 
 
+def test_a_trunk_that_needs_larger_images_in_training_is_rejected_before_it():
+    """As Inception's auxiliary classifier does. The forward pass in training mode changes no buffer, no generator."""
+    class Trunk(SmallNet):
+        def forward(self, x):
+            f = self.bn1(F.dropout(self.conv1(x), 0.5, self.training))
+            return F.conv2d(f, torch.ones(4, 16, 40, 40)) if self.training and x.shape[-1] < 40 else f
+    trunk = Trunk()
+    torch.manual_seed(0)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    with pytest.raises(UsageError, match=r'no input of shape \(3, 32, 32\)'):
+        Embedder(trunk=trunk, freeze_bn=False, input_shape=(3, 32, 32))
+    assert torch.equal(torch.rand(3), drawn) and not trunk.bn1.running_mean.any() and not trunk.bn1.num_batches_tracked
+
+
 def test_a_trunk_that_does_not_return_one_tensor_is_rejected():
     for output in ((torch.zeros(1, 3), 0), torch.zeros(1, 3, 4)):
         trunk = torch.nn.Module()
@@ -236,6 +261,62 @@ class Patches(torch.nn.Module):
     def forward(self, x):
         f = self.conv(x) * self.frozen[:, None, None]
         return f.mean((2, 3)) if self.pooled else f
+
+
+@pytest.fixture
+def fake_timm(monkeypatch):
+    """fake_timm(**configuration): a network of timm with this configuration, which is made for 518 px or img_size"""
+    def fake(**config):
+        class Net(torch.nn.Module):
+            def __init__(self, img_size=518):
+                super().__init__()
+                self.position = torch.nn.Parameter(torch.zeros(img_size // 14, img_size // 14))
+
+            def forward(self, x):
+                pooled = F.avg_pool2d(x, 14)
+                assert pooled.shape[2:] == self.position.shape, 'the size of the images does not match the network'
+                return (pooled + self.position).flatten(1)[:, :9]
+        config = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(1, 1, 1), input_size=(3, 518, 518), **config)
+        made = Mock(side_effect=lambda name, pretrained, num_classes, **options: Net(**options))
+        monkeypatch.setitem(sys.modules, 'timm', SimpleNamespace(get_pretrained_cfg=lambda name: config,
+                                                                 create_model=made))
+        return Net()
+    return fake
+
+
+def test_a_transformer_of_timm_is_made_for_the_image_size_and_reloaded_with_it(fake_timm, run):
+    """Its own size, 518 px, would be 5.4 times the pixels of 224."""
+    fake_timm(fixed_input_size=True, classifier='head')
+    flags = ['--arch', 'timm:dino', '--weights', 'none', '--freeze-bn']
+    assert train_ms.get_args([*flags, '--device', 'cpu']).image_size == 224
+    record = run(train_ms, *flags, '--image-size', '98', '--name', 'x', '--precision', 'fp32')
+    model = common.load_checkpoint('runs/x')
+    assert model.trunk.position.shape == (7, 7) and model.args['image_size'] == 98
+    result = evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
+    assert result['s-'] == pytest.approx(record['s-'], abs=1e-5)
+    fake_timm(fixed_input_size=False, classifier='head')
+    assert train_ms.get_args([*flags, '--device', 'cpu']).image_size == 518
+    with pytest.raises(UsageError, match='(?s)no input of shape .*98, 98.*does not match the network'):
+        Embedder('timm:dino', weights='none', input_shape=(3, 98, 98))
+
+
+@pytest.mark.parametrize('classifier, heads', [('head', ['head']), (('head', 'head_dist'), ['head', 'head_dist'])])
+def test_all_heads_of_a_network_of_timm_are_left_out_of_its_weights(fake_timm, tmp_path, classifier, heads):
+    weights = fake_timm(classifier=classifier).state_dict() | {f'{name}.weight': torch.zeros(5, 9) for name in heads}
+    weights['position'] += 1
+    torch.save(weights, tmp_path / 'x.pth')
+    assert common.make_trunk('timm:x', tmp_path / 'x.pth').position.eq(1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('arch', ['vit_small_patch14_dinov2.lvd142m', 'swin_tiny_patch4_window7_224.ms_in1k',
+                                  'convnext_atto.d2_in1k'])
+def test_backbones_of_timm_with_random_weights(run, arch):
+    pytest.importorskip('timm')
+    record = run(train_ms, '--arch', f'timm:{arch}', '--weights', 'none', '--image-size', '96', '--steps', '1', '--name',
+                 'x', '--precision', 'fp32')
+    result = evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
+    assert result['MAP@R'] == pytest.approx(record['MAP@R'], abs=1e-3)
 
 
 def test_an_unknown_model_of_timm_is_one_line(monkeypatch):

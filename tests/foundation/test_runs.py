@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 
@@ -41,6 +42,37 @@ def test_the_summary_says_whether_test_classes_were_seen(run, small, capsys):
                         ('', 'same class; none of these classes is in the training set.')):
         run(train_ms, '--epochs', '0', *flags.split())
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('classes, per_class, why', [
+    ('z', 4, 'all test images have the same class'),
+    ('uvw', 1, 'no test image has a match, another image of its class')])
+def test_a_test_set_on_which_nothing_can_be_measured_is_named(run, small, capsys, classes, per_class, why):
+    make_folder(common.Path('x/train'), 'ab', per_class=4)
+    make_folder(common.Path('x/test'), classes, per_class, seed=1)
+    run(train_ms, '--epochs', '0', '--data', 'x', '--name', 'mine')
+    out, err = capsys.readouterr()
+    assert f'R@1 has no meaning: {why}.' in out and 'R@1 =' not in out
+    evaluation.main(['--checkpoint', 'runs/mine', '--device', 'cpu'])
+    assert err == capsys.readouterr().err == f'warning: {why}, so there is nothing to measure\n'
+
+
+def test_printed_commands_work_with_a_name_of_several_words(run, small, capsys):
+    run(train_ms, '--epochs', '0', '--name', 'my run')
+    commands = [shlex.split(line.split(': ')[1]) for line in capsys.readouterr().out.splitlines() if 'python' in line]
+    assert [command[-1] for command in commands] == ['runs/my run', 'runs/my run/last.pt']
+
+
+def test_a_finished_run_is_not_replaced_by_a_second_call_of_train(run, small):
+    args = train_ms.get_args(['--dataset', 'folder', '--epochs', '0', '--name', 'mine', '--device', 'cpu'])
+    data = common.Splits('mine', common.Images([np.zeros((32, 32, 3), np.uint8)] * 64, [0, 1] * 32))
+    model = common.build(args)
+    optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
+    common.train(args, model, data, None, optimizer)
+    before = common.Path('runs/mine/last.pt').read_bytes()
+    with pytest.raises(UsageError, match='runs/mine exists already; choose another --name'):
+        common.train(args, model, data, None, optimizer)
+    assert common.Path('runs/mine/last.pt').read_bytes() == before
 
 
 def test_default_names_are_numbered_and_an_existing_name_is_rejected(run, small):
@@ -183,6 +215,7 @@ def test_a_resumed_run_does_not_need_the_file_of_pretrained_weights(run, small):
     run(train_ms, '--name', 'mine', '--weights', 'mine.pth', '--freeze-bn')
     os.remove('mine.pth')
     train_ms.main(['--resume', 'runs/mine', '--device', 'cpu'])
+    train_ms.main(['--resume', 'runs/mine/last.pt', '--device', 'cpu'])
     assert common.read_checkpoint('runs/mine')['args']['weights'] == 'mine.pth'
 
 

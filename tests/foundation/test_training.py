@@ -181,8 +181,19 @@ def test_optimizers_are_fused_if_possible_and_match_those_of_torch(before_traini
     torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
+def test_compile_without_a_compiler_is_one_line_before_training(run, small, monkeypatch, tmp_path):
+    for name, value in dict(CXX='no', PATH='no', TORCHINDUCTOR_CACHE_DIR=str(tmp_path / 'new')).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch._inductor.config.cpp, 'cxx', (None, 'no'))
+    with pytest.raises(UsageError, match='^--compile needs a compiler that works: ') as raised:
+        run(train_ms, '--compile', '--name', 'x')
+    assert '\n' not in str(raised.value) and not common.Path('runs').exists()
+
+
 def test_compile_applies_to_the_trunk_and_keeps_names_of_weights(run, small, monkeypatch):
     compiled = []
+    monkeypatch.setattr(torch, 'compile', lambda function: function)
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda self: compiled.append(type(self)))
     run(train_ms, '--compile', '--name', 'x')
     assert compiled == [torch.nn.Sequential]
@@ -195,6 +206,8 @@ def test_the_trunk_is_compiled_once_and_not_for_evaluations(run, small, monkeypa
     """Evaluations, whose batches have other sizes, are not compiled. A frozen trunk has no gradients, which is a second
     graph."""
     torch._dynamo.reset()
+    real = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda part, **options: real(part, **options) if options else part)
     compiled = []
     compile = torch.nn.Module.compile
 

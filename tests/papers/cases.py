@@ -71,8 +71,8 @@ def metrix(kind, pairs, z, y, p, k=None, **hyper):
     random.seed(0)
     proxies = dict(proxies=p) if 'proxy' in kind else {}
     base, config = train_metrix.BaseLoss(kind, hyper, **proxies), train_metrix.MixupConfig('embed', pairs, k, 2.0)
-    mixed = train_metrix.mixed_loss(base, config, None, dict(embed=z), y)
-    return train_metrix.clean_loss(kind, z, y, **proxies, **hyper) + 0.4 * mixed
+    clean = train_metrix.clean_loss(kind, z, y, **proxies, **hyper)
+    return clean + 0.4 * train_metrix.mixed_loss(base, config, None, dict(embed=z), y)
 
 
 MARGIN = '-1.1 < -1 1 < 1.1'

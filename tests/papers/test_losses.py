@@ -11,6 +11,7 @@ from conftest import unit
 from torch.distributions import Beta
 from worked import expect_upcast
 
+import common
 import train_ccl
 import train_contrastive
 import train_metrix
@@ -43,6 +44,35 @@ def test_half_precision_is_upcast_to_float32(name):
     z = torch.tensor([[1.0, 0], [-1, 0], [1, 0], [0.6, 0.8], [0, 1]])
     p, y = torch.tensor([[-1.0, 0], [1, 0], [0.8, 0.6]]), torch.tensor([0, 0, 1, 1, 2])
     expect_upcast(lambda z, p: LOSSES[name](z, y, p), name, z, p)
+
+
+@every_loss
+def test_autocast_changes_nothing(name):
+    """Inside torch.autocast the products of matrices would have two to three digits, and many pairs zero loss."""
+    y, found = torch.arange(8) // 2, []
+    for enabled in (False, True):
+        z, p = (unit(n, 64, dtype=torch.float32, seed=n).requires_grad_() for n in (8, 4))
+        torch.manual_seed(0)
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            loss = LOSSES[name](z, y, p)
+        grads = torch.autograd.grad(loss, (z, p), allow_unused=True)
+        found.append([loss.detach(), *(grad for grad in grads if grad is not None)])
+    assert all(map(torch.equal, *found))
+
+
+@every_loss
+def test_labels_that_are_no_labels_are_rejected(name):
+    z, p, y = unit(8).requires_grad_(), unit(4, seed=1).requires_grad_(), torch.arange(8) // 2
+    has_proxies, = torch.autograd.grad(LOSSES[name](z, y, p), p, allow_unused=True)
+    if name == 'hse, hybrids':                       # it has masks for labels
+        return
+    for wrong in (y[:, None], y[None], y[1:], y.double(), y.numpy(), y.tolist()):
+        with pytest.raises(common.UsageError, match='^labels are a tensor of 8 integers'):
+            LOSSES[name](z, wrong, p)
+    if has_proxies is not None:
+        for wrong in (y + 1, y - 1):
+            with pytest.raises(common.UsageError, match='^with 4 classes, labels are from 0 to 3, and these are from'):
+                LOSSES[name](z, wrong, p)
 
 
 @every_loss
