@@ -18,6 +18,9 @@ All files write shapes with these letters. Each script explains its further symb
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
     D  embedding dimension    S  side of a crop, in pixels        z  L2-normalized embeddings (B, D)
     N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
+    c  channels of features
+
+Every loss has the decorator `loss` (section 10): inside it, half precision is float32, and labels are checked.
 """
 import argparse
 import hashlib
@@ -57,7 +60,7 @@ class Embedder(nn.Module):
     """The network of every script: backbone (trunk) -> pooling -> linear head -> L2 normalization.
 
     arch         trunk: a classifier of torchvision (resnet50, vit_b_16, ...) or timm:NAME, without its last layers; or
-                 none, for vectors: precomputed features of another network
+                 none, for --dataset vectors, which are precomputed features
     dim          D, embedding dimension; None: as many as the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), or a file
@@ -94,7 +97,7 @@ class Embedder(nn.Module):
         # A checkpoint contains this dict, from which the network can be built again.
         self.config = dict(arch=arch if trunk is None else 'module', dim=self.dim, pool=pool, freeze_bn=freeze_bn,
                            layer_norm=layer_norm, normalize=normalize, input_shape=tuple(input_shape))
-        self.train()                        # so that frozen BatchNorm is in evaluation mode from the start
+        self.train()                        # see below: it puts frozen BatchNorm into evaluation mode
 
     @torch.no_grad()
     def count_channels(self, input_shape):
@@ -109,7 +112,7 @@ class Embedder(nn.Module):
                 self.features(x)
                 self.trunk.eval()
                 return self.features(x).shape[1]
-        except UsageError:                                  # which is a ValueError
+        except UsageError:                                  # a ValueError, which the next line would catch
             raise
         except (RuntimeError, AssertionError, ValueError) as error:     # every network has errors of its own
             raise UsageError(f'the network takes no input of shape {tuple(input_shape)}: {error}; try another '
@@ -122,7 +125,7 @@ class Embedder(nn.Module):
         """Moves the network to a device, in the memory format whose convolutions are fast there. Returns itself."""
         self.to(device)
         kind = self.linear.weight.device.type
-        if kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16':         # not on a Mac, see section 10
+        if kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16':        # faster there; on a Mac see section 10
             self.trunk.to(memory_format=torch.channels_last)             # images and features follow the weights
         return self
 
@@ -135,8 +138,9 @@ class Embedder(nn.Module):
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
         give (B, c, 1, 1)."""
+        # Only with torchrun: each process takes its part of the batch, see section 10.
         shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
-        if shared:                                          # by processes, see section 10
+        if shared:
             x = x.chunk(world_size())[rank()]
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
@@ -209,7 +213,7 @@ def make_trunk(arch, weights='none', image_size=224):
     if not linear:
         raise UsageError(f'--arch {arch} has no linear classifier that could be cut off')
     classifier = linear[-1]
-    *body, (pooling, _), (last, _) = network.named_children()
+    *body, (pooling, _), (last, _) = network.named_children()           # names of the last two layers
     if (pooling, last) == ('avgpool', 'fc'):
         network = nn.Sequential(OrderedDict(body))
     else:
@@ -287,8 +291,8 @@ class BalancedSampler(Sampler):
     per_class   K
     generator   torch.Generator; None is torch's global one
 
-    An epoch has N // B batches, at least one. A batch contains a class at most once, and an image at most once unless
-    its class has fewer than K images. All classes, and all images of a class, occur about equally often.
+    An epoch has N // B batches, at least one. The P classes of a batch are different, and so are its images, unless a
+    class has fewer than K. All classes, and all images of a class, occur about equally often.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -311,8 +315,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes the first `number` items of a queue. While the queue is shorter than that, it is refilled: the
-            items that are not in it, or all items if none is missing, are appended in random order."""
+            """Removes and returns the first `number` items of a queue. A queue that is too short first gets the items
+            that it lacks, in random order (all items, if it lacks none)."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -326,9 +330,9 @@ class BalancedSampler(Sampler):
 
 
 class StepBatches:
-    """The batch sampler of a training DataLoader. For each image it yields the index and the seed of its augmentation
-    (CROP in section 10). Thus batches and crops follow from --seed. They are the same for all methods, for any number
-    of workers and processes, and after --resume.
+    """The batch sampler of a training DataLoader. For each image it yields its index and integers that seed its
+    augmentation (section 10). Thus batches and crops follow from --seed. They are the same for all methods, for any
+    number of workers and processes, and after --resume.
 
     sampler  yields lists of indices of equal length, in an order that follows from seed and epoch
     """
@@ -340,7 +344,7 @@ class StepBatches:
         self.batches = []
 
     def start(self, epoch, steps):
-        """Samples the batches of an epoch, one for each of `steps`, a range."""
+        """Samples one batch for each step in the range `steps`."""
         self.steps = steps
         with seeded(self.seed, EPOCH, epoch):
             self.batches = list(itertools.islice(self.sampler, len(steps)))
@@ -364,30 +368,31 @@ class StepBatches:
                                  'change --batch-size')
             size = len(indices) // world_size()
             positions = range(rank() * size, (rank() + 1) * size)        # of this process
+            # The index of an image, and the seed of its augmentation
             yield [(indices[position], self.seed, CROP, step, position) for position in positions]
 
 
 def make_sampler(args, labels):
-    """Batches of P x K images. With --per-class 0, batches of all images in random order, without an incomplete one."""
+    """Batches of P x K images. With --per-class 0, all images in random order; an incomplete last batch is dropped."""
     if args.per_class:
         return BalancedSampler(labels, args.batch_size, args.per_class)
     return BatchSampler(RandomSampler(labels), min(args.batch_size, len(labels)), drop_last=True)
 
 
 def make_loader(images, batch_sampler, device):
-    """A DataLoader. Image files are read by about one worker process per core. A few files, images in memory, and
-    vectors need no workers."""
+    """A DataLoader. Image files are read by one worker process per core, but at most one per 128 files. Images in
+    memory and vectors need none."""
     # The cores that this process may use, which are fewer than the machine has in a container or a batch job
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = min(max(1, cores // world_size()), len(images) // 128) if images.workers is None else images.workers
     workers = workers if images.are_files else 0
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
-                      pin_memory=device.type == 'cuda', generator=torch.Generator())     # the global one stays as it is
+                      pin_memory=device.type == 'cuda', generator=torch.Generator())     # so the global one is not used
 
 
 def loaded(loader):
-    """Yields the batches of a DataLoader. Of the error of a worker process, whose message is a traceback, it keeps the
-    last line."""
+    """Yields the batches of a DataLoader. The message of an error in a worker process is a traceback, of which the last
+    line is kept."""
     try:
         yield from loader
     except UsageError as error:
@@ -401,8 +406,8 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    falls from 1 to 0 like half a cosine, but in the first tenth of the run, at most 100 steps, it is bounded
-              by a line that rises to 1
+    cosine    falls from 1 to 0 like half a cosine; in the first tenth of the run (at most 100 steps) it is no larger
+              than a line that rises to 1
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -424,8 +429,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train. It
-    also gets the row of the last epoch, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train. Its
+    `row` is that of the epoch that just ended, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
@@ -447,10 +452,14 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
     states = dict(optimizer=optimizer, loss_params=nn.ParameterDict(loss_params or {}))
-    trainable = [weight for weight in model.trunk.parameters() if weight.requires_grad]
-    folder = args.resume or broadcast_from_rank0(None if rank() else new_folder(args, data))
+    trainable = [weight for weight in model.trunk.parameters() if weight.requires_grad]     # not those a user froze
     about = about_data(args, data)
-    done, rows, start = load_run(args, about, model, states, per_epoch, total) if args.resume else (-1, [], time.time())
+    if args.resume:
+        folder = args.resume
+        done, rows, start = load_run(args, about, model, states, per_epoch, total)
+    else:                                                   # the main process makes the folder
+        folder = broadcast_from_rank0(None if rank() else new_folder(args, data))
+        done, rows, start = -1, [], time.time()             # not even epoch 0 is done
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(done + 1, epochs + 1):               # epoch 0 is the evaluation before training
         if should_stop_early(args, rows):
@@ -459,7 +468,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch:
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
             model.train()
-            for weight in trainable:                        # weights that the user froze stay so
+            for weight in trainable:
                 weight.requires_grad_(epoch > args.freeze_epochs)
             row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
         if epoch % args.eval_every == 0 or epoch == epochs:
@@ -471,7 +480,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if not rank():
             # best.pt is first: if the process is killed before it writes last.pt, --resume repeats the epoch.
             about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
-            if args.fold and epoch > 0 and best_row(rows) is row:
+            if args.fold and epoch > 0 and best_row(rows) is row:            # the best epoch so far
                 save_checkpoint(folder / 'best.pt', args, model, states, **about)
             save_checkpoint(folder / 'last.pt', args, model, states, **about)
             log(folder, row, rows)
@@ -490,8 +499,8 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
     for number, (batch, t) in enumerate(zip(loaded(loader), steps), start=1):
         x, y = (gather(part.to(args.device, non_blocking=True)) for part in batch)      # of all processes
         for group in optimizer.param_groups:
-            factor = learning_rate_factor(t, args, len(loader), total)
-            group['lr'] = group.setdefault('initial_lr', group['lr']) * factor      # initial_lr is set once, in step 0
+            initial = group.setdefault('initial_lr', group['lr'])       # set once, in step 0
+            group['lr'] = initial * learning_rate_factor(t, args, len(loader), total)
         set_seed(args.seed, STEP, t)                        # for what `step` samples
         loss = step(x, y)
         optimizer.zero_grad()
@@ -523,7 +532,7 @@ def embed(model, images, batch_size=128):
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    size = math.ceil(len(images) / world_size())            # per process; the last ones repeat the last image
+    size = math.ceil(len(images) / world_size())            # per process; the last processes repeat the last image
     indices = [min(i, len(images) - 1) for i in range(rank() * size, (rank() + 1) * size)]
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), device)
     z = torch.cat([model(x.to(device)).float() for x, _ in loaded(loader)])
@@ -542,8 +551,8 @@ def k_nearest(query, gallery, k):
     within = gallery is None
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # The gallery is shuffled. A search may return the first of equal similarities, and files are sorted by class: ties
-    # would look like matches.
+    # Images are sorted by class, and of equal similarities a search may return the first, which would often be of the
+    # query's class. So the gallery is shuffled.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
@@ -560,7 +569,7 @@ def k_nearest(query, gallery, k):
         if within:
             itself = index == rows[:, None]
             # One of the k + 1 results is removed: the query itself, or if duplicates have crowded it out, the last one.
-            itself[:, -1] |= ~itself.any(dim=1)
+            itself[:, -1] |= ~itself.any(dim=1)                          # where the query was not found
             s = s[~itself].view(-1, k)
             index = index[~itself].view(-1, k)
         yield rows, s, index
@@ -583,9 +592,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, because the first result may be a duplicate of it.
-    2. Among results with equal similarities, non-matches come first. If not all images of one similarity fit among the
-       results, a fixed random order decides which are taken. So collapsed embeddings, which are all equal,
-       score about chance or less, not 100.
+    2. Among results with equal similarities, non-matches come first. Where the results end among equal similarities, a
+       fixed random order decides which are taken. So collapsed embeddings, which are all equal, score about chance or
+       less, not 100.
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the others, or 0.
     """
     within = gallery is None                                             # the queries are also the gallery
@@ -596,9 +605,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     _, labels = torch.cat([query_labels.cpu().long(), gallery_labels.cpu().long()]).unique(return_inverse=True)
     query_labels, gallery_labels = labels.to(query.device).tensor_split([len(query)])
     present = torch.bincount(gallery_labels, minlength=int(labels.max()) + 1)           # (C,) images of each class
-    itself = int(within)                                                 # a query is not a match of itself
-    matches = present[query_labels] - itself                             # (N,) R of each query
-    depth = min(max(*ks, int(matches.max())), len(gallery) - itself)
+    own = int(within)                                                    # a query is not a match of itself
+    matches = present[query_labels] - own                                # (N,) R of each query
+    depth = min(max(*ks, int(matches.max())), len(gallery) - own)        # K for R@K, R for RP and MAP@R
     found = Counter()                                                    # {k: queries with a match among k results}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
     for rows, s, index in search(query, None if within else gallery, depth):            # b queries at a time
@@ -637,7 +646,7 @@ def ranked_hits(s, hit):
     """Hits in the order of their similarities s, which are sorted already; where these are equal, non-matches first.
     s, hit (b, k) -> (b, k), which is hit, changed in place"""
     tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) rows with equal similarities: mostly few
-    order = np.lexsort((hit[tied].cpu(), -s[tied].cpu()))                # by -s, and where these are equal by hit
+    order = np.lexsort((hit[tied].cpu(), -s[tied].cpu()))                # by the last key, -s, and then by hit
     hit[tied] = hit[tied].gather(1, torch.from_numpy(order).to(hit.device))
     return hit
 
@@ -656,9 +665,9 @@ def mean_similarities(z, y):
     z = F.normalize(z.double(), dim=1)
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
-    # The squared norm of a sum of unit vectors is the sum of the cosines of all their pairs (a, b). For the sum of each
-    # class these are the positive pairs, for the sum of the set all pairs. The N pairs with a = b, of cosine 1, are
-    # subtracted.
+    # The squared norm of a sum of unit vectors is the sum of the cosines of all their ordered pairs. The sums of the
+    # classes give the positive pairs, the sum of the set gives all. Both include N pairs of an image with itself, of
+    # cosine 1, which are subtracted.
     positive_sum = sums.square().sum().item() - len(z)
     positives = counts.square().sum().item() - len(z)
     negative_sum = z.sum(dim=0).square().sum().item() - len(z) - positive_sum
@@ -671,7 +680,8 @@ def embed_test(model, data):
     device = next(model.parameters()).device
     where = device if device.type == 'cuda' else 'cpu'                   # where k_nearest runs
     z = embed(model, data.query).to(where)
-    return z, None if data.gallery is data.query else embed(model, data.gallery).to(where)
+    gallery = None if data.gallery is data.query else embed(model, data.gallery).to(where)
+    return z, gallery
 
 
 def score(data, z, gallery=None, search=k_nearest):

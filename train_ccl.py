@@ -1,17 +1,19 @@
-"""train_ccl.py -- Center Contrastive Loss: a softmax over one centre per class, plus the distance to the centre.
+"""train_ccl.py -- Center Contrastive Loss: a softmax over one centre per class, plus the distance to it, squared.
 
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
-with a softmax over the centres. It almost stops pulling once an image is clearly nearest to its own centre: for s = 16
-and two classes, its gradient falls from 8.0 at equal cosines to 0.6 at a difference of 0.2. L_center, the squared
-distance to the own centre, keeps pulling.
+with a softmax over the centres. It almost stops pulling once an image is clearly nearest to its own centre: with s = 16
+and two classes, its pull on the cosine c_y.x is 8.0 if both cosines are equal, and 0.6 if the own one is larger by 0.2
+(without margin and smoothing). L_center, the squared distance to the own centre, keeps pulling.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
     c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is that of the class of x
-    s = 1/tau  s        --s       scaling factor: inverse temperature. The similarities are called `cosine`
+    s = 1/tau  s        --s       scaling factor: inverse temperature. So s are no similarities here: these are `cosine`
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center
+
+    python train_ccl.py [--dataset cub --data data]
 """
 import torch
 import torch.nn.functional as F
@@ -31,15 +33,15 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     z          (B, D) L2-normalized embeddings (main applies dropout to them, so their length can differ from 1)
     y          (B,)   class labels, 0 to C - 1
     centers    (C, D) one per class, of any length but 0
-    smoothing  in [0, 1), of the labels of L_contrast, see smooth_labels
+    smoothing  in [0, 1), of the labels of L_contrast, see smooth_labels. The script's default is 0.1.
     stop_grad  stops the gradient of L_contrast to the centres (Table 1), so that only L_center moves them
     returns    scalar, >= 0 for L2-normalized z. With one class, L_contrast is 0.
     """
     c = F.normalize(centers, dim=1)                                      # (C, D)
-    positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 if image b has class c, else 0
+    positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 in the column of the own class
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # L_contrast = -log p_y, (B,): Eq. (2), (8), (10), and with a margin Eq. (11)
+    # L_contrast, (B,), is -log p_y without smoothing: Eq. (2), (8), (10), and with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # L_center = ||x - c_y||^2 = 2 - 2 c_y.x, (B,): Eq. (3), (4)
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
@@ -49,8 +51,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
 def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     """1 - epsilon for the own class, epsilon / (C - 1) for each other class.  (B,) -> (B, C)
 
-    Section 4.2; its N is C, and epsilon is `smoothing`. label_smoothing of torch differs: it divides epsilon among all
-    C classes, the own class included.
+    Section 4.2, where C is called N, and epsilon is `smoothing`. label_smoothing of torch differs: it divides epsilon
+    among all C classes, the own class included.
     """
     other = smoothing / max(num_classes - 1, 1)
     positive = F.one_hot(y, num_classes).bool()                          # (B, C)
@@ -64,13 +66,13 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
     -log( exp(s c_y.x) / sum_{j != y} exp(s c_j.x) )
 
-    The own class is not in the denominator, so the loss can be negative. (In Proxy-Anchor Eq. (1), s is 1.)
+    The own class is not in the denominator, so the loss can be negative. Proxy-Anchor Eq. (1) is the same with s = 1.
     Arguments as in center_contrastive_loss. If there is only one class, the denominator is left out.
     """
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
     if len(centers) == 1:
         return -logits.mean()
-    positive = torch.arange(len(centers), device=y.device) == y[:, None]             # (B, C): image b has class c
+    positive = torch.arange(len(centers), device=y.device) == y[:, None]             # (B, C): one True in each row
     others = logits.masked_fill(positive, float('-inf'))                 # exp(-inf) = 0
     return (others.logsumexp(dim=1) - logits[positive]).mean()           # Eq. (9): -log(a / b) = log b - log a
 
@@ -108,11 +110,16 @@ def momentum_centers(centers, z, y, mu):
 
 
 # ---- recipes: the defaults of the flags of training, for each dataset
-#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
-#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
-#     crop_from      original: of the image in full size; resized: of the image resized to `resize` px
-#     per_class      images of each class in a batch; 0: images in random order
-#     freeze_epochs  in these first epochs only the head and the centres learn, and the backbone is frozen
+#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
+#     freeze_bn      BatchNorm keeps its stored statistics
+#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
+#     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
+#                    from the image in full size
+#     per_class      images of each class in a batch; 0: random images
+#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
+#                    it rises for at most 100 steps, and then falls to 0
+#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the centres learn
 #     clip           bound of each entry of the gradients; 0: none
 
 # What `python train_ccl.py` runs: a small ResNet from scratch on the built-in dataset
@@ -122,8 +129,8 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=0,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
 # From Section 4.2: optimizer, learning rates, momentum, weight decay, batches, crops of 256 px; on CUB and Cars also
-# frozen BatchNorm, dropout and jitter. The rest is from the code that the paper builds on, see NOTES. The cosine
-# schedule begins with a slow rise of the learning rate, which a momentum of 0.99 needs.
+# frozen BatchNorm, dropout and jitter. Our choice are resize, dim, and the jitter on Cars. The rest is from the code
+# that the paper builds on (note 8). The momentum of 0.99 on SOP and In-Shop needs the rise of the cosine schedule.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=256, resize=288, crop_from='resized', min_crop=0.16, jitter=0.25,
@@ -131,9 +138,10 @@ CUB = dict(
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
+# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(per_class=0),
+    'folder': SHAPES | common.FOLDER | dict(per_class=0),                   # with pretrained weights: cub
     'vectors': SHAPES | common.VECTORS | dict(epochs=12, per_class=0),
     'cub': CUB,
     'cars': CUB | dict(epochs=100, lr=0.05),
@@ -142,8 +150,8 @@ DEFAULTS = {
     # In the Reality Check, batches for classification losses have one image per class. In its released results for CUB,
     # the learning rate of the centres of a normalized softmax is about 4500 times --lr.
     'reality-check': common.PROTOCOL | dict(per_class=1, center_lr_mult=4500),
-    # With --loss center_loss. With lam = 2 the second term of Eq. (7) would dominate (gradients about 60 times as
-    # large, measured on shapes before training); with 0.03 both terms are about equal.
+    # With lam = 2 the gradient of the second term of Eq. (7) would be about 60 times that of the first (on shapes,
+    # before training). With 0.03 they are about equal.
     'center_loss': dict(lam=0.03),
 }
 
@@ -154,10 +162,11 @@ def corrupt_labels(labels, noise, generator=None):
     labels     (N,) 0 to C - 1
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
                                0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3.
-               longtail:RATE   some classes, with at most RATE of the images in all, are dissolved: each run of 5 of
-                               their images gets the label of a random remaining class. The remaining classes are then
-                               renumbered in random order. For example, with 0.25, class 1 is dissolved into class 3,
-                               and 3, 0, 2 become 0, 1, 2: 0 0 1 1 2 2 3 3 becomes 1 1 0 0 2 2 0 0.
+               longtail:RATE   some classes, together at most a fraction RATE of the images, are dissolved: 5 of their
+                               images at a time get the label of a random remaining class. The remaining classes are
+                               then renumbered in random order. For example, with 0.25, class 1 joins class 3, so
+                               0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3; and with 3 -> 0, 0 -> 1, 2 -> 2 it becomes
+                               1 1 0 0 2 2 0 0.
     generator  None is torch's global one
     returns    (N,) labels, 0 to C - 1; with longtail 0 to R - 1, where R classes remain
     """
@@ -235,10 +244,11 @@ def main(argv=None):
         generator = torch.Generator().manual_seed(args.seed)
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
     classes = data.train.num_classes
-    # The weights of the head have torch's default initialization, as in the base code.
+    # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
-    # The longer a centre, the slower it turns: its gradient, and the angle per step, both scale as 1 / length. Random
-    # normal centres would have a length of sqrt(512) = 23 and turn 512 times more slowly, so they begin with length 1.
+    # A longer centre turns more slowly. With SGD its gradient scales as 1 / length, and so does the angle of a given
+    # step: random normal centres, of length sqrt(512) = 23, would turn 23 * 23 times more slowly. So they begin with
+    # length 1.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -261,7 +271,7 @@ def main(argv=None):
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,
                                        stop_grad=args.loss == 'stop_grad')
         if args.loss == 'cluster':
-            # The loss uses a normalized copy, so this in-place change does not affect backward.
+            # The centres may change in place before backward, which needs only their normalized copy.
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 
@@ -270,30 +280,32 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Which other equations are parts of Eq. (5). Its second line is this loss minus the constant 2 lambda.
-           (2), (8), (10)   --lam 0: NSoftmax, the normalized softmax of the Reality Check with temperature 1 / s. The
-                            second line of (2) is L_center; the text calls it (3), a number that is not printed.
+    1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Other equations are parts of this loss, with
+       --smoothing 0:
+           (2), (8), (10)   --lam 0: (8) is NSoftmax, the normalized softmax of the Reality Check with temperature 1 / s
+           (2), second line L_center. The text calls it (3), a number that is not printed.
            (11)             --lam 0 --margin M: CosFace. (11) subtracts its m after scaling, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is no proper softmax.
-    4. Not stated: the lambda of Table 2 (2 in Section 4.4 and Fig. 4; in Fig. 5, lambda 2 has the R@1 of SOP in Table
-       2), the m of CCL*, how the centres start, the mu of Eq. (14), the number of epochs, whether symmetric noise may
-       give an image its true class (here not), and what a cluster of long-tail noise is (here 5 images in order).
+    4. Not stated in the paper     here
+         lambda of Table 2         2, as in Section 4.4 and Fig. 4; with 2, Fig. 5 has the R@1 of SOP in Table 2
+         m of CCL*, mu of (14)     --margin, without a default; 0.9
+         how the centres start     random, of length 1
+         symmetric noise           never gives an image its true class
+         cluster of long-tail      5 images of a class, in order
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
-       after the L2 normalization, as in the base code, so an embedding has a length of about 1.118 in training, and
-       its L_center is 2 - 2 c_y.x, not the squared distance. center_loss is evaluated without the PCA of 3.3.2.
-    6. Section 3.3.6 calls stop_grad, the first row of Table 1, equivalent to Eq. (14), which is cluster. Both turn a
-       centre in the same direction, but the size of the step depends on mu in (14), and on the learning rate and lambda
-       in stop_grad; and (14) also changes the length of a centre. x_y of (14) is the mean of the class in the batch.
+       after the L2 normalization, as in the code that the paper builds on. So in training an embedding has a length of
+       about 1.118, and L_center is 2 - 2 c_y.x. center_loss is evaluated without the PCA of Section 3.3.2.
+    6. Section 3.3.6 calls the first row of Table 1, here --loss stop_grad, equivalent to Eq. (14), here --loss cluster.
+       Both turn a centre in the same direction. But the size of the step depends on mu in cluster, and on learning rate
+       and lambda in stop_grad; and cluster changes the length of a centre. x_y is the mean of the class in the batch.
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
-    None was found. The authors adapted github.com/jeromerony/dml_cross_entropy (787e863), called the base code here.
-    Pool, min_crop, epochs, the schedule and the strength of the jitter on CUB are from it. It differs in these points:
-    8. BatchNorm: it freezes the statistics on all datasets, and except on CUB has one more BatchNorm after the pooling.
-    9. Images of CUB are cut to 224 px from 256. Those of Cars and SOP are resized to squares of 256 px, in training as
-       well, and those of In-Shop not at all. Here all are resized to 288 px. Its jitter on Cars is 0.3, with hue.
-   10. It has no weight decay on biases and BatchNorm, and its head begins with a bias of 0.
-   11. It reports its best epoch on the test set.
+    8. None was found. The authors adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop, epochs,
+       schedule and the jitter on CUB are from it. It freezes BatchNorm on all datasets, and has another one after the
+       pooling, except on CUB. It crops 224 px from 256 on CUB, and squashes Cars and SOP to 256 x 256. It has 2048
+       dimensions, a jitter of 0.3 with hue on Cars, no weight decay on biases and BatchNorm, and it reports its best
+       epoch on the test set.
 Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1

@@ -106,10 +106,14 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 
 # ---- recipes: the defaults of the flags of training, for each dataset
-#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
-#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch; 0: images in random order
-#     freeze_epochs  in these first epochs only the head learns, and the backbone is frozen
+#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
+#     freeze_bn      BatchNorm keeps its stored statistics
+#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     per_class      images of each class in a batch; 0: random images
+#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
+#                    it rises for at most 100 steps, and then falls to 0
+#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head learns
 #     clip           bound of each entry of the gradients; 0: none
 
 # What `python train_contrastive.py` runs: a small ResNet from scratch on the built-in dataset
@@ -127,7 +131,7 @@ CUB = dict(
     clip=10.0, neg_margin=0.5)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),
+    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),                # with pretrained weights: cub
     'vectors': SHAPES | common.VECTORS | dict(epochs=6, neg_margin=0.5),
     'cub': CUB,
     'cars': CUB,

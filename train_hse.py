@@ -9,7 +9,7 @@ merge unrelated classes (Section 3.3.2).
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) mixed images; h: (H, D) their embeddings
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
-    Nsize      per_class     --per-class     images per class in a batch; also the number of hybrids of a set of classes
+    Nsize      per_class     --per-class     images per class in a batch, and hybrids made from each set of classes
     Cnum       combinations  --combinations  number of sets of `num` classes that are mixed, so H = Nsize Cnum
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
 
@@ -47,14 +47,14 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
-    # 1 / (1 + exp(s_hn) / exp(s_ewp)) = 1 / (1 + exp(-(s_ewp - s_hn))) = sigmoid(s_ewp - s_hn)
+    # s is divided by T already, and 1 / (1 + exp(s_hn) / exp(s_ewp)) = sigmoid(s_ewp - s_hn).
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,) Eq. (9)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
 
 def most_similar(s, allowed):
-    """The largest allowed entry of each row, and a mask, false where no entry is allowed. There the value has no
-    meaning, and must be multiplied by the mask.  s, allowed (n, B) -> (n,), (n,) bool"""
+    """The largest allowed entry of each row, and a mask that is false where no entry is allowed. There the value is
+    arbitrary but finite, so value * mask has no NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
@@ -62,7 +62,8 @@ def most_similar(s, allowed):
 def weak_positives_and_negatives(y, sources):
     """Masks of the images that are weak positives of each hybrid, and of those that are negatives. The sources are weak
     positives, too.  y (B,), sources (H, num) -> (H, B), (H, B) bool"""
-    weak_positive = (y[sources][:, :, None] == y).any(dim=1)             # Eq. (8): the same class as one of the sources
+    same = y[sources][:, :, None] == y                                   # (H, num, B)
+    weak_positive = same.any(dim=1)                                      # Eq. (8): the same class as one of the sources
     return weak_positive, ~weak_positive                                 # Eq. (7): all others
 
 
@@ -80,7 +81,8 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
                  mask_size=50, superclasses=None, generator=None):
     """Mixed sample data augmentation (MSDA): `per_class` hybrids for each of `combinations` sets of `num` classes.
 
-    Hybrid r of a set mixes the r-th image of each of its classes. A class with fewer images starts again at its first.
+    Hybrid r of a set mixes the r-th image of each of its classes. A class with fewer than `per_class` images starts
+    again at its first.
     If no set of `num` classes can be chosen, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
@@ -92,7 +94,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
     y = labels.cpu()                                # a choice takes many small steps, which a CPU does faster
-    sources = [y.new_empty(0, num)]
+    sources = [y.new_empty(0, num)]                 # so that cat works if no set is chosen
     for classes in choose_classes(y, num, combinations, superclasses, generator):
         columns = []
         for c in classes:
@@ -142,7 +144,8 @@ def blend(parts, kind, axis, mask_size):
     if source_index.max() < num - 1:                # the last source has no pixel
         raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
                                 'larger images, a smaller --num or, with gridmask, a smaller --mask-size')
-    # The pixel (row, column) of each hybrid is that of its source number source_index[row, column].
+    # The pixel (row, column) of each hybrid is that of its source number source_index[row, column]. gather needs this
+    # index for each value of the result.
     source_index = source_index.to(parts.device).expand(H, 1, channels, height, width)
     return parts.gather(1, source_index).squeeze(1)                                             # (H, 3, S, S)
 
@@ -182,7 +185,7 @@ def contrastive_loss(z, y, neg_margin=0.5):
     separately, each over the pairs with non-zero loss, as in train_contrastive.py."""
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s                    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    # sqrt has an infinite gradient at 0; distances() in train_contrastive.py explains these three lines.
+    # sqrt has an infinite gradient at 0. So a d2 within rounding error of 0, below `floor`, is replaced by a constant.
     floor = 16 * torch.finfo(d2.dtype).eps
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
@@ -226,7 +229,7 @@ def npair_loss(z, y):
     same = y[:, None] == y                                               # (B, B)
     rank = same.tril(-1).sum(dim=1)                 # (B,) how many earlier images of the batch have the same class
     second = (rank == 1).nonzero()[:, 0]                                 # (P,)
-    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) columns, one in each row
+    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) the first images of the same classes
     s = z[first] @ z[second].T                                           # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
 
@@ -252,19 +255,23 @@ class SuperclassSampler:
         return self.batches
 
     def __iter__(self):
-        # The sampler of a small superclass is started again when it ends before the epoch does.
+        # repeat: the sampler of a small superclass is started again when it ends before the epoch does.
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
             parts = [members[next(stream)] for members, stream in zip(self.members, streams)]
-            # In random order, because --hybrids replace drops the last images, which should be of any superclass
+            # In random order: --hybrids replace drops the last images, which should not always be of one superclass.
             yield torch.cat([parts[number] for number in torch.randperm(len(parts))]).tolist()
 
 
 # ---- recipes: the defaults of the flags of training, for each dataset
-#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
-#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch
-#     freeze_epochs  in these first epochs only the head and the proxies learn, and the backbone is frozen
+#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
+#     freeze_bn      BatchNorm keeps its stored statistics
+#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     per_class      images of each class in a batch; 0: random images
+#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
+#                    it rises for at most 100 steps, and then falls to 0
+#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
 #     clip           bound of each entry of the gradients; 0: none
 
 # What `python train_hse.py` runs: a small ResNet from scratch on the built-in dataset
@@ -274,7 +281,7 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10,
     temperature=1.0, mask_size=16)
-# The released commands for all base losses, and the batches of Tables 2 and 3
+# The settings of the released commands, here for all base losses, and the batches of Tables 2 and 3 (note 8)
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -283,16 +290,17 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, temperature=0.1, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  hybrids='append', combinations=12)
+# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
+# The default loss is ms.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),
-    'vectors': SHAPES | common.VECTORS | dict(temperature=0.1),             # only to say that it has no images
+    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),               # with pretrained weights: cub
+    'vectors': SHAPES | common.VECTORS | dict(temperature=0.1),     # for the error: it has no images
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000, mask_size=50),  # with 4 images per class, for hybrids
-    # For each --loss; the table in NOTES says where these come from.
+    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000, mask_size=50),      # 4 images per class, for hybrids
     'ms': dict(alpha=0.05),
     'proxy_anchor': dict(alpha=2.0),
     'epshn': dict(alpha=0.1),
@@ -348,19 +356,21 @@ def reject_flags(args, typed):
 def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
-    A batch needs the classes that hybrids replace, `num` classes for the sources, and one for negatives. Of these, it
-    needs `num` classes of each superclass.
+    A batch needs the classes that hybrids replace, `num` classes for the sources, and one for negatives. With
+    superclasses it also needs `num` classes of each.
     """
-    sizes = superclass_of.unique(return_counts=True)[1]                                 # classes of each superclass
-    share = args.batch_size // len(sizes) // args.per_class if args.per_class else 0    # how many a batch can have
-    in_batch = sizes.clamp_max(share)
+    sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
+    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # classes of each, in a batch
+    available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
-    for needed, there, which in [(replaced + args.num + 1, in_batch.sum(), ''),
-                                 (args.num, in_batch.min(), ' of each superclass')]:
-        if there < needed:
-            raise common.UsageError(f'hybrids need {needed} classes{which} in a batch, and there are {there}: raise '
-                                    '--batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids '
-                                    'append needs fewer, and --alpha 0 makes no hybrids')
+    advice = 'raise --batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids append needs ' \
+             'fewer, and --alpha 0 makes no hybrids'
+    needed = replaced + args.num + 1
+    if available.sum() < needed:
+        raise common.UsageError(f'hybrids need {needed} classes in a batch, and there are {available.sum()}: {advice}')
+    if available.min() < args.num:
+        raise common.UsageError(f'hybrids need {args.num} classes of each superclass in a batch, and there are '
+                                f'{available.min()}: {advice}')
 
 
 def main(argv=None):
@@ -404,19 +414,20 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides by 0.1, and its values of alpha belong to that. On shapes
-       the default is 1: with 0.1, hybrids cost about 27 points of R@1 there (tests/results/README.md).
+       the default is 1: with 0.1, R@1 is more than 20 points lower there (tests/results/README.md).
     2. By its text, alpha balances pulling and pushing. In Eq. (9), which is computed here, alpha is the weight of both.
-    3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]), whose minimum is at s_ewp = s_hn. Here it is the
-       first column, which is Eq. (9).
+    3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
+       is the first column, which is Eq. (9).
     4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
        each class.
     5. Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, all of one class; Section 4 says random
        ones. Here they are the last ones, or none (--hybrids append, as in Table 3). With --alpha 0 all images stay.
     6. For ms on CUB and Cars the paper uses BN-Inception; here it is a ResNet-50. The paper uses the learning rates of
        the base losses (Section 4); here they come from the released code.
-    7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. With
-       blocks of 250 px (Table 4), which need --image-size 256, 95% of the pixels come from one source.
-    8. Weights alpha, and batches as images / images per class (Section 4.2.1 has 16 per class on CUB and 8 on Cars):
+    7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
+       block of 250 px (Table 4) needs --image-size 256, where 95% of the pixels come from one source.
+    8. alpha; images in a batch / per class. (Section 4.2.1 names 16 for CUB and 8 for Cars; Table 2 has it the other
+       way round.) In-Shop is as SOP; npair has dim 64 on all.
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
                        SOP        -; 120 / 5              0.3; 120 / 5         0.3; 120 / 5
@@ -425,17 +436,17 @@ What differs from the paper
                        SOP        -; 120 / 5              2; 120               2; 120 / 5
          epshn         CUB, Cars  -; 128 / 8 and 16       -                    0.1; 128 / 8, on Cars 16
                        SOP        -; 120 / 5              1; 120 / 5           1; 120 / 5
-         npair         CUB, Cars  -; 128 / 8, dim 64      -                    0.1; 128 / 8, dim 64
+         npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
-    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP they may be
-       of one class. With Proxy-Anchor on SOP it draws ten random images of each superclass, and the negatives of a
-       hybrid from these ten. Here a batch has two classes of each superclass, so negatives are of other superclasses.
-   10. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or less, and positives above 0.9999.
-   11. N-pair of Sohn has no normalization, but a regularizer. Here it has cosine similarities, as in the released code.
+    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP both may be
+       of one class. With Proxy-Anchor on SOP, sources and negatives of a hybrid are among ten random images of one
+       superclass. Here both classes of a superclass are sources, so negatives are of other superclasses.
+   10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
+       less, and positives above 0.9999. Its N-pair has cosine similarities, as here; Sohn's are not normalized.
 Tables and figures of the paper
     Tables 2 and 3: --loss, --per-class and --alpha 0. EPSHN on CUB has R@1 64.9 without hybrids (--per-class 16), with
     hybrids 66.9 (16 per class) and 67.4 (8). Table 4: --loss epshn with --kind, --num, --mask-size. Fig. 6: --loss ms
-    --combinations N. Fig. 5: --arch resnet18 --batch-size 128 --per-class N; its losses are only in the figure.
+    --combinations N. Fig. 5: --arch resnet18 --batch-size 128 --per-class N; the text does not name its losses.
 """
 
 

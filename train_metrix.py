@@ -2,17 +2,20 @@
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep Metric Learning.
 ICLR 2022. arXiv:2106.04990. In metric learning a label describes a pair: 1 for an anchor and a positive, 0 for an
-anchor and a negative. Two examples are mixed, as images, features or embeddings, Metrix Eq. (4). A positive and a
-negative give an example with label lambda: a positive with weight lambda, and a negative with weight 1 - lambda.
-For an anchor a, pos-neg pairs are a positive and a negative of a; anc-neg pairs a itself and a negative; pos-pos pairs
-two positives. The candidates are all that may be mixed: the images, and with Proxy-Anchor also proxies.
+anchor and a negative. Two examples are mixed, as images, features or embeddings, Metrix Eq. (4). If they are a positive
+and a negative of an anchor, the mixed example has the label lambda for it: in the loss, it counts as a positive with
+weight lambda, and as a negative with weight 1 - lambda. For an anchor a, pos-neg pairs are a positive and a negative of
+a; anc-neg pairs are a itself and a negative; pos-pos pairs are two positives.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) anchors, as indices of candidates
-    x, x'    i, j       --pairs      (M,) indices of the candidates that are mixed, for M mixed examples v
-    y        label      -            (A, M) mixed labels, from 0 to 1. Class labels are y (B,)
+    x, x'    i, j       --pairs      (M,) indices of the candidates that are mixed, for M mixed examples v. There are E
+                                     candidates: the images, and with Proxy-Anchor also the proxies
+    y        label      -            (A, M) labels of the mixed examples, from 0 to 1. In code, y are class labels (B,)
     lambda   lam        --alpha      (M,) interpolation factors, from Beta(alpha, alpha)
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
+
+    python train_metrix.py [--dataset cub --data data --mixup feature]
 """
 import random
 from typing import NamedTuple
@@ -25,29 +28,31 @@ import common
 
 
 @common.loss
-def labelled_loss(s, y, valid, kind, **hyper):
-    """The generic loss, Eq. (7): an example is a positive with weight y, and a negative with weight 1 - y.
+def labelled_loss(s, label, valid, kind, **hyper):
+    """The generic loss, Eq. (7), where y is the label: an example counts as a positive with weight y, and as a negative
+    with weight 1 - y.
 
     l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1 - y) rho-(s(a,x)) ) )
 
     The sums run over the examples of anchor a: clean ones, U(a), or mixed ones, V(a). A function of TABLE_1 computes
-    both sigma(sum(rho)) of one loss; tau is the identity for all of these.
+    the two terms sigma+(...) and sigma-(...) of one loss; tau is the identity for all of these.
 
-    s        (A, V) similarities of A anchors and V examples, clean or mixed
-    y        (A, V) labels from 0 to 1, for each anchor
-    valid    (A, V) bool, whether the example is one of the anchor's
+    s        (A, n) similarities of A anchors and n examples, clean or mixed
+    label    (A, n) labels from 0 to 1, for each anchor
+    valid    (A, n) bool, whether the example is one of the anchor's
     kind     key of TABLE_1;  hyper  hyper-parameters of this loss
     returns  (A,), the loss of each anchor; the term of the positives, or of the negatives, is 0 if there are none
     """
-    y = y.to(s.dtype)
-    # Eq. (7). With labels 1 and 0 it is the clean loss, Eq. (3); of mixed examples it is Eq. (9), for pos-neg Eq. (13).
-    pull, push = TABLE_1[kind](s, y * valid, (1 - y) * valid, **hyper)                          # (A,), (A,)
+    label = label.to(s.dtype)
+    # Eq. (7). Of clean examples, with labels 1 and 0, it is Eq. (3). Of mixed examples it is Eq. (9), and of pos-neg
+    # pairs Eq. (13).
+    pull, push = TABLE_1[kind](s, label * valid, (1 - label) * valid, **hyper)                  # (A,), (A,)
     return pull + push
 
 
-# ---- Table 1. Each function is a row. Its arguments, all (A, V), are similarities s and weights of the examples:
-# `positive` (y) and `negative` (1 - y), both 0 for examples that are not the anchor's. It returns the positive and the
-# negative term of Eq. (7), both (A,).
+# ---- Table 1. The functions are three of its rows, with the differences of notes 2 and 4. The arguments, all (A, n),
+# are similarities s and weights of the examples: `positive` (y) and `negative` (1 - y), both 0 for examples that are
+# not the anchor's. They return the positive and the negative term of Eq. (7), both (A,).
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
@@ -61,8 +66,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
-    pull = -s * positive                                                # (A, V)  Eq. (1), (14), first sum
-    push = (s - m).clamp_min(0) * negative                              # (A, V)  Eq. (1), (14), second sum
+    pull = -s * positive                                                # (A, n)  Eq. (1), (14), first sum
+    push = (s - m).clamp_min(0) * negative                              # (A, n)  Eq. (1), (14), second sum
     if reduction == 'mean':
         pull = pull / (positive > 0).sum(dim=1, keepdim=True).clamp_min(1)
         push = push / (push > 0).sum(dim=1, keepdim=True).clamp_min(1)
@@ -81,15 +86,15 @@ def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
 
 
 def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
-    """The two logarithms of Proxy-Anchor Eq. (4), without its divisors. Table 1 writes m for delta, and beta and gamma
-    for alpha, but with s - m for negatives and with factors 1 / beta and 1 / gamma (note 4)."""
+    """The two logarithms of Proxy-Anchor Eq. (4), without its divisors. Table 1 differs (note 4): it has s - m for
+    negatives, and factors 1 / beta and 1 / gamma. Its m is delta, its beta and gamma are alpha."""
     pull = log1p_sum_exp(-alpha * (s - delta), positive)                # Proxy-Anchor Eq. (4), first logarithm
     push = log1p_sum_exp(alpha * (s + delta), negative)                 # Proxy-Anchor Eq. (4), second logarithm
     return pull, push
 
 
 def log1p_sum_exp(t, weight):
-    """log(1 + sum of weight * exp(t)) of each row, computed without overflow.  (A, V), (A, V) -> (A,)"""
+    """log(1 + sum of weight * exp(t)) of each row, computed without overflow.  (A, n), (A, n) -> (A,)"""
     # The weights, lambda and 1 - lambda in Eq. (15), enter here: weight exp(t) = exp(t + log weight), and log 0 = -inf
     # adds nothing. Each row is padded with a 0, because exp(0) is the "1 +".
     return F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)
@@ -128,10 +133,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
 
 
 def proxy_logits(v, proxies, temperature=1 / 9):
-    """Logits of ProxyNCA++, -|v - p|^2 / temperature, for queries v (M, D) and normalized proxies p (C, D) -> (M, C)
-
-    |v - p|^2 = |v|^2 + 1 - 2 v.p, and the softmax over the proxies cancels |v|^2 + 1.
-    """
+    """Logits of ProxyNCA++, for queries v (M, D) and proxies (C, D) -> (M, C). They are -|v - p|^2 / temperature, where
+    p are the L2-normalized proxies, since |v - p|^2 = |v|^2 + 1 - 2 v.p, and the softmax cancels |v|^2 + 1."""
     return 2 / temperature * v @ F.normalize(proxies, dim=1).T
 
 
@@ -166,6 +169,7 @@ def mixed_loss(base, config, model, levels, y):
     i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))        # Eq. (8)
     if not len(i):
         return z.new_zeros(())
+    # i and j may be proxies, so embed=z, with the proxies after the embeddings.
     v = mixed_embeddings(config, model, dict(levels, embed=z), i, j, lam)           # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, common.at_least_float32(base.proxies), **base.hyper)           # (M, C)
@@ -191,13 +195,18 @@ def candidates_and_anchors(z, y, proxies=None):
 
 
 def mixed_pairs(config, z, y, anchor, num_images):
-    """Eq. (8): the pairs of candidates that are mixed, their labels, and the set M(a) of each anchor a
+    """Eq. (8): which pairs of candidates are mixed, with which label for each anchor
 
-    config   a MixupConfig: `pairs` chooses M(a), `k` limits the negatives, lambda is from Beta(alpha, alpha)
+    config   a MixupConfig: `pairs` chooses the set of pairs of an anchor, M(a) in the paper; `k` limits its negatives
     z, y     (E, D) candidates and their classes (E,); the first num_images are images, the others proxies
     anchor   (A,) the anchors, as indices of candidates
-    returns  i, j (M,), the pairs that are in M(a) of some anchor, i < j, each once; lam (M,), the share of i;
-             label (A, M), mixed of 1 for a positive and 0 for a negative; valid (A, M), whether a pair is in M(a)
+    returns  i, j (M,)     the pairs of all anchors, each once, with i < j
+             lam (M,)      the share of i in the mixed example, from Beta(alpha, alpha)
+             label (A, M)  lam if i is the positive (or the anchor), 1 - lam if it is j
+             valid (A, M)  whether a pair is one of the anchor's; if not, its label means nothing
+
+    For example, of images with classes 0 1 0 0 and pos-neg pairs, anchor 0 has the positives 2 and 3 and the negative
+    1. Its pairs are (1, 2), with label 1 - lam, and (1, 3).
     """
     E = len(y)
     itself = anchor[:, None] == torch.arange(E, device=y.device)                    # (A, E)  S(a): the anchor
@@ -206,18 +215,22 @@ def mixed_pairs(config, z, y, anchor, num_images):
     negative = (y[anchor][:, None] != y) & image                                    # (A, E)  N(a) in U-(a), Eq. (6)
     if config.k:
         negative = hardest_negatives(z[anchor] @ z.T, negative, config.k)
+    # A pair has one candidate of `first` and one of `second`, both (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
-    # Pairs i < j of different classes, or of one class for pos-pos. Of anc-neg pairs one may be a proxy, which is last.
-    mixes = (y[:, None] == y) == (config.pairs == 'pos-pos')                        # (E, E)
-    mixes = mixes[:num_images, :E if config.pairs == 'anc-neg' else num_images]
-    i, j = mixes.triu(1).nonzero().unbind(dim=1)                                    # (M,), (M,)
+    same = y[:, None] == y                                                          # (E, E)
+    mixes = same if config.pairs == 'pos-pos' else ~same
+    # Only of anc-neg pairs one may be a proxy, the anchor. It is j, because proxies come after the images.
+    end = E if config.pairs == 'anc-neg' else num_images
+    i, j = mixes[:num_images, :end].triu(1).nonzero().unbind(dim=1)                 # (M,), (M,)
     lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # (M,), one for all anchors
-    valid = first[:, i] & second[:, j] | second[:, i] & first[:, j]                 # (A, M)
+    valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # (A, M)
     used = valid.any(dim=0).nonzero()[:, 0]         # keep only the pairs that some anchor uses
     i, j, lam, valid = i[used], j[used], lam[used], valid[:, used]
-    label = torch.where(first[:, i], lam, 1 - lam)  # the share of the positive
-    return i, j, lam, torch.ones_like(label) if config.pairs == 'pos-pos' else label, valid
+    label = torch.where(first[:, i], lam, 1 - lam)
+    if config.pairs == 'pos-pos':
+        label = torch.ones_like(label)
+    return i, j, lam, label, valid
 
 
 def hardest_negatives(s, negative, k):
@@ -236,14 +249,15 @@ def mixed_embeddings(config, model, levels, i, j, lam):
         # functional_call runs the network with copies of its buffers, so that mixed images do not change the running
         # statistics of BatchNorm.
         return torch.func.functional_call(model, {name: t.clone() for name, t in model.named_buffers()}, x)
-    if config.mixup == 'feature':                   # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')), f_m from pooling on
+    # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the trunk, f_m are pooling and head
+    if config.mixup == 'feature':
         return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
     return mix_embeddings(levels['embed'], i, j, lam)
 
 
 def mix(x, i, j, lam):
     """lam x_i + (1 - lam) x_j for M pairs.  x (B, ...), i, j, lam (M,) -> (M, ...)"""
-    lam = lam.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)                            # (M, 1, ..., 1)
+    lam = lam.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)                            # (M, 1, ..., 1), as many as x has
     # On a CPU, index_select accumulates its gradient in a fixed order, so equal seeds give equal runs. x[i] does not.
     return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)
 
@@ -286,9 +300,9 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 
 def positivity_threshold(lam, beta, gamma, m):
-    """The right-hand side of Eq. (24), Appendix A.2: with ms, a single mixed example v is attracted to its anchor a by
-    the mixed loss while s(a, v) is below this value. So the probability of this, Eq. (25), is the CDF of s(a, v) at
-    this value; tests/results/fig2.py measures it.
+    """The right-hand side of Eq. (24), Appendix A.2. If an anchor has only one mixed example v, ms attracts it while
+    s(a, v) is below this value. So the probability that v is attracted, Eq. (25), is the CDF of s(a, v) at this value;
+    tests/results/fig2.py measures it.
 
     lam      number or tensor, in [0, 1]: interpolation factor of the positive
     beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
@@ -298,21 +312,26 @@ def positivity_threshold(lam, beta, gamma, m):
 
 
 # ---- recipes: the defaults of the flags of training, for each dataset
-#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
-#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch; 0: images in random order
-#     freeze_epochs  in these first epochs only the head and the proxies learn, and the backbone is frozen
+#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
+#     freeze_bn      BatchNorm keeps its stored statistics
+#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     per_class      images of each class in a batch; 0: random images
+#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
+#                    it rises for at most 100 steps, and then falls to 0
+#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
 #     clip           bound of each entry of the gradients; 0: none
 
-# What `python train_metrix.py` runs: a small ResNet from scratch on the built-in dataset. With 128 images in a batch,
-# as in the other scripts, there would be 1.8 times as many pairs.
+# What `python train_metrix.py` runs: a small ResNet from scratch on the built-in dataset. A batch of 128 images, as in
+# the other scripts, would have 1.8 times as many pairs, and take longer.
 SHAPES = dict(
     arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=8, batch_size=96, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10)
-# From the paper (Table 4, Section B.1): epochs, batches, optimizer, learning rates, weight decay and decay rates (for
-# ProxyNCA++ on CUB and Cars it states none, and has that of ms here). The rest is from the released code, see note 9.
+# From the paper (Sections 4.1 and B.1, Table 4): network, size of the images, epochs, batches, optimizer, learning
+# rates, weight decay, decay rates (the paper has none for ProxyNCA++ on CUB and Cars; here it is that of ms). The rest
+# is from the released code, see note 9.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -320,17 +339,17 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1)
+# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000),            # as in train_proxy_anchor.py
-    # With --loss contrastive, whose margin the paper does not state
-    'contrastive': dict(m=0.5),
+    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000),    # 4 images per class, for pos-neg pairs
+    'contrastive': dict(m=0.5),                                     # the paper does not state it
     ('vectors', 'contrastive'): dict(epochs=3),
     ('cub', 'contrastive'): dict(decay_rate=0.1),
     ('cars', 'contrastive'): dict(decay_rate=0.1),
@@ -345,22 +364,27 @@ USES = dict(contrastive=['m', 'reduction'], ms=['beta', 'gamma', 'm', 'epsilon']
 
 
 def plan(args):
-    """For each type of --mixup, the MixupConfigs that a step chooses from; [] without mixup. Prints them."""
+    """For each type of --mixup a list of MixupConfigs, one for each set of pairs; [] without mixup. Prints them. A step
+    draws a type, and then a set of pairs."""
     if args.mixup == ['none']:
         return []
     choices = []
     for mixup in args.mixup:
         # Which pairs: by default pos-neg or anc-neg, Section 4.1
         pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]
-        if args.loss == 'proxynca_pp':              # a mixed example is a query: all pairs of different classes
+        if args.loss == 'proxynca_pp':              # a mixed example is a query, of any two images of different classes
             pairs = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
-        # How many negatives: by default all, but for input mixup k = 3 (Section B.2), or 1 together with feature mixup
-        # (Table 6)
-        k = None if args.hard_negatives in ('auto', 'all') or args.pairs == 'pos-pos' else args.hard_negatives
-        if args.hard_negatives == 'auto' and mixup == 'input' and args.pairs != 'pos-pos':
+        # How many negatives. auto: all, but for input mixup k = 3 (Section B.2), or 1 beside feature mixup (Table 6)
+        if args.pairs == 'pos-pos' or args.hard_negatives == 'all':
+            k = None
+        elif args.hard_negatives != 'auto':
+            k = args.hard_negatives
+        elif mixup == 'input':
             k = 1 if 'feature' in args.mixup else 3
+        else:
+            k = None
         print(f'{args.loss}, {mixup} mixup: {" or ".join(pairs)}' + (f', {k} hardest negatives' if k else ''))
         choices.append([MixupConfig(mixup, each, k, args.alpha, args.clean_bn) for each in pairs])
     return choices
@@ -426,7 +450,7 @@ def main(argv=None):
     choices = plan(args)
     data = common.dataset_from(args)
     model = common.build(args, data=data)
-    if 'input' in args.mixup:       # the number of mixed images varies, and cuDNN would benchmark each anew
+    if 'input' in args.mixup:       # the number of mixed images varies, and cuDNN would benchmark each number anew
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
     loss_params = {}
@@ -445,7 +469,7 @@ def main(argv=None):
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
 
     def step(images, labels):
-        f = model.features(images)                                      # (B, c, h, w), once per clean image
+        f = model.features(images)                                      # (B, c, h, w), for both losses
         z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **loss_params, **hyper)
         if choices:
@@ -461,38 +485,38 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Each pair is mixed once, with one lambda for all anchors. Eq. (8) seems to sample lambda for each pair of each
-       anchor, and Section B.4 mixes pos-pos pairs in both orders, and a positive with itself. Mixed embeddings are
-       L2-normalized, as in the released code.
+       anchor. The pos-pos pairs of Section B.4 also contain both orders of a pair, and a positive with itself. Mixed
+       embeddings are L2-normalized, as in the released code.
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor follows its own paper: s + delta on negatives, where Table 1 has s - m, and no factors 1 / beta and
        1 / gamma. Its mixed loss is the mean over the classes in the batch; by Eq. (10) it would be divided by all C
        proxies. Its anc-neg pairs exist in embedding mixup only, because a proxy has no image or feature map. With input
-       mixup, the k hardest negatives are those of each proxy; the paper has them for each example.
+       mixup, its k hardest negatives are those of each proxy; the paper has them for each example.
     5. The loss of ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. The positives and negatives of
        Table 1 are proxies, which input and feature mixup cannot mix, though the paper has results for both. Here a
        mixed example is a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
 What differs from the released code (contrastive: github.com/billpsomas/Metrix_ICLR22, 7ce730c; ms with embedding mixup:
 github.com/billpsomas/metrix, b679703). Both use Adam, one lambda for a batch, and the best epoch on the test set.
-    6.                      here           code for contrastive                         code for ms
-       positives            all            the first of each anchor; all in input       the least similar
-       anchors of anc-neg   all            those without a positive                     -
-       hard negatives       each anchor's  in input: others, by a mistake in indexing   -
-       mixed examples       Eq. (15)       Eq. (14)                                     in the positive term only
+    6.                          here            code for contrastive                  code for ms
+       positives of an anchor   all             the first; with input mixup all       the least similar one
+       anchors of anc-neg       all             those without a positive              (no anc-neg)
+       hard negatives           the anchor's    with input mixup others (a wrong index)   (none)
+       mixed examples are in    both terms      both terms                            the positive term only
     7. The code for contrastive has Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, 60 epochs, and
        averages over all pairs of the batch with non-zero loss; here the mean is over the pairs of an anchor first.
-    8. The code for ms applies a mask of (anchor, image) pairs to a matrix of (anchor, mixed example), so most of the
-       examples that it selects belong to other anchors.
-    9. From the released code are crops, frozen epochs, clipping, proxies at 100 times the learning rate, BatchNorm, and
-       a decay every 10 epochs. Its commands for ms and Proxy-Anchor with mixup differ from the paper: on SOP and
-       In-Shop they have a learning rate of 6e-4, a decay every 20 and 60 epochs. On CUB its baseline of ms has 60
-       epochs and a decay every 5; here both have 100, and a decay every 10.
+    8. The code for ms indexes the matrix of (anchor, mixed example) with a mask made for (anchor, image), so most of
+       the examples that it selects belong to other anchors.
+    9. From the released code are min_crop, frozen epochs, clipping, proxies at 100 times the learning rate, BatchNorm,
+       and a decay every 10 epochs. Its commands for contrastive with mixup also freeze BatchNorm on SOP and In-Shop,
+       and the backbone for 5 epochs on In-Shop. Its commands for ms and Proxy-Anchor have 60 epochs on SOP and In-Shop,
+       a learning rate of 6e-4, and a decay every 20 epochs. That for ms without mixup on CUB has 60 epochs and a decay
+       every 5; here these are 100 and 10.
 Tables and figures of the paper
     Tables 2, 5: --loss, --mixup. With ms on CUB, Table 2 reports R@1 67.8 without mixup, 71.4 with feature mixup.
     Tables 6 (Cars), 7 (CUB, --dim 128), with --loss contrastive: --mixup, --pairs, --hard-negatives; the last row has
     --mixup input feature embed. Fig. 6 (Cars): --strength. Fig. 2: tests/results/fig2.py. Section 4.3: eval.py
-    --analyse.
-    Neg-neg pairs (Section 3.5) and the other methods of Table 3 are left out.
+    --analyse. Left out: neg-neg pairs (Section 3.5), the other methods of Table 3.
 """
 
 

@@ -5,12 +5,12 @@ arXiv:1904.06627. Equation numbers are those of the paper of Metrix (arXiv:2106.
 Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its positives, and one over its negatives.
 log(sum(exp(t))) is close to the largest t, so the hardest pairs have the largest gradients. A miner drops easy pairs.
 
-    MS paper   Metrix   code      flag        meaning
-    S          s        s         -           (B, B) cosine similarities of L2-normalized embeddings z
-    alpha      beta     alpha     --alpha     scaling factor of the positives: the larger, the more the hardest dominate
-    beta       gamma    beta      --beta      scaling factor of the negatives
-    lambda     m        lam       --lam       positives should be above this similarity, negatives below
-    epsilon    -        epsilon   --epsilon   tolerance of the miner: the larger, the more pairs it keeps
+    MS paper   code      flag        in Metrix   meaning
+    S          s         -           s           (B, B) cosine similarities of L2-normalized embeddings z
+    alpha      alpha     --alpha     beta (!)    scaling factor of the positives: the larger, the more the hardest count
+    beta       beta      --beta      gamma       scaling factor of the negatives
+    lambda     lam       --lam       m           positives should be above this similarity, negatives below
+    epsilon    epsilon   --epsilon   -           tolerance of the miner: the larger, the more pairs it keeps
 
     python train_ms.py [--dataset cub --data data]
 """
@@ -34,13 +34,14 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0
     beta     > 0
     lam      lambda, in [-1, 1]
-    epsilon  tolerance of the miner, see mine(); None switches it off. The script passes --epsilon.
+    epsilon  tolerance of the miner, see mine(); None, the default here: no miner. The script's default is 0.1.
     returns  scalar >= 0; an anchor without pairs adds 0
 
-    The gradient is the weight of a pair, the "pair weighting" of the title. For a positive p and a negative n it is
+    The size of the gradient is the weight of a pair, the "pair weighting" of the paper's title. For a positive p and a
+    negative n the gradient is
         dl(a)/ds(a,p) = -exp(-alpha (s(a,p) - lambda)) / (1 + sum over p' in P(a) of exp(-alpha (s(a,p') - lambda))),
         dl(a)/ds(a,n) =  exp( beta  (s(a,n) - lambda)) / (1 + sum over n' in N(a) of exp( beta  (s(a,n') - lambda))).
-    So a negative has a larger weight if it is more similar to a, and a smaller one if other negatives are more similar.
+    So the weight of a negative rises with its own similarity to a, and falls with those of the other negatives.
     """
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y) if epsilon is None else mine(s, y, epsilon)
@@ -78,17 +79,22 @@ def mine(s, y, epsilon):
     # The least similar positive is the hardest one; inf, so that other images are never the minimum
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-    # Written with ~ so that pairs with NaN are kept, and show in the loss
+    # Comparisons with NaN are false: with ~, a pair with NaN is kept, and the loss is NaN.
     return (positive & ~(s - epsilon >= hardest_negative),
             negative & ~(s + epsilon <= hardest_positive))
 
 
 # ---- recipes: the defaults of the flags of training, for each dataset
-#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
-#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
-#     crop_from      original: of the image in full size; resized: of the image resized to `resize` px
-#     per_class      images of each class in a batch
-#     freeze_epochs  in these first epochs only the head learns, and the backbone is frozen
+#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
+#     freeze_bn      BatchNorm keeps its stored statistics
+#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
+#     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
+#                    from the image in full size
+#     per_class      images of each class in a batch; 0: random images
+#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
+#                    it rises for at most 100 steps, and then falls to 0
+#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head learns
 #     clip           bound of each entry of the gradients; 0: none
 
 # What `python train_ms.py` runs: a small ResNet from scratch on the built-in dataset
@@ -97,8 +103,8 @@ SHAPES = dict(
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
-# The authors' settings, which they released for CUB only: 3,000 iterations, and a learning rate that is multiplied by
-# 0.1 after 1,200 and 2,400. An epoch of CUB is 73 iterations (5,864 images / 80), so these are about 41 and 16 epochs.
+# The authors' settings, which they released for CUB only: 3,000 iterations, with a decay after every 1,200. An epoch of
+# CUB is 73 iterations (5,864 images / 80), so these are about 41 epochs, with a decay after every 16.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=227, resize=256, crop_from='resized', min_crop=0.16,
@@ -114,7 +120,7 @@ METRIX = dict(
     clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
     'vectors': SHAPES | common.VECTORS | dict(epochs=3),
     'cub': CUB,
     'cars': CUB | dict(epochs=30, decay_epochs=12),             # our choice: about as many iterations as on CUB
@@ -159,15 +165,15 @@ NOTES = """
 What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
-    2. On CUB and Cars lambda is 0.5, as in the released code, and beta is 50, as in two re-implementations, one of
-       which is in issue 4 of the authors' repository. According to them, the paper has a lambda of 1.
+    2. On CUB and Cars lambda is 0.5, as in the released code, and beta is 50, as in two re-implementations (one is in
+       issue 4 of the authors' repository). Both say that the paper's lambda is 1.
     3. Where the settings of a dataset come from:
            CUB          the authors' configuration
            Cars         that of CUB; 30 epochs of 100 iterations are our choice. In issue 6 of the authors' repository a
                         user reports R@1 78.4 instead of the paper's 84.1; another advises batches of more than 450.
-           SOP, InShop  Metrix's commands for its MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning
-                        rate of 6e-4, 60 epochs. The paper of Metrix reports AdamW, 3e-5 and 1e-4, 100 epochs, which
-                        is train_metrix.py --mixup none.
+           SOP, In-Shop Metrix's commands for its MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning
+                        rate of 6e-4, 60 epochs. The paper of Metrix reports AdamW, 100 epochs, and learning rates of
+                        3e-5 (SOP) and 1e-4 (In-Shop), which is train_metrix.py --mixup none.
     4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
        selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
@@ -179,8 +185,8 @@ What differs from the released code (github.com/msight-tech/research-ms-loss, b6
     8. The released code reports its best epoch on the test set.
 Tables and figures of the paper
     The paper reports, with BN-Inception and 512 dimensions, R@1 65.7 on CUB, 84.1 on Cars, 78.2 on SOP and 89.7 on
-    In-Shop, as quoted in Proxy-Anchor (Tables 2 to 4). Metrix (Table 2) reports, with ResNet-50, alpha 18, beta 75 and
-    lambda 0.77, 67.8 on CUB, 87.8 on Cars, 76.9 on SOP and 90.1 on In-Shop.
+    In-Shop, as quoted in Proxy-Anchor (Tables 2 to 4). Metrix (Table 2; ResNet-50, alpha 18, beta 75, lambda 0.77)
+    reports 67.8 on CUB, 87.8 on Cars, 76.9 on SOP and 90.1 on In-Shop.
     Table 4 of the Reality Check needs --protocol reality-check and the values of its released results for CUB:
         MS+Miner   --alpha 17.97 --beta 75.66 --lam 0.77 --epsilon 0.39
         MS         --alpha 0.01 --beta 50.60 --lam 0.56 --epsilon off

@@ -69,10 +69,14 @@ def new_proxies(num_classes, dim):
 
 
 # ---- recipes: the defaults of the flags of training, for each dataset
-#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
-#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch; 0: images in random order
-#     freeze_epochs  in these first epochs only the head and the proxies learn, and the backbone is frozen
+#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
+#     freeze_bn      BatchNorm keeps its stored statistics
+#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     per_class      images of each class in a batch; 0: random images
+#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
+#                    it rises for at most 100 steps, and then falls to 0
+#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
 #     clip           bound of each entry of the gradients; 0: none
 
 # What `python train_proxy_anchor.py` runs: a small ResNet from scratch on the built-in dataset
@@ -93,7 +97,7 @@ CUB = dict(
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB | dict(decay_epochs=10),

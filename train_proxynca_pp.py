@@ -76,10 +76,14 @@ def new_proxies(num_classes, dim):
 
 
 # ---- recipes: the defaults of the flags of training, for each dataset
-#     pool           over the positions of the last feature map; freeze_bn: BatchNorm keeps its stored statistics
-#     min_crop       smallest area of a random crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch; 0: images in random order
-#     freeze_epochs  in these first epochs only the head and the proxies learn, and the backbone is frozen
+#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
+#     freeze_bn      BatchNorm keeps its stored statistics
+#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     per_class      images of each class in a batch; 0: random images
+#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
+#                    it rises for at most 100 steps, and then falls to 0
+#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
 #     clip           bound of each entry of the gradients; 0: none
 
 # What `python train_proxynca_pp.py` runs: a small ResNet from scratch on the built-in dataset
@@ -99,9 +103,10 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
+# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
     'vectors': SHAPES | common.VECTORS | dict(epochs=12),
     'cub': CUB,
     'cars': CUB,

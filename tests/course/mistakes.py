@@ -154,15 +154,15 @@ MISTAKES['positivity_threshold'] = {
 MISTAKES['mixed_pairs'] = {
     'weights swapped': ('first[:, i], lam, 1 - lam', 'first[:, i], 1 - lam, lam'),
     'no weight for the second example': ('lam, 1 - lam', 'lam, 0'),
-    'only the first example': ('first[:, i] & second[:, j] | second[:, i] & first[:, j]', 'first[:, i] & second[:, j]'),
+    'only the first example': (' | (second[:, i] & first[:, j])', ''),
     'at least one example': (
-        'first[:, i] & second[:, j] | second[:, i] & first[:, j]', 'first[:, i] | second[:, i] | first[:, j]'),
+        '(first[:, i] & second[:, j]) | (second[:, i] & first[:, j])', 'first[:, i] | second[:, i] | first[:, j]'),
     'an image is its own positive': ('== y) & image & ~itself', '== y) & image'),
     'anchors are the batch': ('(y[anchor][:, None] == y)', '(y[:len(anchor), None] == y)'),
     'each pair twice': ('.triu(1)', ''),
     'all negatives': ('if config.k:', 'if config.k is None:'),
     'pairs that no anchor uses': ('valid.any(dim=0).nonzero()[:, 0]', 'torch.arange(len(i))'),
-    'two positives have label lambda': ("if config.pairs == 'pos-pos' else label", 'if not len(i) else label'),
+    'two positives have label lambda': ('label = torch.ones_like(label)', 'pass'),
 }
 MISTAKES['mix_features'] = {
     'all mixed maps in forward': (
@@ -175,7 +175,7 @@ MISTAKES['mix_features'] = {
 }
 MISTAKES['retrieval_metrics'] = {
     'the query is not excluded': ('None if within else gallery', 'gallery'),
-    'a query is its own match': ('present[query_labels] - itself', 'present[query_labels]'),
+    'a query is its own match': ('present[query_labels] - own', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
     'no match: excluded from R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
@@ -186,8 +186,8 @@ MISTAKES['retrieval_metrics'] = {
     # TorchDR pull request 295; mteb 1154, 5376; pytorch-metric-learning 464
     'the first result is excluded, not the query': (
         'for rows, s, index in search(query, None if within else gallery, depth):',
-        'for rows, s, index in search(query, gallery, depth + itself):\n'
-        '        s, index = s[:, itself:], index[:, itself:]'),
+        'for rows, s, index in search(query, gallery, depth + own):\n'
+        '        s, index = s[:, own:], index[:, own:]'),
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
     'ties in the order of the search': (
         'hit[tied] = hit[tied].gather(1, torch.from_numpy(order).to(hit.device))', ''),
@@ -217,10 +217,10 @@ MISTAKES['utilization'] = {
     'cosine distance': ('2 - 2 * s', '1 - s'),
 }
 MISTAKES['labelled_loss'] = {
-    'labels ignored': ('y * valid, (1 - y) * valid', '(y > 0.5) * valid, (y <= 0.5) * valid'),
-    'invalid examples are negatives': ('y * valid, (1 - y) * valid', 'y * valid, 1 - y * valid'),
-    'labels swapped': ('y * valid, (1 - y) * valid', '(1 - y) * valid, y * valid'),
-    'negatives with weight 1': ('(1 - y) * valid', '(y < 1) * valid'),
+    'labels ignored': ('label * valid, (1 - label) * valid', '(label > 0.5) * valid, (label <= 0.5) * valid'),
+    'invalid examples are negatives': ('label * valid, (1 - label) * valid', 'label * valid, 1 - label * valid'),
+    'labels swapped': ('label * valid, (1 - label) * valid', '(1 - label) * valid, label * valid'),
+    'negatives with weight 1': ('(1 - label) * valid', '(label < 1) * valid'),
     'only the positive term': ('return pull + push', 'return pull'),
     'negative term with minus': ('return pull + push', 'return pull - push'),
     'mean over the anchors': ('return pull + push', 'return (pull + push).mean()'),

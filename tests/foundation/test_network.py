@@ -313,8 +313,8 @@ def test_all_heads_of_a_network_of_timm_are_left_out_of_its_weights(fake_timm, t
                                   'convnext_atto.d2_in1k'])
 def test_backbones_of_timm_with_random_weights(run, arch):
     pytest.importorskip('timm')
-    record = run(train_ms, '--arch', f'timm:{arch}', '--weights', 'none', '--image-size', '96', '--steps', '1', '--name',
-                 'x', '--precision', 'fp32')
+    record = run(train_ms, '--arch', f'timm:{arch}', '--weights', 'none', '--image-size', '96', '--steps', '1',
+                 '--name', 'x', '--precision', 'fp32')
     result = evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
     assert result['MAP@R'] == pytest.approx(record['MAP@R'], abs=1e-3)
 
