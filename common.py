@@ -20,7 +20,7 @@ All files write shapes with these letters. Each script explains its further symb
     N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
     c  channels of features
 
-Every loss has the decorator `loss` (section 10): inside it, half precision is float32, and labels are checked.
+Every loss has the decorator `loss` (section 10). It converts half precision to float32, and checks labels.
 """
 import argparse
 import hashlib
@@ -101,8 +101,8 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of two blank inputs. It is also made in training mode, where some networks need
-        larger images or return more; buffers and generators are then as before."""
+        """c, found by a forward pass of two blank inputs. Another one in training mode, where some networks need larger
+        images or return more, finds such errors at once. Buffers and random generators are as before."""
         device = next(self.trunk.parameters(), torch.empty(0)).device
         x = torch.zeros(2, *input_shape, device=device)
         buffers = [buffer.clone() for buffer in self.trunk.buffers()]
@@ -126,7 +126,7 @@ class Embedder(nn.Module):
         self.to(device)
         kind = self.linear.weight.device.type
         if kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16':        # faster there; on a Mac see section 10
-            self.trunk.to(memory_format=torch.channels_last)             # images and features follow the weights
+            self.trunk.to(memory_format=torch.channels_last)             # images and features will have it, too
         return self
 
     def train(self, mode=True):
@@ -138,7 +138,7 @@ class Embedder(nn.Module):
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
         give (B, c, 1, 1)."""
-        # Only with torchrun: each process takes its part of the batch, see section 10.
+        # Only with torchrun, see section 10: every process has the whole batch, but runs the trunk on a part of it.
         shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
         if shared:
             x = x.chunk(world_size())[rank()]
@@ -174,7 +174,7 @@ class Embedder(nn.Module):
         return F.normalize(z, dim=1) if self.normalize else z
 
     def head(self, f):
-        """Feature map (B, c, h, w) -> embeddings (B, D): pooling, LayerNorm if there is one, linear head"""
+        """Feature map (B, c, h, w) -> embeddings (B, D): pooling, LayerNorm if there is one, linear head, L2 norm"""
         return self.project(self.pool_features(f))
 
     def forward(self, x):
@@ -229,7 +229,7 @@ def made(arch, weights):
     except Exception as error:
         if weights != 'imagenet':
             raise UsageError(f'cannot make {arch}: {error}; try another --image-size or --arch') from error
-        # No connection, a wrong hash, no such weights; or a web page or an empty file where a download should be
+        # Causes: no connection, a wrong hash, no such weights, or a web page or empty file in place of the download
         file = ''
         with suppress(Exception):
             url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
@@ -239,9 +239,9 @@ def made(arch, weights):
 
 
 def load_weights(trunk, weights, classifier):
-    """Loads a file of weights into a trunk: a state dict of such a network, or a checkpoint of these scripts. All names
-    but those of the classifier or head must fit. The state dict may be `state_dict` in a dict, and its names may have
-    the prefix `module.` of DataParallel."""
+    """Loads a file of weights into a trunk. The file has a state dict of such a network, or a dict that has one under
+    `state_dict` or, as a checkpoint of these scripts, under `model`. Names may begin with `module.` (DataParallel) or
+    `trunk.`. All but those of the classifier or head must fit."""
     if weights in ('none', 'imagenet'):
         return trunk
     saved = read_file(weights)
@@ -315,8 +315,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. A queue that is too short first gets the items
-            that it lacks, in random order (all items, if it lacks none)."""
+            """Removes and returns the first `number` items of a queue. To a queue that is too short, the items that are
+            not in it are first appended in random order; if all are in it, all of them once more."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -334,7 +334,7 @@ class StepBatches:
     augmentation (section 10). Thus batches and crops follow from --seed. They are the same for all methods, for any
     number of workers and processes, and after --resume.
 
-    sampler  yields lists of indices of equal length, in an order that follows from seed and epoch
+    sampler  yields lists of indices of equal length; its random order comes from torch's global generator
     """
 
     def __init__(self, sampler, seed):
@@ -406,8 +406,8 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    falls from 1 to 0 like half a cosine; in the first tenth of the run (at most 100 steps) it is no larger
-              than a line that rises to 1
+    cosine    the smaller of half a cosine that falls from 1 to 0 during the run, and of a line that rises to 1 in its
+              first tenth (at most 100 steps)
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -429,8 +429,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train. Its
-    `row` is that of the epoch that just ended, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train. It
+    also gets `row`, of the epoch that just ended, evaluated or not, which is not used here."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
@@ -551,8 +551,8 @@ def k_nearest(query, gallery, k):
     within = gallery is None
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # Images are sorted by class, and of equal similarities a search may return the first, which would often be of the
-    # query's class. So the gallery is shuffled.
+    # The gallery is shuffled. Among equal similarities a search may return the first image, and images are sorted by
+    # class, so this would often be one of the query's class.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
@@ -584,7 +584,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     gallery  (G, D), gallery_labels (G,)
     search   a function like k_nearest, such as an approximate index or a re-ranking
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; with 'unmatched', a count, if it is not 0: see rule 3
-    raises   UsageError if there is nothing to retrieve, or if an embedding is NaN or infinite
+    raises   UsageError if there is nothing to retrieve, an embedding is NaN or infinite, or shapes do not agree
     A match of a query is another image of its class; R is the number of its matches in the gallery.
     R@K    percentage of the queries that have a match among their K nearest, for each K of `ks`
     RP     percentage of matches among the R nearest, averaged over the queries
@@ -592,10 +592,11 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, because the first result may be a duplicate of it.
-    2. Among results with equal similarities, non-matches come first. Where the results end among equal similarities, a
-       fixed random order decides which are taken. So collapsed embeddings, which are all equal, score about chance or
-       less, not 100.
-    3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the others, or 0.
+    2. Among results with equal similarities, non-matches come first. If more images have the similarity of the last
+       result, a fixed random order decides which of them are taken. So collapsed embeddings, which are all equal, score
+       about chance or less, not 100.
+    3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the other
+       queries, 0 if there are none.
     """
     within = gallery is None                                             # the queries are also the gallery
     if within:
@@ -608,7 +609,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     own = int(within)                                                    # a query is not a match of itself
     matches = present[query_labels] - own                                # (N,) R of each query
     depth = min(max(*ks, int(matches.max())), len(gallery) - own)        # K for R@K, R for RP and MAP@R
-    found = Counter()                                                    # {k: queries with a match among k results}
+    found = Counter()                                                    # {k: number of queries with a match among k}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
     for rows, s, index in search(query, None if within else gallery, depth):            # b queries at a time
         hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)

@@ -3,13 +3,13 @@
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
 with a softmax over the centres. It almost stops pulling once an image is clearly nearest to its own centre: with s = 16
-and two classes, its pull on the cosine c_y.x is 8.0 if both cosines are equal, and 0.6 if the own one is larger by 0.2
-(without margin and smoothing). L_center, the squared distance to the own centre, keeps pulling.
+and two classes, the size of its gradient with respect to c_y.x is 8.0 if both cosines are equal, and 0.6 if the own one
+is larger by 0.2 (without margin and smoothing). L_center, the squared distance to the own centre, keeps pulling.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
     c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is that of the class of x
-    s = 1/tau  s        --s       scaling factor: inverse temperature. So s are no similarities here: these are `cosine`
+    s = 1/tau  s        --s       scaling factor: inverse temperature (in other scripts, s are the similarities)
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center
 
@@ -43,7 +43,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     logits = s * (cosine - margin * positive)                            # (B, C)
     # L_contrast, (B,), is -log p_y without smoothing: Eq. (2), (8), (10), and with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center = ||x - c_y||^2 = 2 - 2 c_y.x, (B,): Eq. (3), (4)
+    # L_center = ||x - c_y||^2 = 2 - 2 c_y.x, (B,): Eq. (2), (3), (4)
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -66,7 +66,8 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
     -log( exp(s c_y.x) / sum_{j != y} exp(s c_j.x) )
 
-    The own class is not in the denominator, so the loss can be negative. Proxy-Anchor Eq. (1) is the same with s = 1.
+    The own class is not in the denominator, so the loss can be negative. The sum over the batch is Proxy-Anchor Eq. (1)
+    for s = 1.
     Arguments as in center_contrastive_loss. If there is only one class, the denominator is left out.
     """
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
@@ -83,7 +84,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 
     -log( exp(W_y.x + b_y) / sum_j exp(W_j.x + b_j) ) + lambda ||x - c_y||^2
 
-    The first term, Eq. (6), is the cross-entropy of a linear classifier. It and the centres are separate parameters.
+    The first term, Eq. (6), is the cross-entropy of a linear classifier, which has parameters of its own.
     Neither the embeddings (x~ in the paper) nor the centres are normalized, so a useful lambda is much smaller than in
     Eq. (5).
 
@@ -129,8 +130,9 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=0,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
 # From Section 4.2: optimizer, learning rates, momentum, weight decay, batches, crops of 256 px; on CUB and Cars also
-# frozen BatchNorm, dropout and jitter. Our choice are resize, dim, and the jitter on Cars. The rest is from the code
-# that the paper builds on (note 8). The momentum of 0.99 on SOP and In-Shop needs the rise of the cosine schedule.
+# frozen BatchNorm, dropout, and jitter without its strength; dim is from Table 2. Our choice are resize, and the jitter
+# on Cars. The rest is from the code that the paper builds on (note 8). The momentum of 0.99 on SOP and In-Shop needs
+# the rise of the cosine schedule.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=256, resize=288, crop_from='resized', min_crop=0.16, jitter=0.25,
@@ -138,10 +140,11 @@ CUB = dict(
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
-# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
+# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
+# (dataset or protocol, loss), override it.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(per_class=0),                   # with pretrained weights: cub
+    'folder': SHAPES | common.FOLDER | dict(per_class=0),                   # with pretrained weights: 'cub' instead
     'vectors': SHAPES | common.VECTORS | dict(epochs=12, per_class=0),
     'cub': CUB,
     'cars': CUB | dict(epochs=100, lr=0.05),
@@ -150,8 +153,8 @@ DEFAULTS = {
     # In the Reality Check, batches for classification losses have one image per class. In its released results for CUB,
     # the learning rate of the centres of a normalized softmax is about 4500 times --lr.
     'reality-check': common.PROTOCOL | dict(per_class=1, center_lr_mult=4500),
-    # With lam = 2 the gradient of the second term of Eq. (7) would be about 60 times that of the first (on shapes,
-    # before training). With 0.03 they are about equal.
+    # With lam = 2 the gradient of the second term would be about 60 times that of the first (on shapes, before
+    # training). With 0.03 they are about equal.
     'center_loss': dict(lam=0.03),
 }
 
@@ -165,8 +168,8 @@ def corrupt_labels(labels, noise, generator=None):
                longtail:RATE   some classes, together at most a fraction RATE of the images, are dissolved: 5 of their
                                images at a time get the label of a random remaining class. The remaining classes are
                                then renumbered in random order. For example, with 0.25, class 1 joins class 3, so
-                               0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3; and with 3 -> 0, 0 -> 1, 2 -> 2 it becomes
-                               1 1 0 0 2 2 0 0.
+                               0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3; and if the remaining classes 3, 0, 2 get the
+                               numbers 0, 1, 2, this becomes 1 1 0 0 2 2 0 0.
     generator  None is torch's global one
     returns    (N,) labels, 0 to C - 1; with longtail 0 to R - 1, where R classes remain
     """
@@ -226,7 +229,8 @@ def get_args(argv=None):
     add('--mu', type=common.between(0, 1), default=0.9, help='loss cluster: weight of the old centre')
     add('--center-lr-mult', type=common.at_least(0, float), default=1.0,
         help='learning rate of the centres, as a multiple of --lr')
-    add('--dropout', type=common.between(0, 0.999), default=0.0, help='dropout probability, between embedding and loss')
+    add('--dropout', type=common.between(0, 0.999), default=0.0,
+        help='probability of dropout, applied to the embedding before the loss')
     add('--label-noise', type=common.number_or(label_noise, 'none'), default='none',
         help='wrong training labels: symmetric:RATE or longtail:RATE')
     args = common.parse(parser, DEFAULTS, argv, uses={'loss': USES})
@@ -246,9 +250,9 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
-    # A longer centre turns more slowly. With SGD its gradient scales as 1 / length, and so does the angle of a given
-    # step: random normal centres, of length sqrt(512) = 23, would turn 23 * 23 times more slowly. So they begin with
-    # length 1.
+    # Centres begin with length 1. The gradient of a longer centre scales as 1 / length, and with SGD a given step turns
+    # it by an angle that scales as 1 / length again. So random normal centres, of length sqrt(512) = 23, would turn 512
+    # times more slowly.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -288,24 +292,24 @@ What differs from the paper
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is no proper softmax.
     4. Not stated in the paper     here
-         lambda of Table 2         2, as in Section 4.4 and Fig. 4; with 2, Fig. 5 has the R@1 of SOP in Table 2
-         m of CCL*, mu of (14)     --margin, without a default; 0.9
+         lambda of Table 2         2, as in Section 4.4 and Fig. 4 (on SOP, Fig. 5 shows at 2 the R@1 of Table 2)
+         m of CCL*                 choose a --margin: the default, 0, is CCL
+         mu of (14)                0.9
          how the centres start     random, of length 1
          symmetric noise           never gives an image its true class
          cluster of long-tail      5 images of a class, in order
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
-       after the L2 normalization, as in the code that the paper builds on. So in training an embedding has a length of
-       about 1.118, and L_center is 2 - 2 c_y.x. center_loss is evaluated without the PCA of Section 3.3.2.
+       after the L2 normalization, as in the code that the paper builds on: in training an embedding has a length of
+       about 1.118, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA of 3.3.2.
     6. Section 3.3.6 calls the first row of Table 1, here --loss stop_grad, equivalent to Eq. (14), here --loss cluster.
        Both turn a centre in the same direction. But the size of the step depends on mu in cluster, and on learning rate
        and lambda in stop_grad; and cluster changes the length of a centre. x_y is the mean of the class in the batch.
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
     8. None was found. The authors adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop, epochs,
-       schedule and the jitter on CUB are from it. It freezes BatchNorm on all datasets, and has another one after the
-       pooling, except on CUB. It crops 224 px from 256 on CUB, and squashes Cars and SOP to 256 x 256. It has 2048
-       dimensions, a jitter of 0.3 with hue on Cars, no weight decay on biases and BatchNorm, and it reports its best
-       epoch on the test set.
+       schedule and the jitter on CUB are from it. It freezes BatchNorm on all datasets, and has another BatchNorm after
+       the pooling, except on CUB. It crops 224 px from 256 on CUB, and squashes Cars and SOP to 256 x 256. It has 2048
+       dimensions, a jitter of 0.3 with hue on Cars, no weight decay on biases and BatchNorm. It reports its best epoch.
 Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1

@@ -131,7 +131,7 @@ CUB = dict(
     clip=10.0, neg_margin=0.5)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),                # with pretrained weights: cub
+    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),                # with pretrained weights: 'cub' instead
     'vectors': SHAPES | common.VECTORS | dict(epochs=6, neg_margin=0.5),
     'cub': CUB,
     'cars': CUB,

@@ -9,7 +9,7 @@ merge unrelated classes (Section 3.3.2).
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) mixed images; h: (H, D) their embeddings
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
-    Nsize      per_class     --per-class     images per class in a batch, and hybrids made from each set of classes
+    Nsize      per_class     --per-class     images per class in a batch; also the number of hybrids of a set of classes
     Cnum       combinations  --combinations  number of sets of `num` classes that are mixed, so H = Nsize Cnum
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
 
@@ -70,6 +70,7 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
+    # Eq. (10), and with contrastive_loss Eq. (11)
     return base_loss(z, y) + hybrid_loss(h, z, *weak_positives_and_negatives(y, sources), alpha, temperature)
 
 
@@ -144,13 +145,13 @@ def blend(parts, kind, axis, mask_size):
     if source_index.max() < num - 1:                # the last source has no pixel
         raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
                                 'larger images, a smaller --num or, with gridmask, a smaller --mask-size')
-    # The pixel (row, column) of each hybrid is that of its source number source_index[row, column]. gather needs this
-    # index for each value of the result.
+    # The pixel (row, column) of each hybrid is that of its source number source_index[row, column]. gather needs an
+    # index for each value, so it is repeated for all hybrids and channels.
     source_index = source_index.to(parts.device).expand(H, 1, channels, height, width)
     return parts.gather(1, source_index).squeeze(1)                                             # (H, 3, S, S)
 
 
-# ---- base losses L_m: z (B, D) L2-normalized, y (B,) -> scalar. Their alpha is another one than the weight of L_Hy.
+# ---- base losses L_m: z (B, D) L2-normalized, y (B,) -> scalar. Their alpha is not the weight of L_Hy.
 
 
 def pairs(y):
@@ -185,7 +186,8 @@ def contrastive_loss(z, y, neg_margin=0.5):
     separately, each over the pairs with non-zero loss, as in train_contrastive.py."""
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s                    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    # sqrt has an infinite gradient at 0. So a d2 within rounding error of 0, below `floor`, is replaced by a constant.
+    # sqrt has an infinite gradient at 0, and where() does not stop it. So d2 is clamped first, and d is the constant 0
+    # where d2 is within rounding error of 0.
     floor = 16 * torch.finfo(d2.dtype).eps
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
@@ -229,7 +231,7 @@ def npair_loss(z, y):
     same = y[:, None] == y                                               # (B, B)
     rank = same.tril(-1).sum(dim=1)                 # (B,) how many earlier images of the batch have the same class
     second = (rank == 1).nonzero()[:, 0]                                 # (P,)
-    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) the first images of the same classes
+    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) one in each row, of the same class
     s = z[first] @ z[second].T                                           # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
 
@@ -290,17 +292,18 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, temperature=0.1, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  hybrids='append', combinations=12)
-# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
+# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
+# (dataset or protocol, loss), override it.
 # The default loss is ms.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),               # with pretrained weights: cub
-    'vectors': SHAPES | common.VECTORS | dict(temperature=0.1),     # for the error: it has no images
+    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),               # with pretrained weights: 'cub' instead
+    'vectors': SHAPES | common.VECTORS | dict(temperature=0.1),     # only for the error: no images
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
-    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000, mask_size=50),      # 4 images per class, for hybrids
+    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000, mask_size=50),      # see train_proxy_anchor.py
     'ms': dict(alpha=0.05),
     'proxy_anchor': dict(alpha=2.0),
     'epshn': dict(alpha=0.1),
@@ -360,7 +363,7 @@ def reject_small_batches(args, superclass_of):
     superclasses it also needs `num` classes of each.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
-    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # classes of each, in a batch
+    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # how many of these in a batch
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
     advice = 'raise --batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids append needs ' \
@@ -426,8 +429,8 @@ What differs from the paper
        the base losses (Section 4); here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
        block of 250 px (Table 4) needs --image-size 256, where 95% of the pixels come from one source.
-    8. alpha; images in a batch / per class. (Section 4.2.1 names 16 for CUB and 8 for Cars; Table 2 has it the other
-       way round.) In-Shop is as SOP; npair has dim 64 on all.
+    8. Each entry is: alpha; batch size / images per class; - is not stated. In-Shop is as SOP; npair has dim 64. (For
+       EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars; in Table 2 the best have 8 and 16.)
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
                        SOP        -; 120 / 5              0.3; 120 / 5         0.3; 120 / 5
@@ -438,9 +441,9 @@ What differs from the paper
                        SOP        -; 120 / 5              1; 120 / 5           1; 120 / 5
          npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
-    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP both may be
-       of one class. With Proxy-Anchor on SOP, sources and negatives of a hybrid are among ten random images of one
-       superclass. Here both classes of a superclass are sources, so negatives are of other superclasses.
+    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP it may draw
+       one class twice, and with Proxy-Anchor it takes the sources and negatives of a hybrid from ten random images of a
+       superclass. Here both classes of a superclass in a batch are sources, so negatives are of other superclasses.
    10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
        less, and positives above 0.9999. Its N-pair has cosine similarities, as here; Sohn's are not normalized.
 Tables and figures of the paper

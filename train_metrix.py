@@ -5,12 +5,12 @@ ICLR 2022. arXiv:2106.04990. In metric learning a label describes a pair: 1 for 
 anchor and a negative. Two examples are mixed, as images, features or embeddings, Metrix Eq. (4). If they are a positive
 and a negative of an anchor, the mixed example has the label lambda for it: in the loss, it counts as a positive with
 weight lambda, and as a negative with weight 1 - lambda. For an anchor a, pos-neg pairs are a positive and a negative of
-a; anc-neg pairs are a itself and a negative; pos-pos pairs are two positives.
+a; anc-neg pairs are a itself and a negative; pos-pos pairs are two positives, and have label 1. What may be mixed are E
+candidates: the images, and with Proxy-Anchor also the proxies.
 
     paper    code       flag         meaning
-    a        anchor     -            (A,) anchors, as indices of candidates
-    x, x'    i, j       --pairs      (M,) indices of the candidates that are mixed, for M mixed examples v. There are E
-                                     candidates: the images, and with Proxy-Anchor also the proxies
+    a        anchor     -            (A,) indices of the anchors among the candidates
+    x, x'    i, j       --pairs      (M,) indices of the two candidates that are mixed in each of M mixed examples v
     y        label      -            (A, M) labels of the mixed examples, from 0 to 1. In code, y are class labels (B,)
     lambda   lam        --alpha      (M,) interpolation factors, from Beta(alpha, alpha)
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
@@ -44,8 +44,8 @@ def labelled_loss(s, label, valid, kind, **hyper):
     returns  (A,), the loss of each anchor; the term of the positives, or of the negatives, is 0 if there are none
     """
     label = label.to(s.dtype)
-    # Eq. (7). Of clean examples, with labels 1 and 0, it is Eq. (3). Of mixed examples it is Eq. (9), and of pos-neg
-    # pairs Eq. (13).
+    # Eq. (7). For clean examples, with labels 1 and 0, it is Eq. (3); for mixed ones it is Eq. (9), which for pos-neg
+    # pairs is Eq. (13).
     pull, push = TABLE_1[kind](s, label * valid, (1 - label) * valid, **hyper)                  # (A,), (A,)
     return pull + push
 
@@ -87,7 +87,7 @@ def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
 
 def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
     """The two logarithms of Proxy-Anchor Eq. (4), without its divisors. Table 1 differs (note 4): it has s - m for
-    negatives, and factors 1 / beta and 1 / gamma. Its m is delta, its beta and gamma are alpha."""
+    negatives, and factors 1 / beta and 1 / gamma. What Table 1 calls m is delta here; beta and gamma are both alpha."""
     pull = log1p_sum_exp(-alpha * (s - delta), positive)                # Proxy-Anchor Eq. (4), first logarithm
     push = log1p_sum_exp(alpha * (s + delta), negative)                 # Proxy-Anchor Eq. (4), second logarithm
     return pull, push
@@ -118,12 +118,12 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
-        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # |P+| classes in the batch; |P| is C
+        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # by the classes in the batch, and by C
     s = z @ z.T                                                                                 # (B, B)
     same = y[:, None] == y                                                                      # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
     negative = ~same                                                                            # N(a) in Eq. (6)
-    if epsilon is not None:                         # the miner, as in train_ms.py
+    if epsilon is not None:                         # the miner of train_ms.py, which explains ~(a >= b)
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
@@ -169,9 +169,10 @@ def mixed_loss(base, config, model, levels, y):
     i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))        # Eq. (8)
     if not len(i):
         return z.new_zeros(())
-    # i and j may be proxies, so embed=z, with the proxies after the embeddings.
+    # levels['embed'] has no proxies, but i and j may be proxies. So embed is z: the embeddings, then the proxies.
     v = mixed_embeddings(config, model, dict(levels, embed=z), i, j, lam)           # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
+        # The decorator upcasts the arguments, but not the proxies inside `base`.
         logits = proxy_logits(v, common.at_least_float32(base.proxies), **base.hyper)           # (M, C)
         loss_i = F.cross_entropy(logits, y[i], reduction='none')                    # (M,)
         loss_j = F.cross_entropy(logits, y[j], reduction='none')                    # (M,)
@@ -202,7 +203,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     anchor   (A,) the anchors, as indices of candidates
     returns  i, j (M,)     the pairs of all anchors, each once, with i < j
              lam (M,)      the share of i in the mixed example, from Beta(alpha, alpha)
-             label (A, M)  lam if i is the positive (or the anchor), 1 - lam if it is j
+             label (A, M)  lam if i is the positive (or the anchor), 1 - lam if it is j; with pos-pos, 1
              valid (A, M)  whether a pair is one of the anchor's; if not, its label means nothing
 
     For example, of images with classes 0 1 0 0 and pos-neg pairs, anchor 0 has the positives 2 and 3 and the negative
@@ -215,18 +216,18 @@ def mixed_pairs(config, z, y, anchor, num_images):
     negative = (y[anchor][:, None] != y) & image                                    # (A, E)  N(a) in U-(a), Eq. (6)
     if config.k:
         negative = hardest_negatives(z[anchor] @ z.T, negative, config.k)
-    # A pair has one candidate of `first` and one of `second`, both (A, E).
+    # A pair of anchor a has one candidate where first[a] is true, and one where second[a] is true. Both are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
     same = y[:, None] == y                                                          # (E, E)
     mixes = same if config.pairs == 'pos-pos' else ~same
-    # Only of anc-neg pairs one may be a proxy, the anchor. It is j, because proxies come after the images.
+    # A proxy is mixed in anc-neg pairs only, as the anchor. Proxies come after the images, so it is j.
     end = E if config.pairs == 'anc-neg' else num_images
-    i, j = mixes[:num_images, :end].triu(1).nonzero().unbind(dim=1)                 # (M,), (M,)
-    lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # (M,), one for all anchors
-    valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # (A, M)
+    i, j = mixes[:num_images, :end].triu(1).nonzero().unbind(dim=1)
+    lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # one for each pair, for all anchors
+    valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])
     used = valid.any(dim=0).nonzero()[:, 0]         # keep only the pairs that some anchor uses
-    i, j, lam, valid = i[used], j[used], lam[used], valid[:, used]
+    i, j, lam, valid = i[used], j[used], lam[used], valid[:, used]                  # (M,), (M,), (M,), (A, M)
     label = torch.where(first[:, i], lam, 1 - lam)
     if config.pairs == 'pos-pos':
         label = torch.ones_like(label)
@@ -257,7 +258,7 @@ def mixed_embeddings(config, model, levels, i, j, lam):
 
 def mix(x, i, j, lam):
     """lam x_i + (1 - lam) x_j for M pairs.  x (B, ...), i, j, lam (M,) -> (M, ...)"""
-    lam = lam.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)                            # (M, 1, ..., 1), as many as x has
+    lam = lam.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)                            # (M, 1, ..., 1), to fit x
     # On a CPU, index_select accumulates its gradient in a fixed order, so equal seeds give equal runs. x[i] does not.
     return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)
 
@@ -339,16 +340,17 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1)
-# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
+# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
+# (dataset or protocol, loss), override it.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
-    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000),    # 4 images per class, for pos-neg pairs
+    'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000),    # see train_proxy_anchor.py
     'contrastive': dict(m=0.5),                                     # the paper does not state it
     ('vectors', 'contrastive'): dict(epochs=3),
     ('cub', 'contrastive'): dict(decay_rate=0.1),
@@ -372,7 +374,7 @@ def plan(args):
     for mixup in args.mixup:
         # Which pairs: by default pos-neg or anc-neg, Section 4.1
         pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]
-        if args.loss == 'proxynca_pp':              # a mixed example is a query, of any two images of different classes
+        if args.loss == 'proxynca_pp':              # note 5: all pairs of two classes, since all images are anchors
             pairs = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
@@ -501,17 +503,17 @@ github.com/billpsomas/metrix, b679703). Both use Adam, one lambda for a batch, a
     6.                          here            code for contrastive                  code for ms
        positives of an anchor   all             the first; with input mixup all       the least similar one
        anchors of anc-neg       all             those without a positive              (no anc-neg)
-       hard negatives           the anchor's    with input mixup others (a wrong index)   (none)
+       hard negatives           of the anchor   in input mixup of another (wrong index)   (none)
        mixed examples are in    both terms      both terms                            the positive term only
     7. The code for contrastive has Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, 60 epochs, and
        averages over all pairs of the batch with non-zero loss; here the mean is over the pairs of an anchor first.
-    8. The code for ms indexes the matrix of (anchor, mixed example) with a mask made for (anchor, image), so most of
-       the examples that it selects belong to other anchors.
+    8. The code for ms has a matrix with a column for each mixed example, and indexes it with a mask that has a column
+       for each image. So most of the examples that it selects belong to other anchors.
     9. From the released code are min_crop, frozen epochs, clipping, proxies at 100 times the learning rate, BatchNorm,
-       and a decay every 10 epochs. Its commands for contrastive with mixup also freeze BatchNorm on SOP and In-Shop,
-       and the backbone for 5 epochs on In-Shop. Its commands for ms and Proxy-Anchor have 60 epochs on SOP and In-Shop,
-       a learning rate of 6e-4, and a decay every 20 epochs. That for ms without mixup on CUB has 60 epochs and a decay
-       every 5; here these are 100 and 10.
+       and a decay every 10 epochs. Not followed here: its commands for contrastive with mixup freeze BatchNorm on SOP
+       and In-Shop, and the backbone for 5 epochs on In-Shop. Those for ms and Proxy-Anchor on SOP and In-Shop have 60
+       epochs, a learning rate of 6e-4, and a decay every 20. Those without mixup on CUB and Cars have 60 epochs and a
+       decay every 5.
 Tables and figures of the paper
     Tables 2, 5: --loss, --mixup. With ms on CUB, Table 2 reports R@1 67.8 without mixup, 71.4 with feature mixup.
     Tables 6 (Cars), 7 (CUB, --dim 128), with --loss contrastive: --mixup, --pairs, --hard-negatives; the last row has

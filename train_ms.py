@@ -61,7 +61,7 @@ def log1p_sum_exp(t, keep):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two identical images are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: duplicates are pairs
     return same & ~itself, ~same
 
 
@@ -79,7 +79,7 @@ def mine(s, y, epsilon):
     # The least similar positive is the hardest one; inf, so that other images are never the minimum
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-    # Comparisons with NaN are false: with ~, a pair with NaN is kept, and the loss is NaN.
+    # ~(a >= b) instead of a < b: comparisons with NaN are false, so a pair with NaN is kept, and the loss shows it.
     return (positive & ~(s - epsilon >= hardest_negative),
             negative & ~(s + epsilon <= hardest_positive))
 
@@ -120,7 +120,7 @@ METRIX = dict(
     clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
     'vectors': SHAPES | common.VECTORS | dict(epochs=3),
     'cub': CUB,
     'cars': CUB | dict(epochs=30, decay_epochs=12),             # our choice: about as many iterations as on CUB
@@ -166,7 +166,7 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars lambda is 0.5, as in the released code, and beta is 50, as in two re-implementations (one is in
-       issue 4 of the authors' repository). Both say that the paper's lambda is 1.
+       issue 4 of the authors' repository). These two say that the paper's lambda is 1.
     3. Where the settings of a dataset come from:
            CUB          the authors' configuration
            Cars         that of CUB; 30 epochs of 100 iterations are our choice. In issue 6 of the authors' repository a
@@ -177,7 +177,7 @@ What differs from the paper
     4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
        selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
-    5. On CUB and Cars, the released code has a beta of 40.
+    5. The released code has a beta of 40; here, on CUB and Cars, it is 50 (note 2).
     6. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a
        similarity of 1 - 1e-5, which includes exact duplicates.
     7. The released code fails if an anchor has no positives, or no negatives. Here an anchor without positives adds

@@ -97,7 +97,7 @@ CUB = dict(
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB | dict(decay_epochs=10),

@@ -103,10 +103,11 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
-# A key is a dataset, a --protocol, a --loss or (dataset, loss). Of these, a later one overrides an earlier one.
+# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
+# (dataset or protocol, loss), override it.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: cub
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
     'vectors': SHAPES | common.VECTORS | dict(epochs=12),
     'cub': CUB,
     'cars': CUB,

@@ -1,13 +1,15 @@
 """Finds the lines that compute an equation of a paper, and its tests.
 
-    python tests/equations.py               # all numbered equations of the five papers, and of further scripts
-    python tests/equations.py metrix        # equations of one paper: rc, pa, metrix, ccl, hse
-    python tests/equations.py metrix 24     # one equation: its lines, and its tests with their source
+    python tests/equations.py               # all numbered equations of the five papers
+    python tests/equations.py metrix        # those of one paper: rc, pa, metrix, ccl, hse
+    python tests/equations.py metrix 24     # one equation: formula, lines, and tests with their source
+    python tests/equations.py --page        # writes the same, typeset, to tests/papers/README.md
     python -m pytest -k metrix_eq24_        # runs its tests; "_" at the end excludes longer numbers
 
-rc is A Metric Learning Reality Check, pa Proxy-Anchor. Lines are found by `Eq. (n)` in comments
-and in docstrings of functions, tests by their names. The name of a paper is the text before an equation in the
-docstring of a script, as in `Metrix Eq. (4)`, so a new script needs no entry here.
+rc is A Metric Learning Reality Check, pa Proxy-Anchor. A line computes an equation if its comment, or a comment above
+it, has `Eq. (n)`; docstrings do not count. Tests are found by their names. An equation belongs to the paper named
+before it, as in `Metrix Eq. (4)`, or else to the paper that the docstring of the file names first. The formulas are in
+tests/papers/formulas.txt.
 """
 import argparse
 import ast
@@ -16,42 +18,10 @@ from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[1]
-
-STEP = 'a step towards (24); tested as a property'
-REASONING = 'a step of reasoning; tested as a property'
-FIG2 = 'measured by tests/results/fig2.py'
-# What each equation of the five papers says; if no line computes it, the reason after a bar. Others need no entry.
-SAYS = {
-    'rc': ['contrastive loss of distances', 'triplet loss | an exercise: tests/course/train_triplet.py',
-           'MAP@R of one query', 'precision at a match, else 0'],
-    'pa': ['Proxy-NCA', 'Proxy-NCA by log-sum-exp', 'gradient of Proxy-NCA', 'Proxy-Anchor',
-           'Proxy-Anchor by softplus', 'gradient of Proxy-Anchor'],
-    'metrix': ['contrastive loss of cosines', 'Multi-Similarity', 'generic loss', 'input, feature, embedding mixup',
-               'positives have label 1', 'negatives have label 0', 'generic loss with labels',
-               'the mixed examples of an anchor', 'mixed loss', 'clean plus w times mixed loss',
-               f'probability of acting as positive | {FIG2}', 'utilization', 'mixed loss of positive-negative pairs',
-               'mixed contrastive loss', 'mixed Multi-Similarity',
-               f'chain rule through the similarity | {REASONING}', f'Eq. (15) for one mixed example | {STEP}',
-               f'derivative of Eq. (17) | {STEP}', f'Eq. (18) rearranged | {STEP}',
-               f'Eq. (19) without fractions | {STEP}', f'Eq. (20) multiplied out | {STEP}',
-               f'Eq. (21) solved for the exponential | {STEP}', f'logarithm of Eq. (22) | {STEP}',
-               'threshold of positivity', 'probability of acting as positive'],
-    'ccl': ['contrast by a memory bank | earlier work; Eq. (2) is tested to have its form',
-            'contrast by centres; squared distance', 'squared distance to the centre of its class',
-            'squared distance by the cosine', 'CCL', 'cross-entropy', 'centre loss', 'NSoftmax', 'Proxy-NCA',
-            'contrast by similarities', 'large margin',
-            f'bounds of a sum of exponentials | {REASONING}', f'bounds of the contrast | {REASONING}',
-            'centres as running means'],
-    'hse': ['Euclidean distance', 'contrastive loss, squared', 'Mixup of two images',
-            'mixed label | left out: a hybrid has no label',
-            'Eq. (2) for a hybrid | left out: the paper argues that it has no label',
-            'Eq. (2) with mixed labels | left out: this is the approach of Metrix, see train_metrix.py',
-            'hard negative of a hybrid', 'easy weak positive of a hybrid', 'hybrid loss', 'sum of both losses',
-            'the same with contrastive loss'],
-}
-# `Metrix Eq. (4)` in the docstring of a script. `Eq. (n)` without a name belongs to the paper that is named first.
+PAGE = ROOT / 'tests/papers/README.md'
 NAMED = re.compile(r'([A-Z][\w+]*(?:[ -][A-Z][\w+]*)*)\s+Eq\. \(')
 COMMENT = re.compile(r'(?m)(?:^ *#.*\n)+|#.*')     # all lines of a comment: a name and `Eq.` may be on two
 
@@ -64,9 +34,10 @@ def key(name):
 
 @cache
 def heads():
-    """{file: docstring}"""
-    files = [ROOT / 'common.py', ROOT / 'eval.py', *sorted(ROOT.glob('train_*.py'))]
-    return {path.name: ast.get_docstring(ast.parse(path.read_text())) or '' for path in files}
+    """{file: docstring} of the scripts, of the exercise, and of the script that measures Eq. (25) of Metrix"""
+    others = ['common.py', 'eval.py', 'tests/course/train_triplet.py', 'tests/results/fig2.py']
+    files = [*others, *(path.name for path in sorted(ROOT.glob('train_*.py')))]
+    return {file: ast.get_docstring(ast.parse((ROOT / file).read_text())) or '' for file in files}
 
 
 def cited(text, file):
@@ -83,21 +54,22 @@ def cited(text, file):
 
 @cache
 def lines():
-    """{(paper, number): [(file, line, text of the comment or name of the function)]}, in docstrings and comments"""
+    """{(paper, number): [(file, line, statement)]}: the statements whose comments have this equation"""
     found = {}
     for file in heads():
         source = (ROOT / file).read_text()
         tree = ast.parse(source)
-        places = [(node.lineno, f'def {node.name}', ast.get_docstring(node) or '') for node in
-                  ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        for comment in COMMENT.finditer(source):
-            first = source[:comment.start()].count('\n')
-            if first >= tree.body[0].end_lineno:                        # after the docstring of the file
-                places.append((first + 1, source.splitlines()[first].strip(), re.sub(r'\n *# *', ' ', comment[0])))
-        for number, line, text in sorted(places):
-            for equation in cited(text, file):
-                found.setdefault(equation, []).append((file, number, line))
-    return found
+        statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+        for comment in COMMENT.finditer(source, sum(map(len, source.splitlines(True)[:tree.body[0].end_lineno]))):
+            line = source.count('\n', 0, comment.start()) + 1
+            if comment[0].endswith('\n'):                   # above its statement
+                line += comment[0].count('\n')
+            around = [node for node in statements if node.lineno <= line <= node.end_lineno]
+            node = max(around, key=lambda node: node.lineno, default=None)
+            for equation in cited(re.sub(r'\n *# *', ' ', comment[0]), file) if node else ():
+                text = '\n'.join(source.splitlines()[node.lineno - 1:node.end_lineno][:8])
+                found.setdefault(equation, []).append((file, node.lineno, text))
+    return {equation: list(dict.fromkeys(places)) for equation, places in found.items()}
 
 
 @cache
@@ -116,42 +88,86 @@ def tests():
     return found
 
 
+@cache
+def formulas():
+    """({paper: [title, authors, address]}, {(paper, number): (name, TeX, letters, why no line computes it)})"""
+    papers, found = {}, {}
+    for entry in PAGE.with_name('formulas.txt').read_text().split('\n\n')[1:]:
+        if entry.startswith('# '):
+            paper, *papers[paper] = entry[2:].split(' | ')
+            continue
+        first, *lines = entry.strip().splitlines()
+        (paper, number), name = first.split(': ')[0].split(), first.split(': ', 1)[1]
+        more = dict(line.split(': ', 1) for line in lines if line.startswith(('code: ', 'why: ')))
+        tex = '\n'.join(line for line in lines if not line.startswith(('code: ', 'why: ')))
+        found[paper, int(number)] = name, tex, more.get('code', ''), more.get('why', '')
+    return papers, found
+
+
 def where(places):
     """file:line,line of each file"""
     files = groupby(places, itemgetter(0))
     return ' '.join(f'{file}:{",".join(str(line) for _, line, _ in group)}' for file, group in files)
 
 
-def equations():
-    """{paper: {number: (what it says, why no line computes it)}}: all of the five papers, of others those cited"""
-    found = {paper: {n: tuple(text.partition(' | ')[::2]) for n, text in enumerate(texts, 1)}
-             for paper, texts in SAYS.items()}
-    for paper, number in sorted(lines().keys() | tests().keys()):
-        if paper not in SAYS:
-            found.setdefault(paper, {})[number] = '', ''
-    return found
+def section(number):
+    """An equation on the page"""
+    name, tex, letters, why = formulas()[1][number]
+    yield f'### Eq. ({number[1]}): {name}\n\n```math\n{tex}\n```\n'
+    if letters:
+        yield 'In the code: ' + re.sub(' = ([^;]+)', r' is `\1`', letters) + '.\n'
+    if why:
+        yield f'No line computes it: {why}.\n'
+    for file, places in groupby(lines().get(number, []), itemgetter(0)):
+        _, at, texts = zip(*places)
+        links = ', '.join(f'[{line}](../../{file}#L{line})' for line in at)
+        code = '\n'.join(re.sub(' {3,}#', '  #', dedent(text)) for text in texts)
+        yield f'`{file}`, line {links}:\n\n```python\n{code}\n```\n'
+    found = []
+    for file, line, source in tests().get(number, []):
+        test = re.sub('((test|and)_[a-z]+_eq[0-9]+_)+', '', re.search('def (test_.*?)[(]', source)[1])
+        found.append(f'[{test.replace("_", " ")}](../../{file}#L{line})')
+    if found:
+        yield f'Tests: {", ".join(found)}.\n'
+
+
+def page():
+    """The text of tests/papers/README.md"""
+    papers, found = formulas()
+    computed = len(found.keys() & lines().keys())
+    text = ['# The equations of the papers, their lines and their tests\n',
+            f'{len(found)} numbered equations. Lines compute {computed} of them; for the other {len(found) - computed} '
+            'there is a reason why not. The letters are those of the papers. `python tests/equations.py --page` writes '
+            'this page.\n']
+    for paper, (title, authors, link) in papers.items():
+        text.append(f'## {title}\n\n[{authors}]({link}). `python -m pytest -k {paper}_eq` runs its tests.\n')
+        text += [part for number in found if number[0] == paper for part in section(number)]
+    return '\n'.join(text)
 
 
 def main(argv=None):
-    known = equations()
+    papers, found = formulas()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('paper', nargs='?', choices=list(known))
+    parser.add_argument('paper', nargs='?', choices=list(papers))
     parser.add_argument('number', nargs='?', type=int)
+    parser.add_argument('--page', action='store_true', help=f'writes {PAGE.relative_to(ROOT)}')
     args = parser.parse_args(argv)
-    if args.number is not None and args.number not in known[args.paper]:
-        parser.error(f'the equations of {args.paper} are {", ".join(map(str, known[args.paper]))}')
-    code, checks = lines(), tests()
-    for paper in [args.paper] if args.paper else known:
-        for number, (says, why) in known[paper].items():
-            computed, tested = code.get((paper, number), []), checks.get((paper, number), [])
-            if args.number is None:
-                print(f'{paper:6} ({number:2})  {says:38}  {where(computed) or why}')
-                if tested:
+    if args.page:
+        PAGE.write_text(page())
+    elif args.number is None:
+        for (paper, number), (name, _, _, why) in found.items():
+            if args.paper in (None, paper):
+                print(f'{paper:6} ({number:2})  {name:38}  {where(lines().get((paper, number), [])) or why}')
+                if tested := tests().get((paper, number)):
                     print(' ' * 54 + where(tested))
-            elif args.number == number:
-                print(f'{paper} ({number}): {says}' + (f'; no line computes it: {why}' if why else ''))
-                print(*(f'{file}:{line}: {shown}' for file, line, shown in computed), sep='\n')
-                print(*(f'\n{file}:{line}\n{source}' for file, line, source in tested), sep='\n')
+    elif (args.paper, args.number) not in found:
+        parser.error(f'{args.paper} has no equation ({args.number})')
+    else:
+        number = args.paper, args.number
+        name, tex, _, why = found[number]
+        print(f'{args.paper} ({args.number}): {name}' + (f'; no line computes it: {why}' if why else ''), tex, sep='\n')
+        print(*(f'\n{file}:{line}\n{text}' for file, line, text in lines().get(number, []) + tests().get(number, [])),
+              sep='\n')
 
 
 if __name__ == '__main__':

@@ -8,25 +8,42 @@ from conftest import ROOT
 
 
 def test_every_equation_of_the_five_papers_has_lines_or_a_reason_and_a_test():
-    lines, tests = equations.lines(), equations.tests()
-    for paper, number in lines.keys() | tests.keys():
-        assert number in equations.equations()[paper], f'{paper} has no equation ({number})'
-    for paper in equations.SAYS:
-        for number, (says, why) in equations.equations()[paper].items():
-            assert bool(why) != ((paper, number) in lines), f'{paper} ({number}) {says}: either lines or a reason'
-            assert (paper, number) in tests or 'left out' in why, f'{paper} ({number}) {says} has no test'
+    found, lines, tests = equations.formulas()[1], equations.lines(), equations.tests()
+    assert not (lines.keys() | tests.keys()) - found.keys(), 'no such equation'
+    for number, (*_, why) in found.items():
+        assert bool(why) != (number in lines), f'{number}: either lines or a reason'
+        assert number in tests or 'left out' in why, f'{number} has no test'
+
+
+def test_formulas_have_balanced_braces_and_only_macros_that_github_typesets():
+    known = {*'Delta alpha aligned arg begin beta cap cases cdot cup delta dfrac dots ell end exp frac gamma in lVert '
+             'lambda le left ln log mathcal max min mu neq partial phi prime qquad quad rVert rho right sigma sim sum '
+             'tau text theta tilde top widetilde'.split()}
+    for number, (_, tex, *_) in equations.formulas()[1].items():
+        bare = re.sub(r'\\[{}]', '', tex)
+        assert tex and bare.count('{') == bare.count('}') and tex.count('\\left') == tex.count('\\right'), number
+        assert {*re.findall(r'\\([A-Za-z]+)', tex)} <= known, number
+
+
+def test_the_page_is_current():
+    assert equations.PAGE.read_text() == equations.page(), 'run: python tests/equations.py --page'
 
 
 def test_one_equation_is_printed_with_its_lines_and_tests(capsys):
     equations.main(['metrix', '24'])
-    first, *places = capsys.readouterr().out.splitlines()
+    first, _, _, place, code, *rest = capsys.readouterr().out.splitlines()
     assert first == 'metrix (24): threshold of positivity'
-    file, line, _ = places[0].split(':', 2)
-    text = (ROOT / file).read_text().splitlines()
-    assert text[int(line) - 1].startswith('def positivity_threshold')
-    assert any('test_metrix_eq24_' in place for place in places)
+    file, line = place.split(':')
+    assert code == (ROOT / file).read_text().splitlines()[int(line) - 1] and '.logit() / (beta + gamma) + m' in code
+    assert any('test_metrix_eq24_' in text for text in rest)
     with pytest.raises(SystemExit):
         equations.main(['rc', '5'])
+
+
+def test_only_lines_that_compute_an_equation_are_counted():
+    """The threshold in Eq. (25) is computed as Eq. (24); the probability is measured by fig2.py."""
+    assert {file for file, *_ in equations.lines()['metrix', 25]} == {'tests/results/fig2.py'}
+    assert {file for file, *_ in equations.lines()['metrix', 24]} == {'train_metrix.py'}
 
 
 def test_names_of_other_tests_do_not_match_minus_k_e_q():

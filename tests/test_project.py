@@ -25,7 +25,8 @@ def lacks(script):
     if not equations.NAMED.search(equations.heads()[file]):
         yield 'the name of its paper, as in `Metrix Eq. (4)`, in its docstring'
     at_lines = {equation for equation, places in equations.lines().items() if file in {place[0] for place in places}}
-    in_head = equations.cited(equations.heads()[file], file)
+    reasons = {number for number, (*_, why) in equations.formulas()[1].items() if why}
+    in_head = equations.cited(equations.heads()[file], file) - reasons
     yield from (f'a line with Eq. ({n}) of {paper}, which its docstring names'
                 for paper, n in sorted(in_head - at_lines))
     yield from (f'a test named test_{paper}_eq{n}_..., for the line with Eq. ({n})'

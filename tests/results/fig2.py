@@ -1,4 +1,4 @@
-"""Fig. 2 and the utilization of Metrix (Sections 3.6 and 4.3), for a network trained by train_metrix.py.
+"""Fig. 2, Metrix Eq. (11) and (25), and the utilization, Eq. (12), for a network trained by train_metrix.py.
 
     python tests/results/fig2.py runs/metrix-shapes-1 --gamma 50 --m 0.5
 
