@@ -85,7 +85,7 @@ def utilization(queries, examples):
 
     queries (Q, D), examples (X, D), of any length, thousands of each -> float, from 0 to 4
     """
-    s, _ = nearest(queries, examples)                                    # (Q, 1) cosines
+    s, _ = nearest(queries, examples)                                    # (Q, 1) cosines, Metrix Eq. (12): min over x
     return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)
 
 

@@ -40,7 +40,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     c = F.normalize(centers, dim=1)                                      # (C, D)
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 in the column of the own class
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
-    logits = s * (cosine - margin * positive)                            # (B, C)
+    logits = s * (cosine - margin * positive)                            # (B, C), Eq. (2), (8), (10); margin: Eq. (11)
     # L_contrast, (B,), is -log p_y without smoothing: Eq. (2), (8), (10), and with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # L_center = ||x - c_y||^2 = 2 - 2 c_y.x, (B,): Eq. (2), (3), (4)
@@ -74,7 +74,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
     if len(centers) == 1:
         return -logits.mean()
     positive = torch.arange(len(centers), device=y.device) == y[:, None]             # (B, C): one True in each row
-    others = logits.masked_fill(positive, float('-inf'))                 # exp(-inf) = 0
+    others = logits.masked_fill(positive, float('-inf'))                 # exp(-inf) = 0, Eq. (9): j != y
     return (others.logsumexp(dim=1) - logits[positive]).mean()           # Eq. (9): -log(a / b) = log b - log a
 
 
@@ -90,7 +90,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 
     z (B, D) embeddings x; y (B,); weight (C, D) and bias (C,) of the classifier; centers (C, D) -> scalar
     """
-    logits = F.linear(z, weight, bias)                                   # (B, C)
+    logits = F.linear(z, weight, bias)                                   # (B, C), Eq. (6)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
     cross_entropy = F.cross_entropy(logits, labels, reduction='none')    # (B,)  Eq. (6)
     distance2 = (z - centers[y]).square().sum(dim=1)                     # (B,)

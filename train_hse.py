@@ -44,7 +44,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     returns        scalar >= 0. A hybrid without weak positives, or without negatives, adds 0, but counts in the mean.
                    Without hybrids the loss is 0.
     """
-    s = h @ z.T / temperature                                            # (H, B)
+    s = h @ z.T / temperature                                            # (H, B), Eq. (7), (8)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     # s is divided by T already, and 1 / (1 + exp(s_hn) / exp(s_ewp)) = sigmoid(s_ewp - s_hn).

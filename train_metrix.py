@@ -47,7 +47,7 @@ def labelled_loss(s, label, valid, kind, **hyper):
     # Eq. (7). For clean examples, with labels 1 and 0, it is Eq. (3); for mixed ones it is Eq. (9), which for pos-neg
     # pairs is Eq. (13).
     pull, push = TABLE_1[kind](s, label * valid, (1 - label) * valid, **hyper)                  # (A,), (A,)
-    return pull + push
+    return pull + push                                                  # Eq. (7), with tau the identity
 
 
 # ---- Table 1. The functions are three of its rows, with the differences of notes 2 and 4. The arguments, all (A, n),
@@ -118,7 +118,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
-        return pull.sum() / positive.any(dim=1).sum() + push.mean()     # by the classes in the batch, and by C
+        # Proxy-Anchor Eq. (4): divided by the number of classes in the batch, and by C
+        return pull.sum() / positive.any(dim=1).sum() + push.mean()
     s = z @ z.T                                                                                 # (B, B)
     same = y[:, None] == y                                                                      # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
@@ -224,11 +225,11 @@ def mixed_pairs(config, z, y, anchor, num_images):
     # A proxy is mixed in anc-neg pairs only, as the anchor. Proxies come after the images, so it is j.
     end = E if config.pairs == 'anc-neg' else num_images
     i, j = mixes[:num_images, :end].triu(1).nonzero().unbind(dim=1)
-    lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # one for each pair, for all anchors
-    valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])
+    lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # Eq. (8), one for all anchors
+    valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a)
     used = valid.any(dim=0).nonzero()[:, 0]         # keep only the pairs that some anchor uses
     i, j, lam, valid = i[used], j[used], lam[used], valid[:, used]                  # (M,), (M,), (M,), (A, M)
-    label = torch.where(first[:, i], lam, 1 - lam)
+    label = torch.where(first[:, i], lam, 1 - lam)                                  # Eq. (8), the mixed label
     if config.pairs == 'pos-pos':
         label = torch.ones_like(label)
     return i, j, lam, label, valid
@@ -243,15 +244,15 @@ def hardest_negatives(s, negative, k):
 
 def mixed_embeddings(config, model, levels, i, j, lam):
     """Eq. (4): embeddings v of M mixed examples. The mixed tensor passes through the rest of the network. -> (M, D)"""
-    if config.mixup == 'input':                     # Eq. (4), f(lam x + (1 - lam) x'); the paper's f is the network
-        x = mix(levels['input'], i, j, lam)
+    if config.mixup == 'input':
+        x = mix(levels['input'], i, j, lam)         # Eq. (4), f(lam x + (1 - lam) x'); the paper's f is the network
         if not config.clean_bn:
             return model(x)
         # functional_call runs the network with copies of its buffers, so that mixed images do not change the running
         # statistics of BatchNorm.
         return torch.func.functional_call(model, {name: t.clone() for name, t in model.named_buffers()}, x)
-    # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the trunk, f_m are pooling and head
     if config.mixup == 'feature':
+        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the trunk, f_m are pooling and head
         return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
     return mix_embeddings(levels['embed'], i, j, lam)
 
@@ -260,7 +261,7 @@ def mix(x, i, j, lam):
     """lam x_i + (1 - lam) x_j for M pairs.  x (B, ...), i, j, lam (M,) -> (M, ...)"""
     lam = lam.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)                            # (M, 1, ..., 1), to fit x
     # On a CPU, index_select accumulates its gradient in a fixed order, so equal seeds give equal runs. x[i] does not.
-    return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)
+    return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)            # Eq. (4), mix
 
 
 def mix_embeddings(z, i, j, lam):
@@ -281,7 +282,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     f = common.at_least_float32(f)
     p = 0
     if 'avg' in pool:                               # average pooling is linear: the averages can be mixed
-        p = p + mix(f.mean(dim=(2, 3)), i, j, lam)                                  # (M, c)  Eq. (4)
+        p = p + mix(f.mean(dim=(2, 3)), i, j, lam)                                  # (M, c)
     if 'max' in pool:                               # the maximum is the mixed value at its position
         h, w = f.shape[2:]
         lam = lam.to(f.dtype)[:, None]                                              # (M, 1)
@@ -296,7 +297,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
         # deterministic, as in mix.
         values = f.permute(0, 2, 3, 1).flatten(0, 2)                                # (B h w, c)
         f_i, f_j = (values.gather(0, n[:, None] * (h * w) + peak) for n in (i, j))  # (M, c)
-        p = p + f_j.lerp(f_i, lam)                                                  # Eq. (4)
+        p = p + f_j.lerp(f_i, lam)
     return p
 
 

@@ -57,7 +57,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     if len(proxies) == 1:
         return -logits.sum()
     positive = torch.arange(len(proxies), device=y.device) == y[:, None]       # (B, C): image b has class c
-    others = logits.masked_fill(positive, float('-inf'))                       # exp(-inf) = 0, so P- is left
+    others = logits.masked_fill(positive, float('-inf'))    # Proxy-Anchor Eq. (1), (2): P-, because exp(-inf) = 0
     # Proxy-Anchor Eq. (2), and with it Eq. (1): LSE over P-, minus the similarity to the positive proxy
     return (others.logsumexp(dim=1) - logits[positive]).sum()
 

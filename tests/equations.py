@@ -54,21 +54,21 @@ def cited(text, file):
 
 @cache
 def lines():
-    """{(paper, number): [(file, line, statement)]}: the statements whose comments have this equation"""
+    """{(paper, number): [(file, line, function, statement)]}: the statements whose comments have this equation"""
     found = {}
     for file in heads():
         source = (ROOT / file).read_text()
         tree = ast.parse(source)
         statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
         for comment in COMMENT.finditer(source, sum(map(len, source.splitlines(True)[:tree.body[0].end_lineno]))):
-            line = source.count('\n', 0, comment.start()) + 1
-            if comment[0].endswith('\n'):                   # above its statement
-                line += comment[0].count('\n')
-            around = [node for node in statements if node.lineno <= line <= node.end_lineno]
-            node = max(around, key=lambda node: node.lineno, default=None)
-            for equation in cited(re.sub(r'\n *# *', ' ', comment[0]), file) if node else ():
-                text = '\n'.join(source.splitlines()[node.lineno - 1:node.end_lineno][:8])
-                found.setdefault(equation, []).append((file, node.lineno, text))
+            first = source.count('\n', 0, comment.start()) + 1
+            line = first + comment[0].count('\n')           # of the statement below, if the comment has its own lines
+            around = sorted((node for node in statements if node.lineno <= line <= node.end_lineno),
+                            key=lambda node: node.lineno)
+            for equation in cited(re.sub(r'\n *# *', ' ', comment[0]), file) if around else ():
+                function = next((node.name for node in around if isinstance(node, ast.FunctionDef)), '')
+                text = '\n'.join(source.splitlines()[min(first, around[-1].lineno) - 1:around[-1].end_lineno][:8])
+                found.setdefault(equation, []).append((file, around[-1].lineno, function, text))
     return {equation: list(dict.fromkeys(places)) for equation, places in found.items()}
 
 
@@ -107,7 +107,7 @@ def formulas():
 def where(places):
     """file:line,line of each file"""
     files = groupby(places, itemgetter(0))
-    return ' '.join(f'{file}:{",".join(str(line) for _, line, _ in group)}' for file, group in files)
+    return ' '.join(f'{file}:{",".join(str(line) for _, line, *_ in group)}' for file, group in files)
 
 
 def section(number):
@@ -115,14 +115,14 @@ def section(number):
     name, tex, letters, why = formulas()[1][number]
     yield f'### Eq. ({number[1]}): {name}\n\n```math\n{tex}\n```\n'
     if letters:
-        yield 'In the code: ' + re.sub(' = ([^;]+)', r' is `\1`', letters) + '.\n'
+        yield f'{letters}\n'
     if why:
         yield f'No line computes it: {why}.\n'
-    for file, places in groupby(lines().get(number, []), itemgetter(0)):
-        _, at, texts = zip(*places)
+    for (file, function), places in groupby(lines().get(number, []), itemgetter(0, 2)):
+        _, at, _, texts = zip(*places)
         links = ', '.join(f'[{line}](../../{file}#L{line})' for line in at)
-        code = '\n'.join(re.sub(' {3,}#', '  #', dedent(text)) for text in texts)
-        yield f'`{file}`, line {links}:\n\n```python\n{code}\n```\n'
+        code = '\n'.join(re.sub(r'(?<=\S) {3,}#', '  #', dedent(text)) for text in texts)
+        yield f'`{function}` in {file}, line {links}:\n\n```python\n{code}\n```\n'
     found = []
     for file, line, source in tests().get(number, []):
         test = re.sub('((test|and)_[a-z]+_eq[0-9]+_)+', '', re.search('def (test_.*?)[(]', source)[1])
@@ -137,8 +137,10 @@ def page():
     computed = len(found.keys() & lines().keys())
     text = ['# The equations of the papers, their lines and their tests\n',
             f'{len(found)} numbered equations. Lines compute {computed} of them; for the other {len(found) - computed} '
-            'there is a reason why not. The letters are those of the papers. `python tests/equations.py --page` writes '
-            'this page.\n']
+            'there is a reason why not. $[t]_+$ is $\\max(0, t)$. Other letters have the same name in the code. '
+            '`python tests/equations.py --page` writes this page.\n',
+            ', '.join(f'[{title}](#{re.sub("[^a-z -]", "", title.lower()).replace(" ", "-")})'
+                      for title, *_ in papers.values()) + '\n']
     for paper, (title, authors, link) in papers.items():
         text.append(f'## {title}\n\n[{authors}]({link}). `python -m pytest -k {paper}_eq` runs its tests.\n')
         text += [part for number in found if number[0] == paper for part in section(number)]
@@ -166,8 +168,8 @@ def main(argv=None):
         number = args.paper, args.number
         name, tex, _, why = found[number]
         print(f'{args.paper} ({args.number}): {name}' + (f'; no line computes it: {why}' if why else ''), tex, sep='\n')
-        print(*(f'\n{file}:{line}\n{text}' for file, line, text in lines().get(number, []) + tests().get(number, [])),
-              sep='\n')
+        for file, line, *_, text in lines().get(number, []) + tests().get(number, []):
+            print(f'\n{file}:{line}\n{text}')
 
 
 if __name__ == '__main__':

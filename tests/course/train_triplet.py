@@ -40,10 +40,10 @@ def triplet_loss(z, y, margin=0.1, hardest=False):
     if hardest:
         # An anchor without negatives has an infinite distance here, so its triplets have zero loss.
         d_an = d.masked_fill(same, float('inf')).amin(dim=1, keepdim=True)          # (B, 1)
-        excess = d - d_an + margin                                                  # (B, B): anchor, positive
+        excess = d - d_an + margin                                                  # (B, B): a, p; Eq. (2)
         exists = positive
     else:
-        excess = d[:, :, None] - d[:, None, :] + margin                             # (B, B, B): anchor, p, n
+        excess = d[:, :, None] - d[:, None, :] + margin                             # (B, B, B): a, p, n; Eq. (2)
         exists = positive[:, :, None] & ~same[:, None, :]
     cost = excess.clamp_min(0).masked_fill(~exists, 0)                              # Reality Check Eq. (2)
     return cost.sum() / (cost > 0).sum().clamp_min(1)

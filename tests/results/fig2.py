@@ -44,14 +44,14 @@ def positivity(z, y, batches, alpha=2.0, beta=18.0, gamma=75.0, m=0.77):
         s = (zb @ mix_embeddings(zb, i, j, lam.double()).T).requires_grad_()                    # (B, M)
         labelled_loss(s, label, valid, 'ms', **hyper).sum().backward()
         positive = s.grad <= 0                      # Pos(a, v), Section 3.6
-        below = s <= positivity_threshold(label, **hyper)       # Eq. (11) and (25): F_lambda(threshold) is its mean
+        below = s <= positivity_threshold(label, **hyper)       # Eq. (11), (25): its mean is F_lambda at the threshold
         samples.append(torch.stack([label, positive, below, s.detach()])[:, valid])             # (4, pairs)
     samples = torch.cat(samples, dim=1)             # (4, all pairs): label, positive, below, s
     index = (samples[0] * 10).long().clamp_max(9)   # bin of the label, 0 to 9
     bins = []
     for n in index.unique().tolist():
         inside = samples[:, index == n]             # (4, pairs in this bin)
-        _, measured, predicted, s = inside.mean(dim=1).tolist()
+        _, measured, predicted, s = inside.mean(dim=1).tolist()             # predicted: Eq. (11), (25)
         bins.append((n / 10 + 0.05, measured, predicted, s, inside.shape[1]))
     return bins
 
