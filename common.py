@@ -60,7 +60,7 @@ class Embedder(nn.Module):
     """The network of every script: backbone (trunk) -> pooling -> linear head -> L2 normalization.
 
     arch         trunk: a classifier of torchvision (resnet50, vit_b_16, ...) or timm:NAME, without its last layers; or
-                 none, for --dataset vectors, which are precomputed features
+                 none, for --dataset vectors, which are precomputed features. resnet50_v1: as published, see make_trunk
     dim          D, embedding dimension; None: as many as the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), or a file
@@ -195,7 +195,8 @@ class Rescale(nn.Module):
 def make_trunk(arch, weights='none', image_size=224):
     """A classifier without its last layers. Networks that end in avgpool and fc, such as a ResNet, lose both and return
     feature maps (B, c, h, w). All others lose only their last linear layer, and return (B, c). A vision transformer of
-    timm is made for images of this size."""
+    timm is made for images of this size. In resnet50_v1 the first 1x1 convolution of a stage has the stride, as in
+    He et al. (2015) and in weights from Caffe and Keras; in torchvision's resnet50 it is the 3x3 convolution."""
     if arch == 'none':
         return Rescale()
     if arch.startswith('timm:'):
@@ -204,11 +205,17 @@ def make_trunk(arch, weights='none', image_size=224):
         with made(arch, weights):
             trunk = timm.create_model(name, pretrained=weights == 'imagenet', num_classes=0, **size)
         return load_weights(trunk, weights, config.classifier)
-    if arch not in torchvision.models.list_models(module=torchvision.models):
+    name = arch.removesuffix('_v1')
+    if name not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(f'--arch {arch} is neither a classifier of torchvision, such as resnet50, swin_t or vit_b_16, '
                          'nor timm:NAME')
     with made(arch, weights):
-        network = torchvision.models.get_model(arch, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
+        if arch != name and weights == 'imagenet':
+            raise ValueError('torchvision has those of resnet50 only')
+        network = torchvision.models.get_model(name, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
+        if arch != name:
+            for stage in (network.layer2, network.layer3, network.layer4):
+                stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise UsageError(f'--arch {arch} has no linear classifier that could be cut off')

@@ -355,3 +355,15 @@ def test_any_module_as_trunk_is_trained_resumed_reloaded_and_evaluated(folder, t
     for load in (common.load_checkpoint, lambda path: evaluation.main(['--checkpoint', path])):
         with pytest.raises(UsageError, match='the trunk of runs/mine was made in Python: .*trunk=module'):
             load('runs/mine')
+
+
+def test_resnet50_v1_has_its_strides_on_the_1x1_convolutions():
+    """He et al. (2015); torchvision's network would load the same weights, and give other features."""
+    trunk = common.make_trunk('resnet50_v1')
+    strided = [name for name, layer in trunk.named_modules() if getattr(layer, 'stride', 1) == (2, 2)]
+    assert strided == ['conv1'] + [f'layer{stage}.0.{layer}' for stage in (2, 3, 4)
+                                   for layer in ('conv1', 'downsample.0')]
+    with pytest.raises(UsageError, match='resnet50_v1.*--weights FILE'):
+        common.make_trunk('resnet50_v1', 'imagenet')
+    with pytest.raises(UsageError, match='vit_b_16_v1'):
+        common.make_trunk('vit_b_16_v1')

@@ -1,19 +1,26 @@
-"""Makes the runs of experiments.py that are missing, and writes the tables of the page README.md.
+"""Makes the runs of experiments.py that are missing, and writes the numbers of the pages.
 
-    python tests/results/results.py               writes the tables from runs.jsonl
-    python tests/results/results.py birds         first makes the missing runs of this experiment
-    python tests/results/results.py birds --jobs 2      two runs at a time, each on half of the cores
+    python tests/results/results.py               writes tables and numbers from runs.jsonl
+    python tests/results/results.py hse           first makes the missing runs of this experiment
+    python tests/results/results.py hse --jobs 2        two runs at a time, each on half of the cores
 
 Each finished run becomes a line of runs.jsonl: its command, commit, machine, version of torch, and the rows of its log.
 A run is found by its command. Interrupted, it continues at the next start, in a folder of runs/ that is named after its
 command. A run that fails is named at the end, and does not stop the others.
 
-The data are expected in data/, which git ignores: cub50 has the first 50 classes of CUB-200-2011, and resnet18.pth the
-backbone of torchvision's IMAGENET1K_V1, with BatchNorm statistics that were estimated anew on 600 photographs.
+On a page, `<!-- hse: ms, hybrids -->` stands before a number: it is R@1 of this row of hse. A difference of two rows is
+written `<!-- hse: ms, hybrids - ms, no hybrids -->`; another column as `<!-- hse: ms, hybrids; MAP@R -->`.
+
+The data are expected in data/, which git ignores:
+    CUB_200_2011     --download
+    flowers          Oxford's 102 classes of flowers: folders 001 to 102
+    resnet18.pth     torchvision's IMAGENET1K_V1, with BatchNorm statistics of 600 other photographs
+    resnet50_v1.pth  the ResNet-50 of Keras with weights of ImageNet, under the names of torchvision's layers
 """
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +38,8 @@ from eval import interval
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 BEGIN, END = '<!-- tables -->', '<!-- end -->'              # of the tables on the page
+FLOAT = r'-?\d+(?:\.\d+)?'
+NUMBER = rf'(<!-- (\w+): ([^;>]+?)(?:; (.+?))? -->)(?:{FLOAT})?(?: ± {FLOAT})?'           # and the comment before it
 
 
 # ---- runs
@@ -98,9 +107,10 @@ def best(rows):
 
 # {title of a column: (its value for the rows of one log, digits)}
 COLUMNS = {
-    'R@1 before': (before('R@1'), 1), 'R@1': (last('R@1'), 1), 'MAP@R before': (before('MAP@R'), 1),
-    'MAP@R': (last('MAP@R'), 1), 's+': (last('s+'), 2), 's-': (last('s-'), 2), 'best R@1': (best, 1),
-    'best - last': (lambda rows: best(rows) - rows[-1]['R@1'], 1)}
+    'epochs': (last('epoch'), 0), 'R@1 before': (before('R@1'), 1),
+    **{key: (last(key), 1) for key in ('R@1', 'R@2', 'R@4', 'R@8', 'RP')},
+    'MAP@R before': (before('MAP@R'), 1), 'MAP@R': (last('MAP@R'), 1), 's+': (last('s+'), 2), 's-': (last('s-'), 2),
+    'best R@1': (best, 1), 'best - last': (lambda rows: best(rows) - rows[-1]['R@1'], 1)}
 
 
 def finished(experiment, runs):
@@ -109,38 +119,45 @@ def finished(experiment, runs):
                   if (run := runs.get(f'{experiment.command(row)} {repeat}'))} for row in experiment.rows}
 
 
-def cell(numbers, digits, bold=False):
-    """Mean and 95% confidence interval. With `bold`, it is bold if there are at least three numbers and the interval
+def numbers(found, column, row, base=None):
+    """Values of a column in the runs of a row. With `base`: differences of two rows, over the repeats that both have"""
+    value, _ = COLUMNS[column]
+    if base is None:
+        return [value(run['rows']) for run in found[row].values()]
+    both = [repeat for repeat in found[row] if repeat in found[base]]
+    return [value(found[row][repeat]['rows']) - value(found[base][repeat]['rows']) for repeat in both]
+
+
+def cell(values, column, bold=False):
+    """Mean and 95% confidence interval. With `bold`, it is bold if there are at least three values and the interval
     excludes 0."""
-    if not numbers:
+    if not values:
         return ''
-    middle, half = interval(numbers)
+    _, digits = COLUMNS[column]
+    middle, half = interval(values)
     text = f'{round(middle, digits) + 0:.{digits}f}'                     # + 0 makes 0.0 of -0.0
     text += '' if half is None else f' ± {half:.{digits}f}'
-    return f'**{text}**' if bold and len(numbers) > 2 and abs(middle) > half else text
+    return f'**{text}**' if bold and len(values) > 2 and abs(middle) > half else text
 
 
 def table(experiment, runs):
-    """Lines of Markdown: what the runs have in common, a line for each row, and the differences of two rows, over the
-    repeats that both have"""
+    """Lines of Markdown: what the runs have in common, a line for each row, and a line for each difference. Without
+    runs, there is no line."""
     found = finished(experiment, runs)
+    if not any(found.values()):
+        return []
     paper = ['paper'] if any(len(difference) > 2 for difference in experiment.differences) else []
     header = ['', 'runs', *experiment.columns, *paper, 'command']
     lines = [header, ['---'] * len(header)]
     for row, command in experiment.rows.items():
-        cells = []
-        for column in experiment.columns:
-            value, digits = COLUMNS[column]
-            cells.append(cell([value(run['rows']) for run in found[row].values()], digits))
-        lines.append([row, len(found[row]), *cells, *[''] * len(paper), f'`{command}`'])
+        if found[row]:
+            cells = [cell(numbers(found, column, row), column) for column in experiment.columns]
+            lines.append([row, len(found[row]), *cells, *[''] * len(paper), f'`{command}`'])
     for row, base, *reported in experiment.differences:
-        both = [repeat for repeat in found[row] if repeat in found[base]]
-        cells = []
-        for column in experiment.columns:
-            value, digits = COLUMNS[column]
-            pairs = [value(found[row][repeat]['rows']) - value(found[base][repeat]['rows']) for repeat in both]
-            cells.append(cell(pairs, digits, bold=True))
-        lines.append([f'{row} - {base}', len(both), *cells, *(reported or [''] * len(paper)), ''])
+        count = len(found[row].keys() & found[base].keys())
+        if count:
+            cells = [cell(numbers(found, column, row, base), column, bold=True) for column in experiment.columns]
+            lines.append([f'{row} - {base}', count, *cells, *(reported or [''] * len(paper)), ''])
     lines = ['| ' + ' | '.join(map(str, cells)) + ' |' for cells in lines]
     return [f'### {experiment.name}', '', *about(experiment, found), '', *lines, '']
 
@@ -151,21 +168,27 @@ def about(experiment, found):
     text = f'{experiment.about} Repeats: `{first}`' + (f' to `{others[-1]}`' if others else '')
     text += f'; flags of all rows: `{experiment.flags}`.' if experiment.flags else '.'
     runs = [run for of_row in found.values() for run in of_row.values()]
-    if not runs:
-        return [text, 'Not run yet.']
     minutes = [run['rows'][-1]['minutes'] for run in runs]
     machines, commits = (', '.join(sorted({run[key] for run in runs})) for key in ('machine', 'commit'))
     span = f'{min(minutes):.1f} to {max(minutes):.1f} minutes'
     return [text, f'{len(runs)} runs of {span}: {machines}; commits {commits}.']
 
 
-def write_page():
-    page = FOLDER / 'README.md'
+def write_pages():
+    """The tables of the page README.md in this folder, and single numbers there and in the README of the project"""
+    runs, page, readme = read_runs(), FOLDER / 'README.md', ROOT / 'README.md'
     before_tables, rest = page.read_text().split(BEGIN)
     _, after_tables = rest.split(END)
-    runs = read_runs()
     tables = [line for experiment in EXPERIMENTS for line in table(experiment, runs)]
     page.write_text(before_tables + '\n'.join([BEGIN, '', *tables, END]) + after_tables)
+    found = {experiment.name: finished(experiment, runs) for experiment in EXPERIMENTS}
+
+    def renewed(match):
+        comment, experiment, rows, column = match.group(1, 2, 3, 4)
+        column = column or 'R@1'
+        return comment + cell(numbers(found[experiment], column, *rows.split(' - ')), column)
+    for path in (page, readme):
+        path.write_text(re.sub(NUMBER, renewed, path.read_text()))
 
 
 def main(argv=None):
@@ -175,7 +198,7 @@ def main(argv=None):
     parser.add_argument('--jobs', type=common.at_least(1), default=1, help='runs at a time')
     options = parser.parse_args(argv)
     failed = [command for name in options.names for command in make(experiments[name], options.jobs)]
-    write_page()
+    write_pages()
     if failed:
         raise common.UsageError(f'{len(failed)} runs failed, the first is: {failed[0]}')
 

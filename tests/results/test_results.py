@@ -1,7 +1,7 @@
 """The results page: commands, runs and tables."""
 import json
+import shutil
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import patches
@@ -24,9 +24,10 @@ def rows(before, *recalls):
 
 
 def test_a_difference_is_over_the_repeats_that_both_rows_have():
-    found = {'--alpha 3 --seed 0': rows(1, 9, 6), '--alpha 3 --seed 1': rows(1, 3, 8), '--seed 0': rows(2, 3, 4),
-             '--seed 1': rows(1, 1, 4), '--seed 2': rows(1, 1, 99)}
-    runs = {f'train_ms.py --epochs 2 {flags}': dict(rows=log, machine='a machine', commit='abc')
+    found = {'--alpha 3 --epochs 2 --seed 0': rows(1, 9, 6), '--alpha 3 --epochs 2 --seed 1': rows(1, 3, 8),
+             '--epochs 2 --seed 0': rows(2, 3, 4), '--epochs 2 --seed 1': rows(1, 1, 4),
+             '--epochs 2 --seed 2': rows(1, 1, 99)}
+    runs = {f'train_ms.py {flags}': dict(rows=log, machine='a machine', commit='abc')
             for flags, log in found.items()}
     lines = results.table(MINE, runs)
     assert lines[2] == ('Two rows. Repeats: `--seed 0` to `--seed 2`; flags of all rows: `--epochs 2`.')
@@ -34,22 +35,30 @@ def test_a_difference_is_over_the_repeats_that_both_rows_have():
     assert lines[7] == ('| with | 2 | 1.0 ± 0.0 | 7.0 ± 12.7 | 0.07 ± 0.13 | 8.5 ± 6.4 | 1.5 ± 19.1 |  | '
                         '`train_ms.py --alpha 3` |'), 'the best epoch is one after training began'
     assert lines[9].startswith('| with - without | 2 | -0.5 ± 6.4 | 3.0 ± 12.7 |') and lines[9].endswith('| 3.6 |  |')
-    assert results.table(MINE, {})[3] == 'Not run yet.'
+    of_one_row = {command: run for command, run in runs.items() if 'alpha' in command}
+    assert len(results.table(MINE, of_one_row)) == len(lines) - 2, 'rows without a run are left out'
+    assert results.table(MINE, {}) == []
 
 
 def test_an_interval_is_bold_if_three_values_exclude_0():
-    assert results.cell([1, 1.1, 1.2], 1, bold=True) == '**1.1 ± 0.2**' and results.cell([1, 1.1, 1.2], 1)[0] == '1'
-    assert results.cell([1, 1.1], 1, bold=True) == '1.1 ± 0.6' and results.cell([1, -1, 0], 1, bold=True)[0] == '0'
-    assert results.cell([-0.01, 0], 1) == '0.0 ± 0.1' and results.cell([7], 2) == '7.00' and results.cell([], 1) == ''
+    assert results.cell([1, 1.1, 1.2], 'R@1', bold=True) == '**1.1 ± 0.2**' and results.cell([1, 1.1], 'R@1')[0] == '1'
+    assert results.cell([1, 1.1], 'R@1', bold=True) == '1.1 ± 0.6'
+    assert results.cell([1, -1, 0], 'R@1', bold=True)[0] == '0' and results.cell([-0.01, 0], 'R@1') == '0.0 ± 0.1'
+    assert results.cell([7], 's+') == '7.00' and results.cell([], 's+') == ''
 
 
-def test_the_page_follows_from_the_runs(monkeypatch, tmp_path):
-    """`python tests/results/results.py` writes it."""
+def test_the_pages_follow_from_the_runs(monkeypatch, tmp_path):
+    """`python tests/results/results.py` writes them."""
+    (tmp_path / 'results').mkdir()
+    shutil.copy(results.ROOT / 'README.md', tmp_path)
     for name in ('README.md', 'runs.jsonl'):
-        (tmp_path / name).write_text((results.FOLDER / name).read_text())
-    monkeypatch.setattr(results, 'FOLDER', tmp_path)
+        shutil.copy(results.FOLDER / name, tmp_path / 'results')
+    root, folder = results.ROOT, results.FOLDER
+    monkeypatch.setattr(results, 'ROOT', tmp_path)
+    monkeypatch.setattr(results, 'FOLDER', tmp_path / 'results')
     results.main([])
-    assert (tmp_path / 'README.md').read_text() == (Path(results.__file__).parent / 'README.md').read_text()
+    assert (tmp_path / 'README.md').read_text() == (root / 'README.md').read_text()
+    assert (tmp_path / 'results' / 'README.md').read_text() == (folder / 'README.md').read_text()
 
 
 def test_commands_of_experiments_are_understood_by_their_scripts_and_runs_are_of_experiments():
@@ -67,10 +76,13 @@ def test_commands_of_experiments_are_understood_by_their_scripts_and_runs_are_of
 @pytest.fixture
 def trial(monkeypatch, tmp_path):
     """The experiment MINE in an empty folder; `made` has the commands that were started, of which `fails` fail."""
-    trial = SimpleNamespace(made=[], fails=[], folder=tmp_path)
-    (tmp_path / 'runs.jsonl').touch()
-    (tmp_path / 'README.md').write_text('before\n<!-- tables -->\nold\n<!-- end -->\nafter\n')
-    for name, value in dict(ROOT=tmp_path, FOLDER=tmp_path, EXPERIMENTS=[MINE]).items():
+    trial = SimpleNamespace(made=[], fails=[], folder=tmp_path / 'results', readme=tmp_path / 'README.md')
+    trial.folder.mkdir()
+    (trial.folder / 'runs.jsonl').touch()
+    (trial.folder / 'README.md').write_text('before\n<!-- tables -->\nold\n<!-- end -->\nafter\n')
+    trial.readme.write_text('from <!-- mine: with; R@1 before -->7 to <!-- mine: with -->-1.5 ± 2.5. '
+                            'Changed by <!-- mine: with - without; s- -->\n')
+    for name, value in dict(ROOT=tmp_path, FOLDER=trial.folder, EXPERIMENTS=[MINE]).items():
         monkeypatch.setattr(results, name, value)
 
     def start(words, threads):
@@ -79,7 +91,7 @@ def trial(monkeypatch, tmp_path):
         path = tmp_path / 'runs' / folder.removeprefix('runs/')
         path.mkdir(parents=True, exist_ok=True)
         (path / 'last.pt').touch()
-        log = [{'R@1': 1 / 3, 'MAP@R': 1.0, 's-': 0.5, 'epoch': n, 'minutes': 1.0, 'loss': None} for n in range(3)]
+        log = [{'R@1': n + 1 / 3, 'MAP@R': 1.0, 's-': 0.5, 'epoch': n, 'minutes': 1.0, 'loss': None} for n in range(3)]
         (path / 'log.jsonl').write_text('\n'.join(map(json.dumps, log)))
         return SimpleNamespace(returncode=int(' '.join(command) in trial.fails), stdout='it went wrong')
     monkeypatch.setattr(results, 'start', start)
@@ -91,16 +103,19 @@ def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, cap
     with pytest.raises(common.UsageError, match='1 runs failed, the first is: train_ms.py --epochs 2 --seed 1'):
         results.main(['mine'])
     assert [command for command, *_ in trial.made] == [
-        f'train_ms.py --epochs 2 {flags}--seed {n}' for flags in ('--alpha 3 ', '') for n in range(3)]
+        f'train_ms.py{flags} --epochs 2 --seed {n}' for flags in (' --alpha 3', '') for n in range(3)]
     assert {flag for _, flag, _ in trial.made} == {'--name'} and 'it went wrong' in capsys.readouterr().out
     trial.fails = []
     results.main(['mine', '--jobs', '2'])
     assert trial.made[6:] == [('train_ms.py --epochs 2 --seed 1', '--resume', max(1, results.os.cpu_count() // 2))]
     runs = [json.loads(line) for line in (trial.folder / 'runs.jsonl').read_text().splitlines()]
     assert len(runs) == 6 and {'command', 'commit', 'machine', 'torch', 'rows'} == runs[0].keys()
-    assert runs[0]['rows'][2] == {'R@1': 0.3333, 'MAP@R': 1, 's-': 0.5, 'epoch': 2, 'minutes': 1, 'loss': None}
+    assert runs[0]['rows'][2] == {'R@1': 2.3333, 'MAP@R': 1, 's-': 0.5, 'epoch': 2, 'minutes': 1, 'loss': None}
     page = (trial.folder / 'README.md').read_text()
     assert page.startswith('before\n') and page.endswith('<!-- end -->\nafter\n') and '| without | 3 | 0.3' in page
+    assert trial.readme.read_text() == (
+        'from <!-- mine: with; R@1 before -->0.3 ± 0.0 to <!-- mine: with -->2.3 ± 0.0. '
+        'Changed by <!-- mine: with - without; s- -->0.00 ± 0.00\n')
 
 
 # ---- changed losses
