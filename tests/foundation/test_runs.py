@@ -22,9 +22,7 @@ def test_a_run_logs_and_prints_a_record_per_epoch(run, small, capsys):
     """Each evaluated epoch is logged as a flat JSON object. The last epoch is always evaluated."""
     run(train_ms, '--epochs', '5', '--steps', '0', '--eval-every', '2', '--name', 'mine')
     records = log_of('mine')
-    assert [record['epoch'] for record in records] == [0, 2, 4, 5]
-    minutes = [record['minutes'] for record in records]
-    assert records[0]['loss'] is None and minutes == sorted(minutes)
+    assert [record['epoch'] for record in records] == [0, 2, 4, 5] and records[0]['loss'] is None
     wanted = {'epoch', 'loss', 'R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 'images_per_second', 'minutes'}
     for record in records:
         assert wanted <= record.keys() and not any(isinstance(value, (dict, list)) for value in record.values())
@@ -145,20 +143,6 @@ def test_a_network_is_loaded_in_the_precision_of_its_training(run, small, monkey
     found = [common.load_checkpoint(f'runs/{name}').precision for name in 'xy']
     assert found == ['fp32', 'bf16'], 'auto is fp32 only if the network was trained with it'
     assert common.load_checkpoint('runs/x', precision='bf16').precision == 'bf16'
-
-
-def test_a_finished_cosine_run_is_resumed_with_the_schedule_of_its_new_length(run, small, monkeypatch):
-    run(train_ms, '--name', 'x', '--epochs', '1', '--steps', '0', '--schedule', 'cosine', '--lr', '0.01')
-    rates, real = [], common.make_optimizer
-
-    def make(*args, **options):
-        optimizer = real(*args, **options)
-        optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]['lr']))
-        return optimizer
-    monkeypatch.setattr(common, 'make_optimizer', make)
-    args = train_ms.get_args(['--resume', 'runs/x', '--epochs', '3'])
-    train_ms.main(['--resume', 'runs/x', '--epochs', '3', '--device', 'cpu'])
-    assert rates == pytest.approx([0.01 * common.learning_rate_factor(i, args, 3, 9) for i in range(3, 9)])
 
 
 @pytest.mark.parametrize('change', ['more images', 'another class', 'another test set', 'another file'])
