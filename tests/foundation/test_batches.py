@@ -54,25 +54,6 @@ def test_without_per_class_batches_are_random_and_drop_the_incomplete_last_one(b
     assert [len(indices) for indices in common.make_sampler(held.args, held.data.train.labels)] == [30]
 
 
-# ---- loading
-
-def batches_of(labels, seed=0, epoch=1):
-    batches = common.StepBatches(BalancedSampler(labels, 8, 2), seed)
-    batches.start(epoch, range(3))
-    return batches.batches
-
-
-def test_the_batches_of_an_epoch_follow_from_the_seed():
-    """Sampling does not depend on torch's global generator, and does not change its state."""
-    labels = torch.arange(30) // 5
-    state = torch.get_rng_state()
-    first = batches_of(labels)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(5)
-    assert batches_of(labels) == first
-    assert batches_of(labels, seed=1) != first and batches_of(labels, epoch=2) != first
-
-
 def test_the_fraction_of_anchors_without_a_positive():
     """An image that is repeated in a batch is not a positive of itself."""
     batches = common.StepBatches(None, 0)

@@ -83,8 +83,6 @@ def test_a_batch_of_one_class_is_rejected_if_the_loss_compares_classes(line):
     assert get_args([*flags, '--batch-size', '8', '--per-class', '4']).per_class == 4
 
 
-# ---- recipes
-
 def test_a_missing_recipe_is_named_with_the_flags_that_it_would_have():
     """The message lists the flags without a default. An entry of DEFAULTS or the flags themselves supply the values."""
     recipe = {name: value for name, value in train_ms.CUB.items() if name not in ('lr', 'schedule')}
@@ -129,8 +127,6 @@ def test_a_usage_error_is_one_line(script, flags, message):
         __import__(script).main(flags)
     assert '\n' not in str(raised.value)
 
-
-# ---- flags of a resumed run
 
 def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
     """Where and how a run computes, and how long it is, may change; flags that would make it another run may not."""

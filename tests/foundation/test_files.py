@@ -87,8 +87,6 @@ def test_a_malicious_pickle_is_not_opened(tmp_path, monkeypatch, save):
     assert not os.path.exists('hacked')
 
 
-# ---- writing
-
 @pytest.mark.parametrize('error, raised', [
     (OSError(28, 'No space left on device'), UsageError), (RuntimeError('No space left: torch.save'), UsageError),
     (KeyboardInterrupt('No space left'), KeyboardInterrupt)])

@@ -24,8 +24,6 @@ def points(*degrees):
     return on_circle(*degrees, dtype=torch.float32)
 
 
-# ---- the metrics
-
 def ranked(hits, r):
     """Metrics of one query with r matches: those at the ranks in `hits`, and the others at the end of the ranking"""
     angles = [*range(1, 11), *range(50, 50 + r - len(hits))]
@@ -162,8 +160,6 @@ def test_retrieval_of_nothing_or_of_nonfinite_embeddings_is_an_error(what, queri
         raise AssertionError(f'{what}: expected a common.UsageError, got {found}')
 
 
-# ---- search and mean similarities
-
 @pytest.mark.parametrize('within', [True, False])
 @pytest.mark.parametrize('library', ['faiss', 'faiss with tensors', 'torch'])
 def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, within):
@@ -262,25 +258,11 @@ def test_retrieval_with_another_search_function():
                    'queries at 0, 180 and 80 degrees, the least similar of 0 and 180: 2 of 3 are matches')
 
 
-# ---- evaluation of a network
-
-def coloured(colours, labels):
-    """A set of 8 x 8 images, each of one colour"""
-    pixels = [np.full((8, 8, 3), colour, np.uint8) for colour in colours]
-    return common.Images(pixels, labels, classes=range(9), transform=common.make_test_transform(8, 8))
-
-
-class MeanColour(torch.nn.Linear):                          # a Linear layer, so that it has a device
-    def forward(self, x):
-        return x.mean(dim=(2, 3))
-
-
 def test_evaluate_ranks_the_gallery_and_not_the_queries():
-    """Two queries of different classes have no match in each other, and each a match of its colour in the gallery."""
-    red, green, blue = (220, 20, 20), (20, 220, 20), (20, 20, 220)
-    query, gallery = coloured([red, green], [0, 1]), coloured([blue, green, red], [2, 1, 0])
-    data = common.Splits('colours', query=query, gallery=gallery, ks=(1, 10, 50))
-    found = common.evaluate(MeanColour(1, 1), data)
-    assert [found[f'R@{k}'] for k in data.ks] == [100] * 3 and found['MAP@R'] == 100
-    data.query = coloured([red, blue], [0, 1])                           # the second match has the last rank
-    assert common.evaluate(MeanColour(1, 1), data)['R@1'] == 50
+    """Two queries of different classes have no match in each other, and each a match in the gallery."""
+    query, gallery = common.Images(points(0, 90), ['a', 'b']), common.Images(points(91, 180, 1), ['b', 'c', 'a'])
+    data = common.Splits('mine', query=query, gallery=gallery, ks=(1, 10, 50))
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.eye_(model.weight)
+    found = common.evaluate(model, data)
+    assert [found[key] for key in ('R@1', 'R@10', 'R@50', 'MAP@R')] == [100] * 4 and found['s-'] == pytest.approx(0)

@@ -1,7 +1,6 @@
 """Runs: log records, output, folders, resuming, the best epoch of a fold, and images in memory."""
 import os
 import re
-import shlex
 import shutil
 import sys
 
@@ -20,8 +19,8 @@ from common import UsageError
 
 def test_a_run_logs_and_prints_a_record_per_epoch(run, small, capsys):
     """Each evaluated epoch is logged as a flat JSON object. The last epoch is always evaluated."""
-    run(train_ms, '--epochs', '5', '--steps', '0', '--eval-every', '2', '--name', 'mine')
-    records = log_of('mine')
+    run(train_ms, '--epochs', '5', '--steps', '0', '--eval-every', '2', '--name', 'my run')
+    records = log_of('my run')
     assert [record['epoch'] for record in records] == [0, 2, 4, 5] and records[0]['loss'] is None
     wanted = {'epoch', 'loss', 'R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R', 'images_per_second', 'minutes'}
     for record in records:
@@ -29,7 +28,8 @@ def test_a_run_logs_and_prints_a_record_per_epoch(run, small, capsys):
     out = capsys.readouterr().out
     assert re.search(r'\nepoch 0 +R@1 \d[\d.]* +MAP@R \d.* s\+ .* s- .* minutes 0', out)
     assert re.search(r'\nepoch 1 +loss \d[\d.]* +no_positive \d.* images_per_second \d', out), 'not evaluated'
-    assert out.endswith('Next: python eval.py --checkpoint runs/mine/last.pt\n')
+    assert "python train_ms.py --resume 'runs/my run'\n" in out
+    assert out.endswith("Next: python eval.py --checkpoint 'runs/my run/last.pt'\n")
 
 
 @pytest.mark.parametrize('classes, per_class, why', [
@@ -45,12 +45,6 @@ def test_a_test_set_on_which_nothing_can_be_measured_is_named(run, small, capsys
     assert err == capsys.readouterr().err == f'warning: {why}, so there is nothing to measure\n'
 
 
-def test_printed_commands_work_with_a_name_of_several_words(run, small, capsys):
-    run(train_ms, '--epochs', '0', '--name', 'my run')
-    commands = [shlex.split(line.split(': ')[1]) for line in capsys.readouterr().out.splitlines() if 'python' in line]
-    assert [command[-1] for command in commands] == ['runs/my run', 'runs/my run/last.pt']
-
-
 def test_default_names_are_numbered_and_an_existing_name_is_rejected(run, small):
     run(train_ms)
     run(train_ms)
@@ -60,8 +54,6 @@ def test_default_names_are_numbered_and_an_existing_name_is_rejected(run, small)
         with pytest.raises(UsageError, match=f'runs/{name} exists already; choose another --name'):
             run(train_ms, '--name', name)
 
-
-# ---- output
 
 def test_the_printed_recipe_is_the_one_used(run, small, capsys):
     run(train_ms, '--name', 'y', '--freeze-bn', '--resize', '40', '--lr', '0.03', '--seed', '3', '--precision', 'fp32',
@@ -95,11 +87,8 @@ def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, caps
     out = capsys.readouterr().out
     assert 'folder: 6 training images of 2 classes, 3 with a gallery of 6 test images of 3 classes' in out
     assert 'none of these classes is in the training set' in out and 'inflated' not in out, 'a is in the gallery only'
-    assert record['unmatched'] == 1 and 'folder: 3 queries of 3 classes, with a gallery of 6 images' in out
-    assert 'unmatched queries have no match in the gallery: misses in R@K' in out
+    assert record['unmatched'] == 1 and 'unmatched queries have no match in the gallery: misses in R@K' in out
 
-
-# ---- resuming
 
 @pytest.mark.parametrize('script, flags', [
     ('train_ms', '--epsilon off'), ('train_proxy_anchor', '--optimizer rmsprop --momentum 0.5'),
@@ -174,8 +163,6 @@ def test_a_resumed_run_has_the_flags_of_its_checkpoint(run, small):
     assert (args.resume, args.script, args.name) == (common.Path('runs/mine'), 'train_ms', None)
 
 
-# ---- the best epoch of a fold
-
 @pytest.fixture
 def train_with(tmp_path, monkeypatch, small):
     """train_with(scores, *flags): main of a run on six classes whose evaluations give these values of MAP@R, the first
@@ -236,25 +223,14 @@ def test_a_run_killed_between_saving_best_and_last_can_be_resumed(train_with, mo
     assert record['epoch'] == 2 and common.read_file('runs/x/best.pt')['epoch'] == 2
 
 
-# ---- images in memory
-
-def images_of(classes, per_class=6):
-    """PIL images of noise around one colour per class, and their labels"""
-    rng = np.random.default_rng(0)
-    labels = [name for name in classes for _ in range(per_class)]
-    colours = {name: rng.integers(0, 200, 3) for name in classes}
-    pixels = [colours[name] + rng.integers(0, 55, (20, 24, 3)) for name in labels]
-    return [Image.fromarray(each.astype(np.uint8)) for each in pixels], labels
-
-
 def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, monkeypatch, small, capsys):
     """The example in the docstring of common.Splits works. Its run has the name of the dataset, and can be resumed."""
     monkeypatch.chdir(tmp_path)
     lines = [line.strip() for line in common.Splits.__doc__.splitlines()]
     code = '\n'.join(line[4:] for line in lines if line.startswith(('>>> ', '... ')))
-    (train, train_labels), (test, test_labels) = images_of('abcdefgh', 12), images_of('ijkl')
-    names = dict(images=train, labels=train_labels, test_images=test, test_labels=test_labels, common=common,
-                 train_ms=train_ms)
+    pixels = np.random.default_rng(0).integers(0, 256, (96, 20, 24, 3), np.uint8)
+    names = dict(images=[Image.fromarray(each) for each in pixels], labels=[*'abcdefgh'] * 12,
+                 test_images=pixels[:24], test_labels=[*'ijkl'] * 6, common=common, train_ms=train_ms)
     exec(code, names)
     shown = capsys.readouterr().out
     assert len(log_of('ms-mine-1')) == 6 and 'mine: 96 training images of 8 classes' in shown

@@ -41,8 +41,6 @@ def load(folder, **options):
     return common.load_dataset('vectors', folder, **options)
 
 
-# ---- files
-
 def test_vectors_keep_their_classes_and_names(vectors):
     written = write(vectors / 'test.npz', 'hgij', [2, 0, 3, 2], paths=np.array(['two', 'zero', 'three', '2']))
     data = load(vectors)
@@ -101,8 +99,6 @@ def test_missing_or_corrupted_files_end_in_one_line(vectors):
         load(vectors)
 
 
-# ---- the network
-
 def test_the_head_starts_as_the_identity_on_vectors_of_mean_norm_1(vectors):
     data = load(vectors)
     args = train_ms.get_args([*FLAGS, '--data', 'v'])
@@ -140,8 +136,6 @@ def test_inputs_that_do_not_fit_the_network_are_rejected(run, small, vectors):
         evaluation.main(['--checkpoint', 'runs/head', '--dataset', 'shapes'])
 
 
-# ---- runs
-
 @pytest.mark.parametrize('script, flags', [
     (train_ms, []), (train_ccl, ['--loss', 'cluster']), (train_metrix, ['--mixup', 'embed', '--dim', '4'])])
 def test_a_resumed_run_and_eval_repeat_the_uninterrupted_run(vectors, script, flags, capsys):
@@ -158,8 +152,6 @@ def test_a_resumed_run_and_eval_repeat_the_uninterrupted_run(vectors, script, fl
     saved = np.load('out.npz')
     assert saved['embeddings'].shape == (20, 4 if '--dim' in flags else 6) and saved['classes'].tolist() == list('ghij')
 
-
-# ---- flags
 
 @pytest.mark.parametrize('script, flags, reason', [
     (train_metrix, '--mixup input embed', '--mixup input mixes images; --dataset vectors has none'),
