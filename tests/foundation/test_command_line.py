@@ -73,8 +73,7 @@ def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):
     assert record['epoch'] == 4
 
 
-@pytest.mark.parametrize('line', ['train_contrastive', 'train_ms', 'train_metrix', 'train_metrix --loss contrastive',
-                                  'train_hse --loss epshn'])
+@pytest.mark.parametrize('line', ['train_contrastive', 'train_ms', 'train_metrix', 'train_hse --loss epshn'])
 def test_a_batch_of_one_class_is_rejected_if_the_loss_compares_classes(line):
     script, *flags = line.split()
     get_args = __import__(script).get_args
@@ -131,9 +130,12 @@ def test_a_usage_error_is_one_line(script, flags, message):
 def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
     """Where and how a run computes, and how long it is, may change; flags that would make it another run may not."""
     run(train_ms, '--name', 'x', '--fold', '0/3', '--freeze-bn', '--schedule', 'constant')
+    saved = common.read_checkpoint('runs/x')
+    torch.save(saved | dict(args=saved['args'] | dict(download=True)), 'runs/x/last.pt')
     before = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu']))
+    assert not before['download'], 'only if it is asked for again'
     for flags in ('--data y', '--epochs 9', '--steps 9', '--eval-every 3', '--patience 2', '--compile', '--device meta',
-                  '--precision fp32', '--chunk 2'):
+                  '--precision fp32', '--chunk 2', '--download'):
         args = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu', *flags.split()]))
         assert [name for name in args if args[name] != before[name]] == [flags.split()[0][2:].replace('-', '_')]
     for flags in ('--lr 1', '--alpha 3', '--seed 5', '--min-crop 1', '--dim 24', '--fold 1/3', '--no-flip'):
@@ -143,6 +145,6 @@ def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
     for flags, message in ('runs/x --name y', '--name has no effect with --resume'), ('nowhere', 'no file nowhere/'):
         with pytest.raises(UsageError, match=message):
             train_ms.main(['--resume', *flags.split()])
-    torch.save(common.read_checkpoint('runs/x') | dict(script='train_other'), 'runs/x/last.pt')
+    torch.save(saved | dict(script='train_other'), 'runs/x/last.pt')
     with pytest.raises(UsageError, match='made by train_other.py'):
         train_ms.main(['--resume', 'runs/x'])

@@ -15,8 +15,6 @@ import common
 import train_ms
 from common import UsageError, retrieval_metrics
 
-# ---- annotation files
-
 # Folder of the images; {file: its lines}; the labels of each split; the classes of the test set
 FORMATS = {
     'cub': ('CUB_200_2011/images', {'CUB_200_2011/images.txt': [

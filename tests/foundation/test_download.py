@@ -62,12 +62,3 @@ def test_the_main_process_downloads_before_the_others_load(monkeypatch):
         monkeypatch.setattr(common, 'rank', lambda rank=rank: rank)
         common.dataset_from(args)
         assert order == expected
-
-
-def test_a_resumed_run_downloads_only_if_it_is_asked_to(run, small):
-    run(train_ms, '--name', 'x')
-    saved = common.read_checkpoint('runs/x')
-    saved['args']['download'] = True
-    common.torch.save(saved, 'runs/x/last.pt')
-    assert not train_ms.get_args(['--resume', 'runs/x']).download
-    assert train_ms.get_args(['--resume', 'runs/x', '--download']).download

@@ -18,7 +18,6 @@ import common
 import train_ms
 from common import UsageError
 
-
 MEMORY = 'the processes that read images ran out of memory, .*; try --workers 0'
 
 

@@ -14,7 +14,6 @@ import common
 import train_ms
 from common import UsageError
 
-# ---- checkpoints and weights
 
 def test_a_lack_of_memory_is_no_corrupted_file():
     for error in (MemoryError, torch.OutOfMemoryError):

@@ -15,7 +15,6 @@ import eval as evaluation
 import train_ms
 from common import UsageError
 
-# ---- records and folders
 
 def test_a_run_logs_and_prints_a_record_per_epoch(run, small, capsys):
     """Each evaluated epoch is logged as a flat JSON object. The last epoch is always evaluated."""
