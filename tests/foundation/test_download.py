@@ -2,6 +2,7 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torchvision
@@ -11,38 +12,32 @@ import train_ms
 from common import UsageError
 
 
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """`asked` has the arguments of each download, which makes the folder of the dataset and another file, or raises
-    `error`."""
-    monkeypatch.chdir(tmp_path)
-    site = SimpleNamespace(asked=[], error=None)
-
-    def download(url, folder, md5):
-        site.asked.append((url, md5))
-        Path(folder, Path(url).stem).mkdir()
-        Path(folder, 'attributes.txt').touch()
-        if site.error:
-            raise site.error
-    monkeypatch.setattr(torchvision.datasets.utils, 'download_and_extract_archive', download)
-    return site
+def unpack(url, folder, md5):
+    """In place of the download: makes the folder of the dataset, and another file"""
+    Path(folder, Path(url).stem).mkdir()
+    Path(folder, 'attributes.txt').touch()
 
 
 @pytest.mark.parametrize('dataset, folder', [('cub', 'CUB_200_2011'), ('sop', 'Stanford_Online_Products')])
-def test_an_archive_is_downloaded_once_and_leaves_nothing_else(site, tmp_path, dataset, folder):
+def test_an_archive_is_downloaded_once_and_leaves_nothing_else(tmp_path, monkeypatch, dataset, folder):
+    get, row = Mock(side_effect=unpack), common.DATASETS[dataset]
+    monkeypatch.setattr(torchvision.datasets.utils, 'download_and_extract_archive', get)
     for _ in range(2):
-        common.download(dataset, 'new/data')                # folders that do not exist yet
-        assert os.listdir('new/data') == [folder]
-    row = common.DATASETS[dataset]
-    assert site.asked == [(row['url'], row['md5'])]
+        common.download(dataset, tmp_path / 'new/data')     # folders that do not exist yet
+        assert os.listdir(tmp_path / 'new/data') == [folder]
+    [call] = get.call_args_list
+    assert call.args[0] == row['url'] and call.kwargs == dict(md5=row['md5'])
 
 
 @pytest.mark.parametrize('error', [OSError('no route'), EOFError('cut')])
-def test_a_failed_download_ends_in_one_line_and_leaves_nothing(site, tmp_path, error):
-    site.error = error
+def test_a_failed_download_ends_in_one_line_and_leaves_nothing(tmp_path, monkeypatch, error):
+    def fail(*args, **options):
+        unpack(*args, **options)
+        raise error
+    monkeypatch.setattr(torchvision.datasets.utils, 'download_and_extract_archive', fail)
     with pytest.raises(UsageError, match=f'^cannot download https:.*: {error}; .* unpack it in {tmp_path}/data$'):
-        common.download('cub', 'data')
-    assert os.listdir('data') == []
+        common.download('cub', tmp_path / 'data')
+    assert os.listdir(tmp_path / 'data') == []
 
 
 def test_other_datasets_are_not_downloaded(tmp_path):
