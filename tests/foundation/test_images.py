@@ -96,9 +96,10 @@ def test_large_jpegs_are_decoded_at_a_reduced_size_but_not_below_min_side(tmp_pa
     assert make_train_transform(32, min_crop=0.25, resize=40).min_side == 40
 
 
-def test_a_file_of_another_format_is_rejected_whatever_its_name(tmp_path):
-    """PIL would start Ghostscript for EPS."""
-    Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', 'eps')
+@pytest.mark.parametrize('form', ['eps', 'gif'])
+def test_a_file_of_another_format_is_rejected_whatever_its_name(tmp_path, form):
+    """PIL could read GIF, and would start Ghostscript for EPS, but neither format is supported."""
+    Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', form)
     with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
         to_rgb(tmp_path / 'x.jpg')
 
