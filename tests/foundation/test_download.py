@@ -14,7 +14,7 @@ from common import UsageError
 
 def unpack(url, folder, md5):
     """In place of the download: makes the folder of the dataset, and another file"""
-    Path(folder, Path(url).stem).mkdir()
+    Path(folder, Path(url).stem, 'images').mkdir(parents=True)
     Path(folder, 'attributes.txt').touch()
 
 
@@ -25,6 +25,7 @@ def test_an_archive_is_downloaded_once_and_leaves_nothing_else(tmp_path, monkeyp
     for _ in range(2):
         common.download(dataset, tmp_path / 'new/data')     # folders that do not exist yet
         assert os.listdir(tmp_path / 'new/data') == [folder]
+        assert os.listdir(tmp_path / 'new/data' / folder) == ['images']
     [call] = get.call_args_list
     assert call.args[0] == row['url'] and call.kwargs == dict(md5=row['md5'])
 
