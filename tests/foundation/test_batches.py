@@ -61,6 +61,12 @@ def test_the_fraction_of_anchors_without_a_positive():
     assert batches.without_positive(torch.tensor([0, 0, 1, 2])) == 6 / 8
 
 
+def test_the_number_of_worker_processes_is_that_of_the_flag(before_training):
+    images = before_training(train_ms, '--workers', '2').data.train
+    for part in (images, images.subset(torch.arange(3))):
+        assert common.make_loader(part, [[0]], torch.device('cpu')).num_workers == 2
+
+
 @pytest.mark.parametrize('cores', [1, 2])
 def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, cores):
     """A crop follows from the seed, the step and the position. An image that cannot be read gives a one-line error."""
