@@ -54,36 +54,17 @@ def test_without_per_class_batches_are_random_and_drop_the_incomplete_last_one(b
     assert [len(indices) for indices in common.make_sampler(held.args, held.data.train.labels)] == [30]
 
 
-# ---- loading
-
-def batches_of(labels, seed=0, epoch=1, generator=None):
-    batches = common.StepBatches(BalancedSampler(labels, 8, 2, generator), seed)
-    batches.start(epoch, range(3))
-    return batches.batches
-
-
-def test_the_batches_of_an_epoch_follow_from_the_seed_or_from_a_generator_of_the_user():
-    """Sampling does not depend on torch's global generator, and does not change its state."""
-    labels = torch.arange(30) // 5
-    state = torch.get_rng_state()
-    first = batches_of(labels)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(5)
-    assert batches_of(labels) == first
-    assert batches_of(labels, seed=1) != first and batches_of(labels, epoch=2) != first
-    one, same, other = (batches_of(labels, seed, generator=torch.Generator().manual_seed(number))
-                        for seed, number in ((0, 7), (1, 7), (0, 8)))
-    assert one == same != other, 'the generator decides, not the seed of the run'
-
-
 def test_the_fraction_of_anchors_without_a_positive():
     """An image that is repeated in a batch is not a positive of itself."""
     batches = common.StepBatches(None, 0)
     batches.batches = [[0, 1, 2, 3], [0, 0, 2, 2]]
     assert batches.without_positive(torch.tensor([0, 0, 1, 2])) == 6 / 8
-    labels = torch.arange(20)
-    batches.batches = batches_of(labels)
-    assert batches.without_positive(labels) == 1, 'classes of one image'
+
+
+def test_the_number_of_worker_processes_is_that_of_the_flag(before_training):
+    images = before_training(train_ms, '--workers', '1').data.train
+    for part in (images, images.subset(torch.arange(3))):
+        assert common.make_loader(part, [[0]], torch.device('cpu')).num_workers == 1
 
 
 @pytest.mark.parametrize('cores', [1, 2])
@@ -104,6 +85,8 @@ def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, c
             assert torch.equal(x, torch.stack([crop for crop, _ in crops])) and torch.equal(y, images.labels[indices])
     broken = images.items[batches.batches[0][0]]
     common.Path(broken).write_bytes(b'no image')
-    with pytest.raises(UsageError) as raised:
-        list(common.loaded(loader))
-    assert str(raised.value).startswith(f'cannot read the image {broken}') and '\n' not in str(raised.value)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, 2))
+    for read in (lambda: list(common.loaded(loader)), lambda: common.embed(net, images)):
+        with pytest.raises(UsageError) as raised:
+            read()
+        assert str(raised.value).startswith(f'cannot read the image {broken}') and '\n' not in str(raised.value)

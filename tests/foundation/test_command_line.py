@@ -14,14 +14,9 @@ from common import UsageError
 
 # As in cases.py: values between the two signs < are allowed, among them the limits; those outside are rejected.
 SHARED = {
-    '--image-size': '16 < 17', '--resize': '16 < 17', '--min-crop': '0 < 0.001 1 < 1.1', '--jitter': '-0.1 < 0 1 < 1.1',
-    '--dim': '0 < 1', '--epochs': '-1 < 0', '--steps': '-1 < 0', '--batch-size': '1 < 2', '--per-class': '-1 < 0',
-    '--lr': '-1 x < 0', '--weight-decay': '-1 < 0', '--momentum': '-0.1 < 0 1 < 1.1', '--decay-epochs': '0 < 1',
-    '--decay-rate': '-0.1 < 0 1 < 1.1', '--warmup': '-1 < 0', '--clip': '-1 < 0', '--chunk': '-1 < 0',
-    '--workers': '-1 < 0',
-    '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}', '--eval-every': '0 < 1', '--patience': '0 < 1',
-    '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4',
-    '--dataset': 'flowers < shapes'}
+    '--image-size': '16 < 17', '--min-crop': '0 < 0.001 1 < 1.1', '--dim': '0 < 1', '--batch-size': '1 < 2',
+    '--lr': '-1 x < 0', '--warmup': '-1 < 0', '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}',
+    '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4', '--dataset': 'flowers < shapes'}
 
 LIMITS = {script: case.limits | (SHARED if script == 'train_ms' else {}) for script, case in CASES.items()}
 LIMITS['eval'] = {'--top': '0 < 1', '--ks': '0 < 1', '--dataset': 'flowers < cub'}
@@ -67,13 +62,6 @@ def test_arguments_are_those_of_the_process_or_any_objects(script, monkeypatch):
     assert [args.epochs for args in found] == [7, 7]
 
 
-@pytest.mark.parametrize('empty', [['--data', ''], ['--name', ' '], ['--weights='], ['--resume', '']])
-def test_an_empty_argument_is_rejected(empty):
-    for module, flags in ((train_ms, ['--device', 'cpu']), (evaluation, ['--checkpoint', 'x'])):
-        with pytest.raises(UsageError, match='an argument is empty'):
-            module.get_args([*flags, *empty])
-
-
 def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):
     """--data may begin with ~, and the folder may have moved when a run is resumed."""
     monkeypatch.setenv('HOME', str(tmp_path))
@@ -83,35 +71,9 @@ def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):
     (tmp_path / 'photos').rename(tmp_path / 'moved')
     record = train_ms.main('--resume runs/x --data moved --eval-every 2 --epochs 4 --device cpu'.split())
     assert record['epoch'] == 4
-    with pytest.raises(UsageError, match='--dataset shapes is built in and has no --data'):
-        train_ms.get_args(['--data', 'photos'])
-    with pytest.raises(UsageError, match='--whole is for a folder of images'):
-        common.load_dataset('shapes', whole=True)
 
 
-def test_only_vectors_have_no_network():
-    for flags in (['--arch', 'none'], ['--dataset', 'vectors', '--arch', 'resnet18']):
-        with pytest.raises(UsageError, match='does not fit --dataset .*: none is for vectors only'):
-            train_ms.get_args(flags)
-
-
-def test_a_flag_without_effect_in_a_new_script():
-    """--x applies to --kind a and c, --y to c, and --z to every kind."""
-    def args(*flags):
-        parser = common.parser('', file='train_mine.py')
-        for flag in ('--kind', '--x', '--y', '--z'):
-            parser.add_argument(flag)
-        return common.parse(parser, train_ms.DEFAULTS, ['--device', 'cpu', *flags],
-                            uses=dict(kind=dict(a=['x'], c=['x', 'y'])))
-    with pytest.raises(UsageError, match='^--y has no effect with --kind a$'):
-        args('--kind', 'a', '--x', '1', '--y', '1')
-    assert args('--kind', 'c', '--x', '1', '--y', '1').y == '1' and args('--kind', 'a', '--z', '1').z == '1'
-    with pytest.raises(UsageError, match='^--x has no effect with --kind None$'):
-        args('--x', '1')
-
-
-@pytest.mark.parametrize('line', ['train_contrastive', 'train_ms', 'train_metrix', 'train_metrix --loss contrastive',
-                                  'train_hse --loss epshn'])
+@pytest.mark.parametrize('line', ['train_contrastive', 'train_ms', 'train_metrix', 'train_hse --loss epshn'])
 def test_a_batch_of_one_class_is_rejected_if_the_loss_compares_classes(line):
     script, *flags = line.split()
     get_args = __import__(script).get_args
@@ -120,27 +82,23 @@ def test_a_batch_of_one_class_is_rejected_if_the_loss_compares_classes(line):
     assert get_args([*flags, '--batch-size', '8', '--per-class', '4']).per_class == 4
 
 
-# ---- recipes
-
 def test_a_missing_recipe_is_named_with_the_flags_that_it_would_have():
     """The message lists the flags without a default. An entry of DEFAULTS or the flags themselves supply the values."""
-    def args(DEFAULTS, *flags):
-        return common.parse(common.parser('', file='train_mine.py'), DEFAULTS, ['--device', 'cpu', *flags])
-    with pytest.raises(UsageError, match='train_mine.py has no recipe for cub: add one to its DEFAULTS, or pass '
-                                         '--image-size, --resize, .*, --freeze-backbone-epochs, --clip$'):
-        args({}, '--dataset', 'cub')
     recipe = {name: value for name, value in train_ms.CUB.items() if name not in ('lr', 'schedule')}
-    with pytest.raises(UsageError, match='no recipe for sop: .* or pass --lr, --schedule$'):
-        args({'sop': recipe}, '--dataset', 'sop')
-    assert args({'sop': recipe}, '--dataset', 'sop', '--lr', '0.1', '--schedule', 'constant').lr == 0.1
+
+    def args(*flags):
+        parser = common.parser('', file='train_mine.py')
+        return common.parse(parser, {'sop': recipe}, ['--device', 'cpu', '--dataset', 'sop', *flags])
+    with pytest.raises(UsageError, match='train_mine.py has no recipe for sop: .* or pass --lr, --schedule$'):
+        args()
+    assert args('--lr', '0.1', '--schedule', 'constant').lr == 0.1
 
 
 def test_help_shows_the_defaults_of_the_dataset(capsys):
     with pytest.raises(SystemExit) as stop:
         train_ms.main(['--help', '--dataset', 'sop'])
     shown = ' '.join(capsys.readouterr().out.split())
-    assert stop.value.code == 0 and 'learning rate (default: 0.0006)' in shown and '(default: 17.97)' in shown
-    assert 'What differs from the paper' in shown
+    assert stop.value.code == 0 and 'learning rate (default: 0.0006)' in shown and 'differs from the paper' in shown
 
 
 @pytest.mark.parametrize('flags, expected', [
@@ -154,36 +112,39 @@ def test_pretrained_weights_choose_the_recipe_of_a_folder_and_random_ones_train_
     assert {key: getattr(args, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize('flags, message', [
-    ('--dataset', 'expected one argument'), ('--batch-siz 3', 'unrecognized'), ('--device cuda:99', 'cuda:99'),
-    ('--image-size 64 --resize 32', '--resize 32')])
-def test_a_usage_error_is_one_line(flags, message, tmp_path, monkeypatch):
-    """main raises UsageError like any other exception, so that a notebook keeps running; a shell gets exit code 2."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError) as raised:
-        train_ms.main(flags.split())
-    assert message in str(raised.value) and '\n' not in str(raised.value)
+@pytest.mark.parametrize('script, flags, message', [
+    ('train_ms', ['--data', ''], 'an argument is empty'), ('train_ms', ['--weights='], 'an argument is empty'),
+    ('eval', ['--checkpoint', 'x', '--data', ' '], 'an argument is empty'),
+    ('train_ms', ['--dataset'], 'expected one argument'), ('train_ms', ['--batch-siz', '3'], 'unrecognized'),
+    ('train_ms', ['--device', 'cuda:99'], 'cuda:99'), ('train_ms', ['--data', 'x'], 'shapes is built in and has no'),
+    ('train_ms', ['--image-size', '64', '--resize', '32'], '--resize 32'),
+    ('train_ms', ['--arch', 'none'], 'none is for vectors only'),
+    ('train_ms', ['--dataset', 'vectors', '--arch', 'resnet18'], 'none is for vectors only')])
+def test_a_usage_error_is_one_line(script, flags, message):
+    """An error is raised like any other, so that a notebook keeps running; a shell gets exit code 2."""
+    with pytest.raises(UsageError, match=message) as raised:
+        __import__(script).main(flags)
+    assert '\n' not in str(raised.value)
 
-
-# ---- flags of a resumed run
 
 def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
     """Where and how a run computes, and how long it is, may change; flags that would make it another run may not."""
     run(train_ms, '--name', 'x', '--fold', '0/3', '--freeze-bn', '--schedule', 'constant')
+    saved = common.read_checkpoint('runs/x')
+    torch.save(saved | dict(args=saved['args'] | dict(download=True)), 'runs/x/last.pt')
     before = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu']))
+    assert not before['download'], 'only if it is asked for again'
     for flags in ('--data y', '--epochs 9', '--steps 9', '--eval-every 3', '--patience 2', '--compile', '--device meta',
-                  '--precision fp32', '--chunk 2'):
+                  '--precision fp32', '--chunk 2', '--download'):
         args = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu', *flags.split()]))
         assert [name for name in args if args[name] != before[name]] == [flags.split()[0][2:].replace('-', '_')]
     for flags in ('--lr 1', '--alpha 3', '--seed 5', '--min-crop 1', '--dim 24', '--fold 1/3', '--no-flip'):
         flag = flags.split()[0]
         with pytest.raises(UsageError, match=f'made with another {flag}; start a new run'):
             train_ms.main(['--resume', 'runs/x', *flags.split()])
-    with pytest.raises(UsageError, match='--name has no effect with --resume'):
-        train_ms.main(['--resume', 'runs/x', '--name', 'other'])
-    with pytest.raises(UsageError, match='there is no file nowhere/last.pt'):
-        train_ms.main(['--resume', 'nowhere'])
-    assert {path.name for path in common.Path('runs/x').iterdir()} == {'best.pt', 'last.pt', 'log.jsonl'}
-    torch.save(common.read_checkpoint('runs/x') | dict(script='train_other'), 'runs/x/last.pt')
+    for flags, message in ('runs/x --name y', '--name has no effect with --resume'), ('nowhere', 'no file nowhere/'):
+        with pytest.raises(UsageError, match=message):
+            train_ms.main(['--resume', *flags.split()])
+    torch.save(saved | dict(script='train_other'), 'runs/x/last.pt')
     with pytest.raises(UsageError, match='made by train_other.py'):
         train_ms.main(['--resume', 'runs/x'])

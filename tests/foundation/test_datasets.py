@@ -15,8 +15,6 @@ import common
 import train_ms
 from common import UsageError, retrieval_metrics
 
-# ---- annotation files
-
 # Folder of the images; {file: its lines}; the labels of each split; the classes of the test set
 FORMATS = {
     'cub': ('CUB_200_2011/images', {'CUB_200_2011/images.txt': [
@@ -53,19 +51,17 @@ def test_official_formats(tmp_path, monkeypatch, name):
     """The labels, classes and K of CUB, SOP and In-Shop follow their annotation files. Files of macOS are ignored."""
     unpack(name, tmp_path, monkeypatch)
     *_, labels, classes = FORMATS[name]
+    counts = {split: (len(labels[split]), len({*labels[split]})) for split in labels}
+    monkeypatch.setitem(common.DATASETS[name], 'counts', counts)
     data = common.load_dataset(name, tmp_path, 8, 8)
     assert {split: getattr(data, split).labels.tolist() for split in labels} == labels
     assert data.query.classes == data.gallery.classes == classes
     assert (data.gallery is data.query) == ('gallery' not in labels) and data.train[0][0].shape == (3, 8, 8)
     assert data.ks == dict(sop=(1, 10, 100, 1000), inshop=(1, 10, 20, 30, 40, 50)).get(name, (1, 2, 4, 8))
     assert data.train.superclasses is None if name != 'sop' else data.train.superclasses.tolist() == [0, 3]
-    counts = {split: (len(labels[split]), len({*labels[split]})) for split in labels}
-    for wrong in (counts | dict(query=(9, 4)), counts | dict(another=(1, 1))):
-        monkeypatch.setitem(common.DATASETS[name], 'counts', wrong)
-        with pytest.raises(UsageError, match=f'images, classes. are .*, expected are {re.escape(str(wrong))}'):
-            common.load_dataset(name, tmp_path)
-    monkeypatch.setitem(common.DATASETS[name], 'counts', counts)
-    common.load_dataset(name, tmp_path)
+    monkeypatch.setitem(common.DATASETS[name], 'counts', counts | dict(query=(9, 4)))
+    with pytest.raises(UsageError, match='images, classes. are .*, expected are .*9, 4'):
+        common.load_dataset(name, tmp_path)
 
 
 def test_cars_official_format(tmp_path, monkeypatch):
@@ -74,14 +70,13 @@ def test_cars_official_format(tmp_path, monkeypatch):
     monkeypatch.setitem(common.DATASETS['cars'], 'counts', dict(train=(3, 2), query=(3, 2)))
     fields = 'relative_im_path bbox_x1 bbox_y1 bbox_x2 bbox_y2 class test'.split()
     annotations = np.empty(6, dtype=[(field, object) for field in fields])
-    (tmp_path / 'car_ims').mkdir()
     for i, (class_, test) in enumerate([(196, 0), (98, 1), (1, 0), (99, 1), (98, 0), (99, 1)]):
-        annotations[i] = (f'car_ims/{i}.jpg', 150, 1, 1, 150, class_, test)
-        Image.new('RGB', (16, 12)).save(tmp_path / f'car_ims/{i}.jpg')
+        annotations[i] = (f'{i}.jpg', 150, 1, 1, 150, class_, test)
+        (tmp_path / f'{i}.jpg').touch()
     scipy_io.savemat(tmp_path / 'cars_annos.mat', dict(annotations=annotations))
-    data = common.load_dataset('cars', tmp_path, 8, 8)
-    assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
-    assert data.train.labels.tolist() == [1, 0, 1] and data.query.labels.tolist() == [1, 0, 0]
+    data = common.load_dataset('cars', tmp_path)
+    assert class_names(data.train) == ['098', '001', '098'] and class_names(data.query) == ['196', '099', '099']
+    assert [Path(path).name for path in data.query.paths] == ['0.jpg', '3.jpg', '5.jpg']
     monkeypatch.setitem(sys.modules, 'scipy.io', None)
     with pytest.raises(UsageError, match='cars cannot be loaded: .*scipy'):
         common.load_dataset('cars', tmp_path)
@@ -94,31 +89,25 @@ def test_cars_as_a_folder_per_class(tmp_path, monkeypatch):
         lines = [f'0000{i}.jpg,39,116,569,375,{number}' for i, number in enumerate(classes)]
         (tmp_path / f'anno_{split}.csv').write_text('\n'.join(lines) + '\n')
         for i, number in enumerate(classes):
-            folder = tmp_path / 'car_data/car_data' / split / f'Make {number} C-V Van'
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.new('RGB', (16, 12), (number, i, 0)).save(folder / f'0000{i}.jpg', quality=100)
-    data = common.load_dataset('cars', tmp_path, 8, 8)
-    assert data.train.classes == ['001', '098'] and data.query.classes == ['099', '196']
-    assert [data.train.classes[c] for c in data.train.labels] == ['098', '001', '098']
-    assert [data.query.classes[c] for c in data.query.labels] == ['196', '099', '099']
-    for part in (data.train, data.query):                   # the red channel of an image is the number of its class
-        assert [common.to_rgb(path).getpixel((8, 6))[0] for path in part.items] == pytest.approx(
-            [int(part.classes[c]) for c in part.labels], abs=2)
-    (tmp_path / 'car_data/car_data/test/Make 98 C-V Van/00001.jpg').unlink()
-    with pytest.raises(UsageError, match='cars cannot be loaded: .*00001.jpg'):
+            path = tmp_path / f'car_data/car_data/{split}/Make {number} C-V Van/0000{i}.jpg'
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    data = common.load_dataset('cars', tmp_path)
+    assert class_names(data.train) == ['098', '001', '098'] and class_names(data.query) == ['196', '099', '099']
+    for part in (data.train, data.query):
+        folders = [Path(path).parent.name for path in part.paths]
+        assert folders == [f'Make {int(name)} C-V Van' for name in class_names(part)]
+    path.unlink()
+    with pytest.raises(UsageError, match=f'^cars cannot be loaded: .*00002.jpg.*; --data {tmp_path} should have cars_'):
         common.load_dataset('cars', tmp_path)
 
 
-def test_published_counts_and_ks():
-    """The counts of images and classes, and the K of Recall@K, are as published."""
+def test_published_counts_of_images_and_classes():
     published = dict(
         cub=dict(train=(5864, 100), query=(5924, 100)), cars=dict(train=(8054, 98), query=(8131, 98)),
         sop=dict(train=(59551, 11318), query=(60502, 11316)),
         inshop=dict(train=(25882, 3997), query=(14218, 3985), gallery=(12612, 3985)))
     assert {name: common.DATASETS[name]['counts'] for name in published} == published
-    ks = dict.fromkeys(['shapes', 'folder', 'vectors', 'cub', 'cars'], (1, 2, 4, 8))
-    ks |= dict(sop=(1, 10, 100, 1000), inshop=(1, 10, 20, 30, 40, 50))
-    assert {name: common.DATASETS[name].get('ks', common.Splits(name).ks) for name in ks} == ks
 
 
 @pytest.mark.parametrize('name, file', [('cub', 'CUB_200_2011/images.txt'), ('cars', 'cars_annos.mat')])
@@ -129,15 +118,6 @@ def test_the_real_annotations_have_the_published_counts(monkeypatch, name, file)
     data = common.load_dataset(name, REAL_DATA / name)
     assert data.train and data.gallery is data.query
 
-
-@pytest.mark.parametrize('name', ['cub', 'cars', 'sop', 'inshop', 'folder'])
-def test_the_message_on_a_missing_dataset_names_folder_and_layout(name, tmp_path):
-    for where in (tmp_path, tmp_path / 'nowhere'):
-        with pytest.raises(UsageError, match=f'^{name} cannot be loaded: .*{where}.*; --data {where} should have'):
-            common.load_dataset(name, where)
-
-
-# ---- folders of images
 
 def class_names(images):
     """The class of each image"""
@@ -163,14 +143,12 @@ def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_pa
 
 @pytest.mark.parametrize('folders, message', [
     ('a b c', 'there are 3 classes to train on, and at least 4 are needed'),
-    ('train/x test/a test/b', 'there are 1 classes to train on, and at least 2'), ('train/x', 'there are 1 classes'),
+    ('train/x test/a test/b', 'there are 1 classes to train on, and at least 2'),
     ('query/a query/b', 'there are query: put queries into test, or query next to gallery'),
-    ('train/a train/b gallery/c', 'there are gallery and train: put queries'),
     ('test/a query/a gallery/a', 'there are gallery and query and test: put queries'),
     ('TRAIN/x TRAIN/y Val/a Val/b', 'TRAIN and Val in {root} look like splits'),
-    ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in {root} look like splits'),
-    ('my_train/x my_val/y', 'my_train and my_val in'), ('train2017/x val2017/y', 'train2017 and val2017 in'),
-    ('gallery/x probe/y', 'gallery and probe in'), ('testing_set/x trainset/y', 'testing_set and trainset in'),
+    ('trainingSet/x trainingSet/y testSet/a', 'testSet and trainingSet in'),
+    ('train2017/x my_val/y', 'my_val and train2017 in'),
     ('shop/train/x shop/train/y shop/test/a', 'test and train in {root}/shop look like splits')])
 def test_folders_with_too_few_classes_or_unknown_splits_are_rejected(tmp_path, folders, message):
     make_folder(tmp_path, folders.split(), per_class=1)
@@ -178,23 +156,17 @@ def test_folders_with_too_few_classes_or_unknown_splits_are_rejected(tmp_path, f
         common.load_dataset('folder', tmp_path)
 
 
-def test_folders_beside_the_splits_are_named(tmp_path, capsys):
-    make_folder(tmp_path, 'train/a train/b val/a test/c test/d .cache/x'.split(), per_class=1)
-    common.load_dataset('folder', tmp_path)
-    assert capsys.readouterr().err == 'warning: val beside test, train: not read\n'
-
-
-@pytest.mark.parametrize('parts', ['a b c d', 'test/a test/b', 'train/a train/b test/c test/d'])
+@pytest.mark.parametrize('parts', ['a b c d', 'test/a test/b train/c train/d'])
 def test_the_runs_of_these_scripts_are_no_images(tmp_path, parts, capsys):
     """The folder of the images is the working folder."""
     make_folder(tmp_path, parts.split(), per_class=1)
     before = common.load_dataset('folder', tmp_path)
-    shutil.copytree(tmp_path / parts.split()[0], tmp_path / 'runs/mine/more')
-    shutil.copytree(tmp_path / 'runs/mine', tmp_path / parts.split()[0] / 'runs/deep/er')
-    for run in (tmp_path / 'runs/mine', tmp_path / parts.split()[0] / 'runs/deep/er'):
+    first = tmp_path / parts.split()[0]
+    for run in (tmp_path / 'runs/mine', first / 'runs/mine'):
+        shutil.copytree(first, run / 'more')
         (run / 'log.jsonl').touch()
     after = common.load_dataset('folder', tmp_path)
-    assert before.query.paths == after.query.paths and before.query.classes == after.query.classes
+    assert before.query.paths == after.query.paths and before.train.paths == after.train.paths
     assert 'warning' not in capsys.readouterr().err
 
 
@@ -220,25 +192,22 @@ def listed(tmp_path):
             path.touch()
 
     def listed(text, encoding='utf-8', **options):
-        (tmp_path / 'files.txt').write_text(text, encoding=encoding)
+        (tmp_path / 'files.txt').write_text(text, encoding)
         return common.load_dataset('folder', tmp_path, **options)
     return listed
 
 
 def test_files_txt_assigns_a_class_and_a_split_to_each_image(listed, tmp_path):
-    splits = ('train', 'query', 'gallery')
     data = listed(LIST)
-    assert [Path(path).relative_to(tmp_path).as_posix() for path in data.train.paths] == [
-        'b 1.jpg', 'a.jpg', 'c/0.jpg', 'c/1.jpg']
+    paths = [[Path(path).relative_to(tmp_path).as_posix() for path in images.paths]
+             for images in (data.train, data.query, data.gallery)]
+    assert paths == [['b 1.jpg', 'a.jpg', 'c/0.jpg', 'c/1.jpg'], ['d.jpg', 'e.jpg'], ['f.jpg', 'g.jpg']]
     assert class_names(data.train) == ['Greek/b', 'Greek/b', 'c', 'c']
     assert class_names(data.query) == class_names(data.gallery) == ['d', 'e']
     again = listed('\ufeff' + LIST.replace('query', 'test').replace('\n', '\r\n'))
-    for split in splits:
-        assert getattr(again, split).paths == getattr(data, split).paths
+    assert again.query.paths == data.query.paths and again.gallery.paths == data.gallery.paths
     data = listed(LIST.replace('gallery', 'test'))
     assert data.gallery is data.query and class_names(data.query) == list('dede')
-    data = listed('\n'.join(line for line in LIST.split('\n') if 'train' in line))
-    assert data.train and data.query is data.gallery is None
     data = listed(LIST, whole=True)
     assert len(data.query) == 8 and data.query.classes == ['Greek/b', 'c', 'd', 'e'] and data.train is None
 
@@ -246,29 +215,18 @@ def test_files_txt_assigns_a_class_and_a_split_to_each_image(listed, tmp_path):
 @pytest.mark.parametrize('old, new, message', [
     ('c/1.jpg c train', 'c/1.jpg c valid', "files.txt: 'c/1.jpg c valid' is not: path class train|query|gallery"),
     ('c/1.jpg c train', 'c/1.jpg', "files.txt: 'c/1.jpg' is not"), ('c/1.jpg', 'c/2.jpg', '1 of 8 images are missing'),
-    ('f.jpg', 'g.jpg', '1 of 8 images are listed twice'), ('f.jpg', 'a.jpg', '1 of 8 images are listed twice'),
-    ('Greek/b', 'c', 'there are 1 classes to train on')])
+    ('f.jpg', 'a.jpg', '1 of 8 images are listed twice'), ('Greek/b', 'c', 'there are 1 classes to train on'),
+    ('query', 'gallery', 'there is a gallery, but there are no queries')])
 def test_a_wrong_files_txt_is_rejected_in_one_line(listed, old, new, message):
-    with pytest.raises(UsageError, match=f'^folder cannot be loaded: .*{re.escape(message)}'):
-        listed(LIST.replace(old, new))
-
-
-@pytest.mark.parametrize('encoding', ['utf-16-be', 'utf-16', 'cp1252'])
-def test_files_txt_in_another_encoding_is_rejected(listed, encoding):
-    with pytest.raises(UsageError, match='^folder cannot be loaded: .*files.txt'):
-        listed(LIST.replace('Greek', 'Größe'), encoding)
-
-
-def test_a_gallery_without_queries_is_rejected(listed):
-    for text in (LIST.replace('query', 'gallery'), LIST.replace('query', 'gallery').replace('train', 'gallery')):
-        with pytest.raises(UsageError, match='^there is a gallery, but there are no queries'):
-            listed(text)
+    for encoding, expected in (('utf-8', message), ('utf-16', 'files.txt is not text in UTF-8')):
+        with pytest.raises(UsageError, match=re.escape(expected)) as raised:
+            listed(LIST.replace(old, new), encoding)
+        assert '\n' not in str(raised.value)
 
 
 def test_a_folder_with_only_train_has_no_test_set(tmp_path):
     """A fold holds out some of the training classes."""
     make_folder(tmp_path / 'train', 'abcd', per_class=2)
-    (tmp_path / '.hidden').mkdir()
     data = common.load_dataset('folder', tmp_path)
     assert data.train.classes == list('abcd') and data.query is data.gallery is None
     data = common.load_dataset('folder', tmp_path, fold='0/2')
@@ -278,31 +236,13 @@ def test_a_folder_with_only_train_has_no_test_set(tmp_path):
         common.load_dataset('folder', tmp_path)
 
 
-def test_folder_with_query_and_gallery(tmp_path):
+def test_a_folder_with_queries_and_a_gallery(tmp_path):
     make_folder(tmp_path / 'train', ['a', 'b'], per_class=2)
-    make_folder(tmp_path / 'query', ['d', 'c', 'a9'], per_class=1)             # a9 has no match in the gallery
+    make_folder(tmp_path / 'test', ['d', 'c', 'a9'], per_class=1)              # a9 has no match in the gallery
     make_folder(tmp_path / 'gallery', ['b2', 'c', 'd'], per_class=2)
-    for name in ('query', 'test'):
-        data = common.load_dataset('folder', tmp_path)
-        assert data.query.labels.tolist() == [0, 2, 3] and data.gallery.labels.tolist() == [1, 1, 2, 2, 3, 3]
-        assert data.query.classes == data.gallery.classes == ['a9', 'b2', 'c', 'd'] and data.train.classes == ['a', 'b']
-        if name == 'query':
-            (tmp_path / 'query').rename(tmp_path / 'test')
-    shutil.rmtree(tmp_path / 'gallery')
-    (tmp_path / 'gallery').mkdir()
-    with pytest.raises(UsageError, match='^folder cannot be loaded: there are no images in .*/gallery'):
-        common.load_dataset('folder', tmp_path)
-
-
-def test_classes_of_query_and_gallery_are_matched_by_name():
-    """Each query has a match in the gallery, where its class has another index."""
-    vectors = torch.eye(5)
-    for names, others in ((['u', 'v', 'w'], ['t', 'v', 'w', 'u', 'x']), ([10, 9, 8], [7, 9, 8, 10, 11])):
-        query = common.Images(vectors[[3, 1, 2]], names)
-        gallery = common.Images(vectors, others)
-        data = common.Splits('mine', None, query, gallery)
-        assert class_names(data.query) == list(map(str, names)) and class_names(data.gallery) == list(map(str, others))
-        assert retrieval_metrics(query.items, query.labels, gallery.items, gallery.labels)['R@1'] == 100
+    data = common.load_dataset('folder', tmp_path)
+    assert data.query.labels.tolist() == [0, 2, 3] and data.gallery.labels.tolist() == [1, 1, 2, 2, 3, 3]
+    assert data.query.classes == data.gallery.classes == ['a9', 'b2', 'c', 'd'] and data.train.classes == ['a', 'b']
 
 
 def test_a_whole_folder_is_the_test_set(tmp_path, capsys):
@@ -313,34 +253,26 @@ def test_a_whole_folder_is_the_test_set(tmp_path, capsys):
     assert data.train is None and data.query.classes == ['a', 'b', 'c'] and class_names(data.query) == list('bcab')
     data = common.load_dataset('folder', tmp_path / 'train/a', whole=True)
     assert len(data.query) == 1 and data.query.classes == ['.'], 'images without a class'
+    with pytest.raises(UsageError, match='--whole is for a folder of images'):
+        common.load_dataset('shapes', whole=True)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    make_folder(tmp_path, ['train/x', 'train/y', 'test/x', 'test/y'], per_class=2)
-    (tmp_path / 'test/x/lost.jpg').symlink_to(tmp_path / 'nowhere.jpg')
-    with pytest.raises(UsageError, match='^folder cannot be loaded: 1 of 9 images are missing, .*/lost.jpg'):
-        common.load_dataset('folder', tmp_path)
-
-
-@pytest.mark.parametrize('name', ['.ipynb_checkpoints', '#recycle', '__MACOSX', 'System Volume Information'])
-def test_hidden_folders_are_not_classes(tmp_path, name):
-    make_folder(tmp_path, ['train/a', 'train/b', name, f'train/{name}', f'train/a/{name}'], per_class=1)
-    assert common.load_dataset('folder', tmp_path).train.classes == ['a', 'b']
-
-
-def test_other_folders_with_signs_are_classes(tmp_path):
+def test_hidden_folders_are_not_classes(tmp_path):
+    """Other names with signs are classes."""
     make_folder(tmp_path / 'train', ['#1', '$5', '@anna'], per_class=1)
+    for name in ('.ipynb_checkpoints', '#recycle', '__MACOSX', 'System Volume Information'):
+        make_folder(tmp_path, [name, f'train/{name}', f'train/#1/{name}'], per_class=1)
     assert common.load_dataset('folder', tmp_path).train.classes == ['#1', '$5', '@anna']
 
 
-def test_files_of_other_formats_are_counted_in_a_warning(tmp_path, capsys):
-    make_folder(tmp_path, 'abcd', per_class=2)
-    (tmp_path / 'licence.txt').write_text('next to the classes')
+def test_folders_and_images_that_are_not_read_are_named(tmp_path, capsys):
+    make_folder(tmp_path, 'train/a train/b val/a test/c test/d .cache/x'.split(), per_class=1)
+    (tmp_path / 'test/licence.txt').write_text('next to the classes')
+    (tmp_path / 'test/c/1.heic').write_bytes(b'a kind that PIL does not read')
     common.load_dataset('folder', tmp_path)
-    assert capsys.readouterr().err == ''
-    (tmp_path / 'a/1.heic').write_bytes(b'a kind that PIL does not read')
-    common.load_dataset('folder', tmp_path)
-    assert f'{tmp_path}: 1 files are not read, the first is {tmp_path}/a/1.heic' in capsys.readouterr().err
+    beside, unread = capsys.readouterr().err.splitlines()
+    assert beside == 'warning: val beside test, train: not read'
+    assert f'{tmp_path}/test: 1 files are not read, the first is {tmp_path}/test/c/1.heic' in unread
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_directory_entries(tmp_path, monkeypatch):
@@ -356,8 +288,6 @@ def test_classes_and_images_do_not_depend_on_the_order_of_directory_entries(tmp_
     assert class_names(images) == ['a'] * 3 + ['a/link'] * 3 + ['b'] * 3 + ['c'] * 3 + ['elsewhere/d'] * 3
     assert [path.split('/')[-1] for path in images.paths] == ['0.jpg', '1.jpg', '2.jpg'] * 5
 
-
-# ---- sizes, names and shapes
 
 @pytest.mark.parametrize('resize, image_size, expected', [
     (None, None, (256, 224)), (None, 112, (128, 112)), (300, None, (300, 224)), (300, 200, (300, 200))])
@@ -379,13 +309,10 @@ def test_shapes_is_fixed_disjoint_and_not_solved_by_pixels():
     # The difference of neighbouring pixels shows whether the noise is the same.
     assert pixels.diff(dim=1).abs().mean().item() == pytest.approx(47.66, abs=0.01)
     small = torch.nn.functional.avg_pool2d(pixels.permute(0, 3, 1, 2), 4).flatten(1)
-    for z in (small, small - small.mean(1, keepdim=True)):
-        assert retrieval_metrics(z, data.query.labels)['R@1'] < 10
+    assert retrieval_metrics(small, data.query.labels)['R@1'] < 10
 
 
-# ---- folds
-
-@pytest.mark.parametrize('classes, n', [(8, 4), (11, 4), (30, 7)])
+@pytest.mark.parametrize('classes, n', [(8, 4), (11, 4)])
 def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
     folds = [common.hold_out(numbered(classes), f'{i}/{n}') for i in range(n)]
     blocks = [splits['query'].classes for splits in folds]
@@ -395,16 +322,12 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
         assert splits['train'].classes == sum(blocks[:i] + blocks[i + 1:], [])
         for images in splits.values():
             assert images.labels.tolist() == (torch.arange(len(images)) // 2).tolist(), 'numbered anew from 0'
-            assert images.num_classes == len(images.classes)
             indices = [int(image.mean()) for image in images.items]         # the pixels of an image are its index
-            assert class_names(images) == [f'class {n // 2}' for n in indices]
-            assert images.superclasses.tolist() == [n // 6 for n in indices]
-            assert images.paths == [f'image {n}' for n in indices]
+            assert class_names(images) == [f'class {i // 2}' for i in indices]
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         common.hold_out(numbered(7), '0/4')
-    for fold in ('4/4', '0/1', '-1/4', 'x'):
-        with pytest.raises(UsageError, match=f"a fold is i/n with i from 0 to n - 1, and not '{fold}'"):
-            common.hold_out(numbered(8), fold)
+    with pytest.raises(UsageError, match="a fold is i/n with i from 0 to n - 1, and not '4/4'"):
+        common.hold_out(numbered(8), '4/4')
 
 
 def test_a_run_on_a_fold_reads_no_image_of_the_test_set(tmp_path, monkeypatch, small):

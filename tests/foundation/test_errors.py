@@ -1,11 +1,13 @@
 """Usage errors and failures of the machine: a one-line message, an exit code, and no lost epoch."""
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,40 +18,31 @@ import common
 import train_ms
 from common import UsageError
 
+MEMORY = 'the processes that read images ran out of memory, .*; try --workers 0'
+
 
 @pytest.mark.parametrize('error, code, text', [
-    (UsageError('no such thing'), 2, 'error: no such thing\n'), (KeyboardInterrupt(), 130, 'stopped\n'),
-    (OSError(28, 'No space left'), 2, 'error: [Errno 28] No space left\n'),
-    (MemoryError(), 2, 'error: MemoryError\n'), (torch.OutOfMemoryError('2\nGiB'), 2, 'error: 2 GiB\n')])
-def test_cli_turns_an_error_into_exit_code_2_and_ctrl_c_into_130(capsys, error, code, text):
+    (UsageError('no such thing'), 2, 'no such thing'), (KeyboardInterrupt(), 130, 'stopped'),
+    (OSError(28, 'No space left'), 2, 'No space left'), (MemoryError(), 2, 'MemoryError'),
+    (torch.OutOfMemoryError('2\nGiB'), 2, '2 GiB'),
+    (RuntimeError('Caught\nDataLoader worker (pid 7) is killed by signal: Killed. '), 2, MEMORY),
+    (RuntimeError('DataLoader worker (pid(s) 7, 8) exited unexpectedly'), 2, MEMORY),
+    (RuntimeError('unable to write to file </torch_7_1>: No space left on device (28)'), 2, MEMORY),
+    (RuntimeError('received 0 items of ancdata'), 2, MEMORY)])
+def test_an_error_ends_in_one_line_and_exit_code_2_and_ctrl_c_in_130(capsys, error, code, text):
     with pytest.raises(SystemExit) as stop:
         common.cli(Mock(side_effect=error))
-    assert (stop.value.code, capsys.readouterr().err) == (code, text)
-
-
-@pytest.mark.parametrize('text', [
-    'DataLoader worker (pid 7) is killed by signal: Killed. ', 'DataLoader worker (pid(s) 7, 8) exited unexpectedly',
-    'unable to write to file </torch_7_1>: No space left on device (28)', 'received 0 items of ancdata'])
-def test_processes_that_ran_out_of_memory_are_one_line(capsys, text):
-    with pytest.raises(SystemExit) as stop:
-        common.cli(Mock(side_effect=RuntimeError(f'Caught\n{text}')))
     message = capsys.readouterr().err
-    assert stop.value.code == 2 and message.startswith('error: the processes that read images ran out of memory')
-    assert message.count('\n') == 1 and text.strip() in message and message.endswith('try --workers 0\n')
+    assert stop.value.code == code and re.search(text, message) and message.count('\n') == 1
 
 
-@pytest.mark.parametrize('stream', ['closed', 'bare'])
-def test_a_script_runs_without_standard_output_and_with_the_stream_of_a_notebook(run, small, monkeypatch, stream):
-    class Bare:
-        def write(self, text):
-            written.append(text)
-
-        def flush(self):
-            pass
+@pytest.mark.parametrize('closed', [True, False])
+def test_a_script_runs_without_standard_output_and_with_the_stream_of_a_notebook(run, small, monkeypatch, closed):
     written = []
-    monkeypatch.setattr(sys, 'stdout', None if stream == 'closed' else Bare())
+    bare = SimpleNamespace(write=written.append, flush=lambda: None)
+    monkeypatch.setattr(sys, 'stdout', None if closed else bare)
     common.cli(partial(run, train_ms, '--name', 'mine'))
-    assert common.read_checkpoint('runs/mine')['epoch'] == 1 and bool(written) == (stream == 'bare')
+    assert common.read_checkpoint('runs/mine')['epoch'] == 1 and bool(written) != closed
 
 
 @pytest.mark.parametrize('bug', [KeyError('x'), torch.linalg.LinAlgError('x'), ValueError('x'), RuntimeError('x')])

@@ -12,9 +12,8 @@ from PIL import Image
 
 import common
 import train_ms
-from common import Embedder, UsageError
+from common import UsageError
 
-# ---- checkpoints and weights
 
 def test_a_lack_of_memory_is_no_corrupted_file():
     for error in (MemoryError, torch.OutOfMemoryError):
@@ -39,24 +38,6 @@ def test_a_loaded_checkpoint_is_the_saved_network(tmp_path, small, options):
     saved = common.read_checkpoint(tmp_path / 'x.pt')
     assert saved['args']['seed'] == 7 and saved['script'] == 'train_ms' and saved['torch'] == str(torch.__version__)
     assert saved['transform'] == dict(resize=40, image_size=32, mean=common.MEAN, std=common.STD)
-    for precision in ('fp32', 'bf16'):
-        assert common.load_checkpoint(tmp_path / 'x.pt', precision=precision).precision == precision
-
-
-def test_weights_from_a_file_and_weights_that_do_not_fit(tmp_path):
-    """A file has torchvision weights, with or without the last layer, or is a checkpoint, whose head is not loaded."""
-    trunk = checkpoint(tmp_path / 'x.pt').trunk.state_dict()
-    torch.save(trunk | {'fc.weight': torch.zeros(1000, 512), 'fc.bias': torch.zeros(1000)}, tmp_path / 'whole.pth')
-    torch.save({name: value.half() for name, value in trunk.items()}, tmp_path / 'half.pth')
-    torch.save({name: value for name, value in trunk.items() if name != 'conv1.weight'}, tmp_path / 'cut.pth')
-    for file, tolerance in (('whole.pth', 0), ('half.pth', 1e-3), ('x.pt', 0)):
-        model = Embedder('resnet18', 16, weights=str(tmp_path / file))
-        for name, value in model.trunk.state_dict().items():
-            torch.testing.assert_close(value, trunk[name], rtol=tolerance, atol=tolerance)
-    for arch, file in (('resnet34', 'whole.pth'), ('resnet18', 'cut.pth')):
-        with pytest.raises(UsageError, match=f'{file} cannot be used; is it corrupted, or from another') as raised:
-            Embedder(arch, weights=str(tmp_path / file))
-        assert '\n' not in str(raised.value)
 
 
 def test_a_checkpoint_has_its_test_transform(small, monkeypatch, tmp_path):
@@ -65,14 +46,12 @@ def test_a_checkpoint_has_its_test_transform(small, monkeypatch, tmp_path):
     transform = common.load_checkpoint(tmp_path / 'x.pt').transform
     half = np.zeros((40, 80), np.uint8)
     half[:, 24:40] = 255                                        # 40 px high: the left half of the centre crop is white
-    x, white = transform(Image.fromarray(half)), (torch.arange(32) < 16).float().expand(3, 32, 32)
+    white = (torch.arange(32) < 16).float().expand(3, 32, 32)
     mean, std = torch.tensor(common.MEAN)[:, None, None], torch.tensor(common.STD)[:, None, None]
-    assert x.shape == (3, 32, 32) and torch.allclose(x * std + mean, white, atol=1e-6)
-    turned = Image.fromarray(np.rot90(half).copy())
-    turned.getexif()[0x0112] = 6                                # EXIF orientation: rotated
     Image.fromarray(half).save(tmp_path / 'x.png')
-    for image in (turned, half, tmp_path / 'x.png', str(tmp_path / 'x.png')):
-        assert torch.equal(transform(image), x)
+    for image in (half, Image.fromarray(half), tmp_path / 'x.png'):
+        x = transform(image)
+        assert x.shape == (3, 32, 32) and torch.allclose(x * std + mean, white, atol=1e-6)
         assert torch.equal(common.Images([image], [0], transform=transform)[0][0], x)
     Image.new('RGB', (400, 400)).save(tmp_path / 'x.jpg')
     decoded = []
@@ -90,7 +69,6 @@ def test_a_checkpoint_embeds_an_image_as_the_run_did(run, folder):
         single = model(model.transform(folder / 'test/car0/0.jpg')[None])
     assert z.dtype == torch.float32 and torch.allclose(single[0], z[0], atol=1e-4)
     assert model.args['dataset'] == 'folder' and model.classes == [f'bird{i}' for i in range(6)]
-    torch.nn.Linear(16, 2)(z).sum().backward()              # embeddings can be used to train another layer
 
 
 class Malicious:
@@ -107,8 +85,6 @@ def test_a_malicious_pickle_is_not_opened(tmp_path, monkeypatch, save):
         common.load_checkpoint('evil.pt')
     assert not os.path.exists('hacked')
 
-
-# ---- writing
 
 @pytest.mark.parametrize('error, raised', [
     (OSError(28, 'No space left on device'), UsageError), (RuntimeError('No space left: torch.save'), UsageError),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 from torchvision import transforms
 
 import common
@@ -18,8 +17,6 @@ def noise(height, width, seed=0):
     return Image.fromarray(pixels)
 
 
-# ---- decoding
-
 @pytest.mark.parametrize('mode, suffix', [('L', 'jpg'), ('CMYK', 'JPG'), ('LA', 'png'), ('RGBA', 'png'), ('P', 'PNG'),
                                           ('1', 'png'), ('RGB', 'webp')])
 def test_every_mode_becomes_rgb(tmp_path, mode, suffix):
@@ -30,8 +27,7 @@ def test_every_mode_becomes_rgb(tmp_path, mode, suffix):
     assert np.abs(np.asarray(rgb).astype(int) - np.asarray(image.convert('RGB'))).max() < 8
 
 
-@pytest.mark.parametrize('kind, largest', [('uint16', 65535), ('uint16', 1023), ('int32', 65535),
-                                           ('int32', 2 ** 20 - 1), ('float32', 3000), ('float32', 0.01)])
+@pytest.mark.parametrize('kind, largest', [('uint16', 1023), ('int32', 2 ** 20 - 1), ('float32', 0.01)])
 def test_a_grey_ramp_of_any_depth_keeps_its_levels(tmp_path, kind, largest):
     ramp = (np.linspace(0, 1, 40)[None] * np.ones((20, 1)) * largest).astype(kind)
     Image.fromarray(ramp).save(tmp_path / 'x.tif')
@@ -42,9 +38,7 @@ def test_a_grey_ramp_of_any_depth_keeps_its_levels(tmp_path, kind, largest):
 def test_grey_values_are_scaled_by_their_finite_range():
     nan, inf = np.nan, np.inf
     assert to_8_bits(np.array([[nan, -2, 0, 2, inf, -inf]], np.float32)).tolist() == [[0, 0, 128, 255, 255, 0]]
-    assert to_8_bits(np.array([[-3e38, 0, 3e38]], np.float32)).tolist() == [[0, 128, 255]]
     assert to_8_bits(np.array([[-1024, 0, 1026]], np.int32)).tolist() == [[0, 127, 255]]     # as in a CT scan
-    assert to_8_bits(np.array([[nan, 7]])).tolist() == [[0, 255]]
     with pytest.raises(UsageError, match='cannot read the image'):
         to_rgb(np.array([[nan, nan]]))
 
@@ -74,41 +68,33 @@ def test_an_image_is_rotated_according_to_its_exif_data(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:Corrupt EXIF data')
-@pytest.mark.parametrize('exif', [b'no TIFF header', b'II\x2a\0\xff\xff\xff\x7f'])
 @pytest.mark.parametrize('suffix', ['jpg', 'png'])
-def test_corrupted_exif_data_are_ignored(tmp_path, exif, suffix):
-    noise(16, 24).save(tmp_path / f'x.{suffix}', exif=b'Exif\0\0' + exif)
+def test_corrupted_exif_data_are_ignored(tmp_path, suffix):
+    noise(16, 24).save(tmp_path / f'x.{suffix}', exif=b'Exif\0\0II\x2a\0\xff\xff\xff\x7f')
     assert to_rgb(tmp_path / f'x.{suffix}').size == (24, 16)
 
 
-def test_a_thin_image_is_cropped_to_sixteen_times_its_shorter_side():
-    for size, expected in (((2, 700), (2, 32)), ((900, 3), (48, 3)), ((160, 10), (160, 10))):
-        ramp = (np.arange(max(size)) * 255 // max(size)).astype(np.uint8)
-        rgb = to_rgb(Image.fromarray(np.broadcast_to(ramp if size[0] > size[1] else ramp[:, None], size[::-1])))
-        assert rgb.size == expected and np.asarray(rgb).mean() == pytest.approx(127, abs=2), 'its centre'
+@pytest.mark.parametrize('size, expected', [((2, 700), (2, 32)), ((900, 3), (48, 3)), ((160, 10), (160, 10))])
+def test_a_thin_image_is_cropped_to_sixteen_times_its_shorter_side(size, expected):
+    ramp = (np.arange(max(size)) * 255 // max(size)).astype(np.uint8)
+    rgb = to_rgb(Image.fromarray(np.broadcast_to(ramp if size[0] > size[1] else ramp[:, None], size[::-1])))
+    assert rgb.size == expected and np.asarray(rgb).mean() == pytest.approx(127, abs=2), 'its centre'
 
 
 def test_large_jpegs_are_decoded_at_a_reduced_size_but_not_below_min_side(tmp_path):
     noise(300, 400).save(tmp_path / 'x.jpg')
-    noise(300, 400).save(tmp_path / 'x.png')
-    for min_side, shorter in {None: 300, 20: 38, 70: 75, 75: 75, 76: 150, 149: 150, 200: 300, 900: 300}.items():
+    for min_side, shorter in {None: 300, 20: 38, 70: 75, 75: 75, 76: 150, 200: 300, 900: 300}.items():
         assert min(to_rgb(tmp_path / 'x.jpg', min_side).size) == shorter
-    assert to_rgb(tmp_path / 'x.png', 20).size == (400, 300)
 
     def transform(image):
         return image.size
     transform.min_side = 70
     images = Images([tmp_path / 'x.jpg'], ['a'], transform=transform, train_transform=lambda image: image.size)
     assert images[0][0] == (100, 75) and images[0, 1][0] == (400, 300), 'without min_side, the full size'
-
-
-def test_the_default_transforms_enlarge_nothing_that_was_decoded_at_a_reduced_size():
     assert common.make_test_transform(40, 32).min_side == 40
-    assert make_train_transform(32, min_crop=0.25).min_side == 64, 'the smallest crop is a square of half the side'
+    assert make_train_transform(32, min_crop=0.25).min_side == 64, 'the smallest crop has half the side'
     assert make_train_transform(32, min_crop=0.25, resize=40).min_side == 40
 
-
-# ---- files that cannot be read
 
 @pytest.mark.parametrize('form', ['eps', 'gif'])
 def test_a_file_of_another_format_is_rejected_whatever_its_name(tmp_path, form):
@@ -118,7 +104,7 @@ def test_a_file_of_another_format_is_rejected_whatever_its_name(tmp_path, form):
         to_rgb(tmp_path / 'x.jpg')
 
 
-@pytest.mark.parametrize('suffix', ['jpg', 'png', 'ppm', 'bmp', 'tif', 'webp'])
+@pytest.mark.parametrize('suffix', ['jpg', 'ppm', 'tif'])
 def test_a_truncated_file_is_rejected(tmp_path, suffix):
     path = tmp_path / f'Vögel im Nest.{suffix}'
     noise(40, 50).save(path)
@@ -127,31 +113,6 @@ def test_a_truncated_file_is_rejected(tmp_path, suffix):
         to_rgb(path)
 
 
-def test_a_png_with_a_wrong_byte_is_rejected(tmp_path):
-    """PIL raises an error only at the first attempt to read the pixels of such a file, not at the second."""
-    noise(40, 50).save(tmp_path / 'x.png')
-    content = bytearray((tmp_path / 'x.png').read_bytes())
-    content[content.index(b'IDAT') + 2000] ^= 255
-    (tmp_path / 'x.png').write_bytes(content)
-    with pytest.raises(UsageError, match='cannot read the image .*x.png'):
-        to_rgb(tmp_path / 'x.png')
-
-
-def test_a_corrupted_file_in_a_worker_process_is_one_line_with_its_name(tmp_path):
-    paths = [tmp_path / f'{i}.ppm' for i in range(128)]
-    for path in paths:
-        path.write_bytes(b'P6 1 1 255\n' + bytes(3))
-    paths[77].write_bytes(b'P6 1 1 255\n' + bytes(2))
-    images = Images(paths, torch.zeros(128).long(), transform=transforms.functional.pil_to_tensor)
-    assert common.make_loader(images, [[0]], torch.device('cpu')).num_workers == 1
-    net = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
-    with pytest.raises(UsageError, match='^cannot read the image .*77.ppm: .*; replace or remove it$') as raised:
-        common.embed(net, images)
-    assert '\n' not in str(raised.value)
-
-
-# ---- the Dataset
-
 def test_labels_are_names_or_integers_one_for_each_image():
     items = [noise(4, 4, seed) for seed in range(3)]
     images = Images(items, ['b', 'a', 'b'])
@@ -159,12 +120,10 @@ def test_labels_are_names_or_integers_one_for_each_image():
     assert Images(items, torch.tensor([30, 4, 30])).classes == ['4', '30']
     images = Images(items, [2, 0, 2], classes=['x', 'y', 'z'])
     assert images.classes == ['x', 'y', 'z'] and images.labels.tolist() == [2, 0, 2]
-    nan = float('nan')
-    for labels in (['a'], ['a'] * 4, [], [[1], [2], [3]], [0.0, nan, 1.0], torch.tensor([0.0, 1.0, nan]),
-                   ['a', nan, 'b'], ['a', None, 'b'], None):
+    for labels in (['a'] * 4, [[1], [2], [3]], torch.tensor([0.0, 1.0, float('nan')]), ['a', None, 'b'], None):
         with pytest.raises(UsageError, match='^3 images need as many labels, none of them missing'):
             Images(items, labels)
-    for labels in ([0, 1, 2], [-1, 0, 1], [0, 0.5, 1], ['x', 'y', 'x']):
+    for labels in ([0, 1, 2], [-1, 0, 1], [0, 0.5, 1]):
         with pytest.raises(UsageError, match='^with 2 classes, labels are positions from 0 to 1$'):
             Images(items, labels, classes=['x', 'y'])
 
@@ -174,11 +133,10 @@ def test_columns_of_a_shuffled_table_are_read_by_position():
         """As a column of pandas, column[key] looks for the row with this label."""
         def __getitem__(self, key):
             return super().__getitem__([2, 0, 1].index(key))
-    items, labels, number = (Column(values) for values in ([noise(4, 4, seed) for seed in range(3)], 'bab', [5, 6, 7]))
-    images = Images(items, labels, superclasses=number, paths=labels, transform=np.asarray)
-    assert all((images[i][0] == np.asarray(noise(4, 4, i))).all() for i in range(3))
+    items = [noise(4, 4, seed) for seed in range(3)]
+    images = Images(Column(items), Column('bab'), superclasses=Column([5, 6, 7]), transform=np.asarray)
+    assert all((images[i][0] == np.asarray(items[i])).all() for i in range(3))
     assert images.labels.tolist() == [1, 0, 1] and images.superclasses.tolist() == [5, 6, 7]
-    assert images.subset(images.labels == 1).superclasses.tolist() == [5, 7]
 
 
 def test_class_names_of_another_unicode_form_are_the_same_classes():
@@ -187,10 +145,9 @@ def test_class_names_of_another_unicode_form_are_the_same_classes():
     assert Images([noise(4, 4)] * 2, ['caf\u00e9', 'cafe\u0301']).labels.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize('shape', [(2, 3, 8, 8), (2, 8, 8), (2,)])
-def test_a_tensor_of_images_is_rejected(shape):
+def test_a_tensor_of_images_is_rejected():
     with pytest.raises(UsageError, match='^a tensor of vectors is .*; images are a list of paths, PIL images or uint8'):
-        Images(torch.zeros(shape), [0, 1])
+        Images(torch.zeros(2, 3, 8, 8), [0, 1])
 
 
 def test_items_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp_path):
@@ -202,31 +159,25 @@ def test_items_are_paths_images_or_arrays_and_any_callable_is_a_transform(tmp_pa
         pixels, label = images[1]
         np.testing.assert_array_equal(pixels, np.asarray(noise(6, 8)))
         assert label == 1 and images[1, 4, 2] == ('train', 1)
-        assert images[(0,)][0].shape == (5, 5, 3), 'a single index is for tests'
 
 
-@pytest.mark.parametrize('item', [
-    np.zeros((3, 8, 8), np.uint8), np.zeros((8, 8, 3)), np.zeros((8, 8, 3), np.int64), torch.zeros(3, 8, 8), None,
-    ['x.png']], ids=['channels first', 'floats', 'int64', 'tensor', 'None', 'list'])
+@pytest.mark.parametrize('item', [np.zeros((3, 8, 8), np.uint8), np.zeros((8, 8, 3)), None])
 def test_other_items_are_rejected_in_one_line(item):
+    """Channels come first, pixels are floats, or there is no image."""
     with pytest.raises(UsageError, match='^cannot read the image .*; replace or remove it$'):
         to_rgb(item)
 
 
-def test_a_subset_has_only_its_classes_and_the_same_transforms():
+@pytest.mark.parametrize('index', [torch.tensor([5, 0]), torch.tensor([True, False, False, False, False, True])])
+def test_a_subset_has_only_its_classes_and_the_same_transforms(index):
     images = Images([noise(4, 4, i) for i in range(6)], list('ccabba'), superclasses=torch.arange(6),
                     paths=list('uvwxyz'), transform=np.asarray, train_transform=np.array)
-    for indices in (torch.tensor([5, 0]), torch.tensor([True, False, False, False, False, True])):
-        part = images.subset(indices)
-        chosen = torch.arange(6)[indices].tolist()
-        assert part.classes == ['a', 'c'] and part.labels.tolist() == [0 if i == 5 else 1 for i in chosen]
-        assert part.superclasses.tolist() == chosen and part.paths == ['uvwxyz'[i] for i in chosen]
-        for k, i in enumerate(chosen):
-            np.testing.assert_array_equal(part[k][0], images[i][0])
-        assert part.train_transform is np.array
+    part, chosen = images.subset(index), torch.arange(6)[index].tolist()
+    assert part.classes == ['a', 'c'] and part.labels.tolist() == [0 if i == 5 else 1 for i in chosen]
+    assert part.superclasses.tolist() == chosen and part.paths == ['uvwxyz'[i] for i in chosen]
+    assert all((part[k][0] == images[i][0]).all() for k, i in enumerate(chosen))
+    assert part.train_transform is np.array
 
-
-# ---- randomness
 
 def three_samples(image):
     return [random.random(), np.random.rand(), torch.rand(()).item()]
@@ -251,14 +202,6 @@ def test_random_numbers_of_a_train_transform_follow_from_the_integers_only():
         assert len(set(column)) == 5, 'each of the generators is seeded, with each of the integers'
 
 
-def test_the_default_augmentation_follows_from_the_integers_only():
-    images = Images([noise(40, 50)], ['a'], train_transform=make_train_transform(16, jitter=0.4))
-    first, again, other = (images[0, 7, step][0] for step in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
-
-# ---- crops and colours
-
 def back(x):
     """Undoes the normalization by the mean and standard deviation of ImageNet, in RGB: (3, S, S) -> 0..255"""
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -269,7 +212,7 @@ def pixels_of(image):
     return transforms.functional.pil_to_tensor(image).float()
 
 
-@pytest.mark.parametrize('height, width', [(20, 31), (27, 16), (18, 18)])
+@pytest.mark.parametrize('height, width', [(20, 31), (27, 16)])
 def test_test_images_are_resized_and_their_centre_is_cropped(height, width):
     image = noise(height, width)
     x, _ = Images([image], ['a'], transform=common.make_test_transform(18, 15))[0]
@@ -307,5 +250,3 @@ def test_jitter_changes_an_image_by_at_most_its_value():
     factors = jittered.mean(dim=(1, 2, 3)) / 100
     assert torch.allclose(jittered, 100 * factors[:, None, None, None].expand_as(jittered), atol=0.1)
     assert 0.49 < factors.min() < 0.7 and 1.3 < factors.max() < 1.51
-    images = Images([noise(16, 16)], ['a'], train_transform=make_train_transform(16, min_crop=1.0, flip=False))
-    assert torch.allclose(back(images[0, 3][0]), pixels_of(images.items[0]), atol=1e-3), 'no change without jitter'

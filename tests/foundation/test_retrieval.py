@@ -24,8 +24,6 @@ def points(*degrees):
     return on_circle(*degrees, dtype=torch.float32)
 
 
-# ---- the metrics
-
 def ranked(hits, r):
     """Metrics of one query with r matches: those at the ranks in `hits`, and the others at the end of the ranking"""
     angles = [*range(1, 11), *range(50, 50 + r - len(hits))]
@@ -111,13 +109,10 @@ def test_retrieval_where_no_query_has_a_match():
 @pytest.mark.parametrize('labels', [[0, 1], [1, 0]])
 @pytest.mark.parametrize('query', [0, 20])
 def test_retrieval_of_two_that_tie_puts_the_other_class_first(query, labels):
-    """Non-matches come first among ties, in any order of the search. A difference of 1e-4 is not a tie."""
-    labels = torch.tensor(labels)
-    found = retrieval_metrics(points(query), torch.tensor([0]), points(20, 20), labels, ks=(1, 2))
+    """Non-matches come first among ties, in any order of the search."""
+    found = retrieval_metrics(points(query), torch.tensor([0]), points(20, 20), torch.tensor(labels), ks=(1, 2))
     expect_metrics(found, {'R@1': 0, 'R@2': 100, 'RP': 0, 'MAP@R': 0},
-                   f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels.tolist()}')
-    found = retrieval_metrics(points(0), torch.tensor([0]), points(*(20 + 0.02 * labels)), labels, ks=(1,))
-    expect(found['R@1'], 100, 'R@1 of a query of class 0 at 0 degrees, images at 20 (class 0), 20.02 (class 1)')
+                   f'rule 2: a query of class 0 at {query} degrees, two images at 20, of classes {labels}')
 
 
 @pytest.mark.parametrize('ks', [(1,), (1, 2)])
@@ -138,12 +133,6 @@ def test_retrieval_of_many_queries():
     found = retrieval_metrics(z, labels, z, labels.flip(0), ks=(1,))
     assert max(found.values()) < 1, f'4,400 images with the labels of others: expected less than 1%, got {found}'
     expect(retrieval_metrics(z[:99], torch.arange(99), ks=(1,))['R@1'], 0, 'R@1 of 99 classes: each query is excluded')
-
-
-def test_retrieval_does_not_depend_on_lengths():
-    z, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) // 4
-    longer = z * torch.linspace(0.1, 9, 40)[:, None]
-    expect_metrics(retrieval_metrics(longer, y), retrieval_metrics(z, y), 'embeddings of lengths 0.1 to 9')
 
 
 def test_retrieval_leaves_its_arguments():
@@ -170,8 +159,6 @@ def test_retrieval_of_nothing_or_of_nonfinite_embeddings_is_an_error(what, queri
         found = retrieval_metrics(*queries, *gallery)
         raise AssertionError(f'{what}: expected a common.UsageError, got {found}')
 
-
-# ---- search and mean similarities
 
 @pytest.mark.parametrize('within', [True, False])
 @pytest.mark.parametrize('library', ['faiss', 'faiss with tensors', 'torch'])
@@ -236,8 +223,7 @@ def test_retrieval_with_many_ties_matches_a_plain_loop(gallery):
 
 
 @pytest.mark.parametrize('names', [
-    torch.tensor([0, 200, 255], dtype=torch.uint8), torch.tensor([-128, -1, 127], dtype=torch.int8),
-    torch.tensor([2 ** 62, -2 ** 62, 7]), torch.tensor([3, 1, 2], dtype=torch.int32)])
+    torch.tensor([-128, -1, 127], dtype=torch.int8), torch.tensor([2 ** 62, -2 ** 62, 7])])
 def test_labels_may_be_any_integers(names):
     """The labels of the queries, of the gallery, or of both may have any integer type and any value."""
     z, y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
@@ -245,17 +231,15 @@ def test_labels_may_be_any_integers(names):
     gallery, labels = z[:20].flip(0), y[:20].flip(0)
     expected = retrieval_metrics(z, y, gallery, labels)
     assert retrieval_metrics(z, names[y], gallery, names.long()[labels]) == expected
-    assert retrieval_metrics(z, y == 1) == retrieval_metrics(z, (y == 1).long())
 
 
 def test_labels_or_embeddings_that_do_not_fit_are_rejected():
     z, y = torch.eye(3), torch.tensor([0, 0, 1])
-    for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1]), y[:, None], [0, 0, 1], y.numpy(), None):
-        with pytest.raises(UsageError, match=r'embeddings \(N, D\), and N integers as labels; these are .*3, 3'):
-            retrieval_metrics(z, labels)
-        with pytest.raises(UsageError, match=r'embeddings \(N, D\), and N integers as labels; these are .*3, 3'):
-            retrieval_metrics(z, y, z, labels)
-    for wrong in (z[0], z[:, None], z.tolist(), z.numpy()):
+    for labels in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1]), y[:, None], [0, 0, 1], None):
+        for arguments in ((z, labels), (z, y, z, labels)):
+            with pytest.raises(UsageError, match=r'embeddings \(N, D\), and N integers as labels; these are .*3, 3'):
+                retrieval_metrics(*arguments)
+    for wrong in (z[0], z.numpy()):
         with pytest.raises(UsageError, match='^retrieval needs tensors .*as_tensor'):
             retrieval_metrics(wrong, y)
     with pytest.raises(UsageError, match=r'queries \(3, 3\) and gallery \(3, 2\) differ in dimension'):
@@ -274,25 +258,11 @@ def test_retrieval_with_another_search_function():
                    'queries at 0, 180 and 80 degrees, the least similar of 0 and 180: 2 of 3 are matches')
 
 
-# ---- evaluation of a network
-
-def coloured(colours, labels):
-    """A set of 8 x 8 images, each of one colour"""
-    pixels = [np.full((8, 8, 3), colour, np.uint8) for colour in colours]
-    return common.Images(pixels, labels, classes=range(9), transform=common.make_test_transform(8, 8))
-
-
-class MeanColour(torch.nn.Linear):                          # a Linear layer, so that it has a device
-    def forward(self, x):
-        return x.mean(dim=(2, 3))
-
-
 def test_evaluate_ranks_the_gallery_and_not_the_queries():
-    """Two queries of different classes have no match in each other, and each a match of its colour in the gallery."""
-    red, green, blue = (220, 20, 20), (20, 220, 20), (20, 20, 220)
-    query, gallery = coloured([red, green], [0, 1]), coloured([blue, green, red], [2, 1, 0])
-    data = common.Splits('colours', query=query, gallery=gallery, ks=(1, 10, 50))
-    found = common.evaluate(MeanColour(1, 1), data)
-    assert [found[f'R@{k}'] for k in data.ks] == [100] * 3 and found['MAP@R'] == 100
-    data.query = coloured([red, blue], [0, 1])                           # the second match has the last rank
-    assert common.evaluate(MeanColour(1, 1), data)['R@1'] == 50
+    """Two queries of different classes have no match in each other, and each a match in the gallery."""
+    query, gallery = common.Images(points(0, 90), ['a', 'b']), common.Images(points(91, 180, 1), ['b', 'c', 'a'])
+    data = common.Splits('mine', query=query, gallery=gallery, ks=(1, 10, 50))
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.eye_(model.weight)
+    found = common.evaluate(model, data)
+    assert [found[key] for key in ('R@1', 'R@10', 'R@50', 'MAP@R')] == [100] * 4 and found['s-'] == pytest.approx(0)
