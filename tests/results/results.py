@@ -8,8 +8,8 @@ Each finished run becomes a line of runs.jsonl: its command, commit, machine, ve
 A run is found by its command. Interrupted, it continues at the next start, in a folder of runs/ that is named after its
 command. A run that fails is named at the end, and does not stop the others.
 
-On a page, `<!-- hse: ms, hybrids -->` stands before a number: it is R@1 of this row of hse. A difference of two rows is
-written `<!-- hse: ms, hybrids - ms, no hybrids -->`; another column as `<!-- hse: ms, hybrids; MAP@R -->`.
+On a page, `<!--hse:ms, hybrids-->` stands before a number: it is R@1 of this row of hse. A difference of two rows is
+written `<!--hse:ms, hybrids - ms, no hybrids-->`, another column `<!--hse:ms, hybrids;MAP@R-->`.
 
 The data are expected in data/, which git ignores:
     CUB_200_2011     --download
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 BEGIN, END = '<!-- tables -->', '<!-- end -->'              # of the tables on the page
 FLOAT = r'-?\d+(?:\.\d+)?'
-NUMBER = rf'(<!-- (\w+): ([^;>]+?)(?:; (.+?))? -->)(?:{FLOAT})?(?: ± {FLOAT})?'           # and the comment before it
+NUMBER = rf'(<!--(\w+):([^;>]+)(?:;(.+?))?-->)(?:{FLOAT})?(?: ± {FLOAT})?'           # and the comment before it
 
 
 # ---- runs

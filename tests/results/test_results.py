@@ -80,8 +80,8 @@ def trial(monkeypatch, tmp_path):
     trial.folder.mkdir()
     (trial.folder / 'runs.jsonl').touch()
     (trial.folder / 'README.md').write_text('before\n<!-- tables -->\nold\n<!-- end -->\nafter\n')
-    trial.readme.write_text('from <!-- mine: with; R@1 before -->7 to <!-- mine: with -->-1.5 ± 2.5. '
-                            'Changed by <!-- mine: with - without; s- -->\n')
+    trial.readme.write_text('from <!--mine:with;R@1 before-->7 to <!--mine:with-->-1.5 ± 2.5. '
+                            'Changed by <!--mine:with - without;s--->\n')
     for name, value in dict(ROOT=tmp_path, FOLDER=trial.folder, EXPERIMENTS=[MINE]).items():
         monkeypatch.setattr(results, name, value)
 
@@ -114,8 +114,8 @@ def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, cap
     page = (trial.folder / 'README.md').read_text()
     assert page.startswith('before\n') and page.endswith('<!-- end -->\nafter\n') and '| without | 3 | 0.3' in page
     assert trial.readme.read_text() == (
-        'from <!-- mine: with; R@1 before -->0.3 ± 0.0 to <!-- mine: with -->2.3 ± 0.0. '
-        'Changed by <!-- mine: with - without; s- -->0.00 ± 0.00\n')
+        'from <!--mine:with;R@1 before-->0.3 ± 0.0 to <!--mine:with-->2.3 ± 0.0. '
+        'Changed by <!--mine:with - without;s--->0.00 ± 0.00\n')
 
 
 # ---- changed losses
