@@ -58,6 +58,7 @@ def test_the_pages_follow_from_the_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(results, 'FOLDER', tmp_path / 'results')
     results.main([])
     assert (tmp_path / 'README.md').read_text() == (root / 'README.md').read_text()
+    assert '\n<!--' not in (root / 'README.md').read_text(), 'in Markdown, such a line ends the paragraph'
     assert (tmp_path / 'results' / 'README.md').read_text() == (folder / 'README.md').read_text()
 
 
