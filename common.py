@@ -211,7 +211,7 @@ def make_trunk(arch, weights='none', image_size=224):
                          'nor timm:NAME')
     with made(arch, weights):
         if arch != name and weights == 'imagenet':
-            raise ValueError('torchvision has those of resnet50 only')
+            raise ValueError(f'torchvision has those of {name} only')
         network = torchvision.models.get_model(name, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
         if arch != name:
             for stage in (network.layer2, network.layer3, network.layer4):

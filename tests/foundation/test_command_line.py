@@ -14,8 +14,13 @@ from common import UsageError
 
 # As in cases.py: values between the two signs < are allowed, among them the limits; those outside are rejected.
 SHARED = {
-    '--image-size': '16 < 17', '--min-crop': '0 < 0.001 1 < 1.1', '--dim': '0 < 1', '--batch-size': '1 < 2',
-    '--lr': '-1 x < 0', '--warmup': '-1 < 0', '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}',
+    '--image-size': '16 < 17', '--resize': '16 < 17', '--min-crop': '0 < 0.001 1 < 1.1',
+    '--jitter': '-0.1 < 0 1 < 1.1', '--dim': '0 < 1', '--epochs': '-1 < 0', '--steps': '-1 < 0',
+    '--batch-size': '1 < 2', '--per-class': '-1 < 0',
+    '--lr': '-1 x < 0', '--weight-decay': '-1 < 0', '--momentum': '-0.1 < 0 1 < 1.1', '--decay-epochs': '0 < 1',
+    '--decay-rate': '-0.1 < 0 1 < 1.1', '--warmup': '-1 < 0', '--clip': '-1 < 0', '--chunk': '-1 < 0',
+    '--workers': '-1 < 0', '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}', '--eval-every': '0 < 1',
+    '--patience': '0 < 1',
     '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4', '--dataset': 'flowers < shapes'}
 
 LIMITS = {script: case.limits | (SHARED if script == 'train_ms' else {}) for script, case in CASES.items()}

@@ -59,8 +59,8 @@ EXPERIMENTS = [
         'metrix', "CUB, ResNet-18, 112 px. Mixup with three losses. Differences in the paper: Table 5 of Metrix.",
         {f'{loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup} --lr {lr}'
          for loss, lr, mixups in (('ms', 3.3e-5, ('none', 'feature', 'embed')),
-                                  ('proxy_anchor', '0.0001', ('none', 'feature')),
-                                  ('contrastive', '0.0001', ('none', 'feature')))
+                                  ('proxy_anchor', 1e-4, ('none', 'feature')),
+                                  ('contrastive', 1e-4, ('none', 'feature')))
          for mixup in mixups},
         seeds(3), f'{SMALL} --decay-epochs 3',
         [('ms, feature', 'ms, none', 3.6), ('ms, embed', 'ms, none', 2.4),
@@ -68,7 +68,7 @@ EXPERIMENTS = [
     Experiment(
         'hse', "CUB, ResNet-18, 112 px. Hybrids with three losses. Differences in the paper: Table 2 of HSE.",
         {f'{loss}, {hybrids}': f'train_hse.py --loss {loss}{alpha} --lr {lr}'
-         for loss, lr in (('ms', 3.3e-5), ('proxy_anchor', '0.0001'), ('epshn', 3.3e-5))
+         for loss, lr in (('ms', 3.3e-5), ('proxy_anchor', 1e-4), ('epshn', 3.3e-5))
          for hybrids, alpha in (('no hybrids', ' --alpha 0'), ('hybrids', ''))},
         seeds(3), f'{SMALL} --decay-epochs 3',
         [(f'{loss}, hybrids', f'{loss}, no hybrids', paper)

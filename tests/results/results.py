@@ -140,10 +140,9 @@ def cell(values, column, bold=False):
     return f'**{text}**' if bold and len(values) > 2 and abs(middle) > half else text
 
 
-def table(experiment, runs):
-    """Lines of Markdown: what the runs have in common, a line for each row, and a line for each difference. Without
-    runs, there is no line."""
-    found = finished(experiment, runs)
+def table(experiment, found):
+    """Lines of Markdown for the runs of finished(): what they have in common, a line for each row, and a line for each
+    difference. Without runs, there is no line."""
     if not any(found.values()):
         return []
     paper = ['paper'] if any(len(difference) > 2 for difference in experiment.differences) else []
@@ -154,9 +153,10 @@ def table(experiment, runs):
             cells = [cell(numbers(found, column, row), column) for column in experiment.columns]
             lines.append([row, len(found[row]), *cells, *[''] * len(paper), f'`{command}`'])
     for row, base, *reported in experiment.differences:
-        count = len(found[row].keys() & found[base].keys())
+        values = {column: numbers(found, column, row, base) for column in experiment.columns}
+        count = len(values['R@1'])
         if count:
-            cells = [cell(numbers(found, column, row, base), column, bold=True) for column in experiment.columns]
+            cells = [cell(differences, column, bold=True) for column, differences in values.items()]
             lines.append([f'{row} - {base}', count, *cells, *(reported or [''] * len(paper)), ''])
     lines = ['| ' + ' | '.join(map(str, cells)) + ' |' for cells in lines]
     return [f'### {experiment.name}', '', *about(experiment, found), '', *lines, '']
@@ -179,9 +179,9 @@ def write_pages():
     runs, page, readme = read_runs(), FOLDER / 'README.md', ROOT / 'README.md'
     before_tables, rest = page.read_text().split(BEGIN)
     _, after_tables = rest.split(END)
-    tables = [line for experiment in EXPERIMENTS for line in table(experiment, runs)]
-    page.write_text(before_tables + '\n'.join([BEGIN, '', *tables, END]) + after_tables)
     found = {experiment.name: finished(experiment, runs) for experiment in EXPERIMENTS}
+    tables = [line for experiment in EXPERIMENTS for line in table(experiment, found[experiment.name])]
+    page.write_text(before_tables + '\n'.join([BEGIN, '', *tables, END]) + after_tables)
 
     def renewed(match):
         comment, experiment, rows, column = match.group(1, 2, 3, 4)
