@@ -18,7 +18,7 @@ All files write shapes with these letters. Each script explains its further symb
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
     D  embedding dimension    S  side of a crop, in pixels        z  L2-normalized embeddings (B, D)
     N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
-    c  channels of features
+    c  channels of features   R  matches of a query               (In Recall@K, K is the number of nearest images.)
 
 Every loss has the decorator `loss` (section 10). It converts half precision to float32, and checks labels.
 """
@@ -60,7 +60,7 @@ class Embedder(nn.Module):
     """The network of every script: backbone (trunk) -> pooling -> linear head -> L2 normalization.
 
     arch         trunk: a classifier of torchvision (resnet50, vit_b_16, ...) or timm:NAME, without its last layers; or
-                 none, for --dataset vectors, which are precomputed features. resnet50_v1: as published, see make_trunk
+                 none, for --dataset vectors, which are precomputed features. On resnet50_v1 see make_trunk
     dim          D, embedding dimension; None: as many as the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), or a file
@@ -101,8 +101,9 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of two blank inputs. Another one in training mode, where some networks need larger
-        images or return more, finds such errors at once. Buffers and random generators are as before."""
+        """c, found by a forward pass of two blank inputs. Before it, there is one in training mode: some networks then
+        need larger images, or return several tensors, which should fail here and not in the first step. Buffers and
+        the state of the random generator are restored."""
         device = next(self.trunk.parameters(), torch.empty(0)).device
         x = torch.zeros(2, *input_shape, device=device)
         buffers = [buffer.clone() for buffer in self.trunk.buffers()]
@@ -138,14 +139,15 @@ class Embedder(nn.Module):
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
         give (B, c, 1, 1)."""
-        # Only with torchrun, see section 10: every process has the whole batch, but runs the trunk on a part of it.
+        # Only in training with torchrun: every process has the whole batch, but runs the trunk on a part of it. (embed
+        # divides the images itself.)
         shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
         if shared:
             x = x.chunk(world_size())[rank()]
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             if self.chunk and torch.is_grad_enabled():
-                f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, chunk, use_reentrant=False)
-                               for chunk in x.split(self.chunk)])
+                f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, part, use_reentrant=False)
+                               for part in x.split(self.chunk)])
             else:
                 f = self.trunk(x)
         if not torch.is_tensor(f) or f.ndim not in (2, 4):
@@ -194,8 +196,8 @@ class Rescale(nn.Module):
 
 def make_trunk(arch, weights='none', image_size=224):
     """A classifier without its last layers. Networks that end in avgpool and fc, such as a ResNet, lose both and return
-    feature maps (B, c, h, w). All others lose only their last linear layer, and return (B, c). A vision transformer of
-    timm is made for images of this size. In resnet50_v1 the first 1x1 convolution of a stage has the stride, as in
+    feature maps (B, c, h, w). All others lose only their last linear layer, and return (B, c). A network of timm with a
+    fixed input size is made for `image_size`. In resnet50_v1 the first 1x1 convolution of a stage has the stride, as in
     He et al. (2015) and in weights from Caffe and Keras; in torchvision's resnet50 it is the 3x3 convolution."""
     if arch == 'none':
         return Rescale()
@@ -230,7 +232,7 @@ def make_trunk(arch, weights='none', image_size=224):
 
 @contextmanager
 def made(arch, weights):
-    """Raises an error in making a network, or in getting its weights, as a UsageError."""
+    """Turns an error in making a network, or in getting its weights, into a UsageError."""
     try:
         yield
     except Exception as error:
@@ -277,7 +279,7 @@ def timm_model(arch):
 
 
 def initialise(linear, head_init):
-    """Fills the head of an Embedder, as it says at head_init."""
+    """Initializes the head of an Embedder, which explains head_init."""
     if head_init == 'default':
         return
     nn.init.zeros_(linear.bias)
@@ -322,8 +324,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. To a queue that is too short, the items that are
-            not in it are first appended in random order; if all are in it, all of them once more."""
+            """Removes and returns the first `number` items of a queue. A queue that is too short is first filled up, in
+            random order, with the items that are not in it or, if it has them all, with all items again."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -338,8 +340,8 @@ class BalancedSampler(Sampler):
 
 class StepBatches:
     """The batch sampler of a training DataLoader. For each image it yields its index and integers that seed its
-    augmentation (section 10). Thus batches and crops follow from --seed. They are the same for all methods, for any
-    number of workers and processes, and after --resume.
+    augmentation (section 10). Thus batches and crops follow from --seed, --batch-size and --per-class. The method, the
+    number of workers and processes, and --resume change nothing.
 
     sampler  yields lists of indices of equal length; its random order comes from torch's global generator
     """
@@ -391,8 +393,9 @@ def make_loader(images, batch_sampler, device):
     memory and vectors need none."""
     # The cores that this process may use, which are fewer than the machine has in a container or a batch job
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    workers = min(max(1, cores // world_size()), len(images) // 128) if images.workers is None else images.workers
-    workers = workers if images.are_files else 0
+    workers = images.workers if images.are_files else 0
+    if workers is None:
+        workers = min(max(1, cores // world_size()), len(images) // 128)
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
                       pin_memory=device.type == 'cuda', generator=torch.Generator())     # so the global one is not used
 
@@ -413,8 +416,8 @@ def learning_rate_factor(step, args, per_epoch, total):
     """Multiplier of all learning rates at `step`, from 0 to total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
-    cosine    the smaller of half a cosine that falls from 1 to 0 during the run, and of a line that rises to 1 in its
-              first tenth (at most 100 steps)
+    cosine    linear warmup over the first tenth of the run (at most 100 steps) and cosine decay from 1 to 0 over the
+              whole run: the smaller of the two
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
@@ -436,8 +439,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train. It
-    also gets `row`, of the epoch that just ended, evaluated or not, which is not used here."""
+    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train, for
+    which `row` is of the epoch that just ended, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
@@ -503,12 +506,13 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
     batches.start(epoch, steps)
     losses = []
     start = time.time()
+    # t counts the steps of the run from 0, number those of the epoch from 1.
     for number, (batch, t) in enumerate(zip(loaded(loader), steps), start=1):
-        x, y = (gather(part.to(args.device, non_blocking=True)) for part in batch)      # of all processes
+        x, y = (gather(part.to(args.device, non_blocking=True)) for part in batch)      # also those of other processes
         for group in optimizer.param_groups:
             initial = group.setdefault('initial_lr', group['lr'])       # set once, in step 0
             group['lr'] = initial * learning_rate_factor(t, args, len(loader), total)
-        set_seed(args.seed, STEP, t)                        # for what `step` samples
+        set_seed(args.seed, STEP, t)                        # for the random numbers that `step` draws
         loss = step(x, y)
         optimizer.zero_grad()
         loss.backward()
@@ -548,18 +552,18 @@ def embed(model, images, batch_size=128):
 
 
 def k_nearest(query, gallery, k):
-    """Exact search. For b queries at a time, yields their rows (b,), and the cosines and positions of their k nearest
-    images, both (b, k).
+    """Exact search. For b queries at a time, yields their indices (b,), and the cosines and indices of their k nearest
+    images of the gallery, both (b, k).
 
     query    (N, D)
     gallery  (G, D), with k <= G; or None: the queries are also the gallery, and each is excluded from its own results,
              with k <= N - 1
     """
-    within = gallery is None
+    within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # The gallery is shuffled. Among equal similarities a search may return the first image, and images are sorted by
-    # class, so this would often be one of the query's class.
+    # The gallery is shuffled. Images are sorted by class, and a search may return the first of equally similar ones, so
+    # all results would be of one class, and rule 2 of retrieval_metrics could not put non-matches first.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
@@ -706,8 +710,9 @@ def why_meaningless(data):
     """Why the metrics of a test set mean nothing, or ''"""
     if len({*data.query.present, *data.gallery.present}) < 2:
         return 'all test images have the same class'
-    itself = int(data.gallery is data.query)
-    if not (torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels] > itself).any():
+    present = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)     # (C,) images of each class
+    own = int(data.gallery is data.query)                                # a query is not a match of itself
+    if not (present[data.query.labels] > own).any():
         return 'no test image has a match, another image of its class'
     return ''
 
@@ -1962,7 +1967,7 @@ def import_faiss():
 
 # All randomness of a run follows from its seed: the order of an epoch from (seed, EPOCH, epoch), what a step function
 # samples from (seed, STEP, step), and the augmentation of an image from (seed, CROP, step, position in the batch). So
-# all methods with one seed see the same batches and crops.
+# all methods with the same seed and kind of batches see the same images and crops.
 EPOCH, STEP, CROP = 1, 2, 3
 
 

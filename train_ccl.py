@@ -1,10 +1,9 @@
-"""train_ccl.py -- Center Contrastive Loss: a softmax over one centre per class, plus the distance to it, squared.
+"""train_ccl.py -- Center Contrastive Loss: cross-entropy over one centre per class, and the squared distance to it.
 
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
-with a softmax over the centres. It almost stops pulling once an image is clearly nearest to its own centre: with s = 16
-and two classes, the size of its gradient with respect to c_y.x is 8.0 if both cosines are equal, and 0.6 if the own one
-is larger by 0.2 (without margin and smoothing). L_center, the squared distance to the own centre, keeps pulling.
+with a softmax over the centres. It almost stops pulling once an image is clearly nearest to its own centre. L_center,
+the squared distance to the own centre, keeps pulling.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
@@ -12,6 +11,9 @@ is larger by 0.2 (without margin and smoothing). L_center, the squared distance 
     s = 1/tau  s        --s       scaling factor: inverse temperature (in other scripts, s are the similarities)
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center
+
+For example, with two classes, s = 16, no margin and no smoothing, |d L_contrast / d (c_y.x)| is 8.0 if the cosines with
+both centres are equal, but only 0.6 if the one with the own centre is larger by 0.2. For L_center it is always 2.
 
     python train_ccl.py [--dataset cub --data data]
 """
@@ -28,23 +30,22 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     L_contrast = -log p_y,   p_y = exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x))
     L_center   = ||x - c_y||^2 = 2 - 2 c_y.x
 
-    NOTES list which other equations of the paper are parts of this loss.
+    Note 1, at the end of this file, has the flags of other equations of the paper.
 
     z          (B, D) L2-normalized embeddings (main applies dropout to them, so their length can differ from 1)
     y          (B,)   class labels, 0 to C - 1
-    centers    (C, D) one per class, of any length but 0
-    smoothing  in [0, 1), of the labels of L_contrast, see smooth_labels. The script's default is 0.1.
+    centers    (C, D) one per class, of any non-zero norm
+    smoothing  epsilon in [0, 1), label smoothing in L_contrast, see smooth_labels. The script's default is 0.1.
     stop_grad  stops the gradient of L_contrast to the centres (Table 1), so that only L_center moves them
     returns    scalar, >= 0 for L2-normalized z. With one class, L_contrast is 0.
     """
     c = F.normalize(centers, dim=1)                                      # (C, D)
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 in the column of the own class
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
-    logits = s * (cosine - margin * positive)                            # (B, C), Eq. (2), (8), (10); margin: Eq. (11)
-    # L_contrast, (B,), is -log p_y without smoothing: Eq. (2), (8), (10), and with a margin Eq. (11)
+    logits = s * (cosine - margin * positive)                            # (B, C)
+    # (B,)  L_contrast, without smoothing -log p_y: Eq. (2), (8), (10), and with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # L_center = ||x - c_y||^2 = 2 - 2 c_y.x, (B,): Eq. (2), (3), (4)
-    center_term = 2 - 2 * (z * c[y]).sum(dim=1)
+    center_term = 2 - 2 * (z * c[y]).sum(dim=1)                          # (B,)  L_center: Eq. (2), (3), (4)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
 
@@ -73,7 +74,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
     if len(centers) == 1:
         return -logits.mean()
-    positive = torch.arange(len(centers), device=y.device) == y[:, None]             # (B, C): one True in each row
+    positive = F.one_hot(y, len(centers)).bool()                         # (B, C): one True in each row
     others = logits.masked_fill(positive, float('-inf'))                 # exp(-inf) = 0, Eq. (9): j != y
     return (others.logsumexp(dim=1) - logits[positive]).mean()           # Eq. (9): -log(a / b) = log b - log a
 
@@ -82,13 +83,12 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     """The center loss of Wen et al. (2016), CCL Eq. (7), averaged over the batch; it is not L_center of Eq. (5):
 
-    -log( exp(W_y.x + b_y) / sum_j exp(W_j.x + b_j) ) + lambda ||x - c_y||^2
+    -log( exp(W_y.x~ + b_y) / sum_j exp(W_j.x~ + b_j) ) + lambda ||x~ - c_y||^2
 
-    The first term, Eq. (6), is the cross-entropy of a linear classifier, which has parameters of its own.
-    Neither the embeddings (x~ in the paper) nor the centres are normalized, so a useful lambda is much smaller than in
-    Eq. (5).
+    The first term, Eq. (6), is the cross-entropy of a linear classifier, which has parameters of its own. Neither the
+    embeddings x~ nor the centres are normalized, so a useful lambda is much smaller than in Eq. (5).
 
-    z (B, D) embeddings x; y (B,); weight (C, D) and bias (C,) of the classifier; centers (C, D) -> scalar
+    z (B, D) embeddings x~; y (B,); weight (C, D) and bias (C,) of the classifier; centers (C, D) -> scalar
     """
     logits = F.linear(z, weight, bias)                                   # (B, C), Eq. (6)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
@@ -100,28 +100,29 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 @common.loss
 def momentum_centers(centers, z, y, mu):
     """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
-    centre of a class without images is unchanged.
+    centre of a class without images is unchanged. (The decorator of the losses is for float32, and checks y.)
 
     centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D).
     """
     positive = F.one_hot(y, len(centers)).to(centers.dtype)              # (B, C)
     count = positive.sum(dim=0)[:, None]                                 # (C, 1) images of each class
-    mean = positive.T @ z / count.clamp(min=1)         # (C, D)
+    mean = positive.T @ z / count.clamp_min(1)                           # (C, D)
     return torch.where(count > 0, mu * centers + (1 - mu) * mean, centers)      # Eq. (14)
 
 
-# ---- recipes: the defaults of the flags of training, for each dataset
+# ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm keeps its stored statistics
-#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
+#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
 #                    from the image in full size
+#     jitter         strength of ColorJitter in brightness, contrast and saturation
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    it rises for at most 100 steps, and then falls to 0
+#                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the centres learn
-#     clip           bound of each entry of the gradients; 0: none
+#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_ccl.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
@@ -130,9 +131,9 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=0,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
 # From Section 4.2: optimizer, learning rates, momentum, weight decay, batches, crops of 256 px; on CUB and Cars also
-# frozen BatchNorm, dropout, and jitter without its strength; dim is from Table 2. Our choice are resize, and the jitter
-# on Cars. The rest is from the code that the paper builds on (note 8). The momentum of 0.99 on SOP and In-Shop needs
-# the rise of the cosine schedule.
+# frozen BatchNorm, dropout, and color jitter, whose strength is not stated. From Table 2: dim. Our choices: resize, and
+# the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8). The momentum of 0.99
+# on SOP and In-Shop needs the warmup of the cosine schedule.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=256, resize=288, crop_from='resized', min_crop=0.16, jitter=0.25,
@@ -140,11 +141,11 @@ CUB = dict(
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
-# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
-# (dataset or protocol, loss), override it.
+# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
+# (dataset or protocol, loss). The later override the earlier.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(per_class=0),                   # with pretrained weights: 'cub' instead
+    'folder': SHAPES | common.FOLDER | dict(per_class=0),                   # with pretrained --weights, 'cub' is taken
     'vectors': SHAPES | common.VECTORS | dict(epochs=12, per_class=0),
     'cub': CUB,
     'cars': CUB | dict(epochs=100, lr=0.05),
@@ -208,7 +209,7 @@ def label_noise(text):
 
 label_noise.__name__ = 'symmetric:RATE or longtail:RATE'                # the name in argparse's error message
 
-# The flags that each loss uses. Given with another loss, they are an error.
+# The flags that each loss uses; given with another loss, they are an error.
 USES = dict(
     ccl=['s', 'margin', 'lam', 'smoothing', 'center_lr_mult'],
     stop_grad=['s', 'margin', 'lam', 'smoothing', 'center_lr_mult'],
@@ -250,9 +251,9 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
-    # Centres begin with length 1. The gradient of a longer centre scales as 1 / length, and with SGD a given step turns
-    # it by an angle that scales as 1 / length again. So random normal centres, of length sqrt(512) = 23, would turn 512
-    # times more slowly.
+    # Centres begin with length 1. The gradient with respect to a centre scales as 1 / length, and so does the angle by
+    # which a step of a given size turns the centre. So with SGD, random normal centres, of length sqrt(512) = 23, would
+    # turn 512 times more slowly.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -267,7 +268,7 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
-        dropped = F.dropout(z, args.dropout)           # not in the model, so evaluation has no dropout
+        dropped = F.dropout(z, args.dropout)                             # note 5; a step is always in training
         if args.loss == 'proxynca':
             return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.loss == 'center_loss':
@@ -287,8 +288,8 @@ What differs from the paper
     1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Other equations are parts of this loss, with
        --smoothing 0:
            (2), (8), (10)   --lam 0: (8) is NSoftmax, the normalized softmax of the Reality Check with temperature 1 / s
-           (2), second line L_center. The text calls it (3), a number that is not printed.
-           (11)             --lam 0 --margin M: CosFace. (11) subtracts its m after scaling, so its m is s M.
+           (2), 2nd line    L_center. The text calls it (3), a number that is not printed.
+           (11)             --lam 0 --margin M: CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is no proper softmax.
     4. Not stated in the paper     here
@@ -297,19 +298,21 @@ What differs from the paper
          mu of (14)                0.9
          how the centres start     random, of length 1
          symmetric noise           never gives an image its true class
-         cluster of long-tail      5 images of a class, in order
+         clusters of long-tail     5 consecutive images of a class
+         x_y of (14)               the mean embedding of class y in the batch
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
        after the L2 normalization, as in the code that the paper builds on: in training an embedding has a length of
        about 1.118, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA of 3.3.2.
     6. Section 3.3.6 calls the first row of Table 1, here --loss stop_grad, equivalent to Eq. (14), here --loss cluster.
        Both turn a centre in the same direction. But the size of the step depends on mu in cluster, and on learning rate
-       and lambda in stop_grad; and cluster changes the length of a centre. x_y is the mean of the class in the batch.
+       and lambda in stop_grad; and cluster changes the length of a centre.
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
-    8. None was found. The authors adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop, epochs,
-       schedule and the jitter on CUB are from it. It freezes BatchNorm on all datasets, and has another BatchNorm after
-       the pooling, except on CUB. It crops 224 px from 256 on CUB, and squashes Cars and SOP to 256 x 256. It has 2048
-       dimensions, a jitter of 0.3 with hue on Cars, no weight decay on biases and BatchNorm. It reports its best epoch.
+    8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop,
+       epochs, schedule and the jitter on CUB are from it. But it freezes BatchNorm on all datasets, and has another
+       BatchNorm after the pooling, except on CUB. It crops 224 px from 256 on CUB, and squashes Cars and SOP to 256 x
+       256. It has 2048 dimensions, a jitter of 0.3 with hue on Cars, no weight decay on biases and BatchNorm. It
+       reports its best epoch.
 Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1

@@ -2,7 +2,7 @@
 
 Hadsell, Chopra, LeCun. Dimensionality Reduction by Learning an Invariant Mapping. CVPR 2006
 Two images of one class are a positive pair and attract each other. Two images of different classes are a negative pair
-and repel each other, unless they are farther apart than a margin. Three later papers (NOTES) write this loss with
+and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, write it with
 distances, Reality Check Eq. (1); with squared distances, HSE Eq. (2); with cosine similarities, Metrix Eq. (1).
 
     paper             code         flag           meaning
@@ -34,8 +34,8 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 
     z           (B, D) L2-normalized embeddings
     y           (B,)   class labels
-    pos_margin  m_pos, distance up to which a positive pair has zero loss
-    neg_margin  m_neg, distance from which on a negative pair has zero loss
+    pos_margin  m_pos: a positive pair closer than this has zero loss
+    neg_margin  m_neg: a negative pair farther apart than this has zero loss
     power       1 or 2, exponent of both hinges
     returns     scalar >= 0; a mean over no pairs is 0
     """
@@ -72,7 +72,7 @@ def distances(z):
 
 
 def mean_nonzero(t):
-    """Mean of those entries of t that are above 0, or 0 if there are none"""
+    """Mean of the entries of t that are not 0, or 0 if there are none. No entry is negative."""
     return t.sum() / (t > 0).sum().clamp_min(1)
 
 
@@ -87,7 +87,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
     z          (B, D) L2-normalized embeddings
     y          (B,)   class labels
-    margin     m, cosine similarity up to which a negative pair has zero loss
+    margin     m: a negative pair less similar than this has zero loss
     reduction  'sum': the equation as printed; 'mean': the first sum is divided by the number of positives, the second
                sum by the number of negatives above the margin
     returns    scalar, can be negative; an anchor without pairs adds 0
@@ -105,23 +105,24 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
     return (pull + push).mean()
 
 
-# ---- recipes: the defaults of the flags of training, for each dataset
+# ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm keeps its stored statistics
-#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
+#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    it rises for at most 100 steps, and then falls to 0
+#                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head learns
-#     clip           bound of each entry of the gradients; 0: none
+#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_contrastive.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
     arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=2,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, neg_margin=1.0)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
+    neg_margin=1.0)                                     # 0.5 was worse here (tests/results/README.md)
 # The benchmarks have the recipes of Metrix's contrastive baseline (github.com/billpsomas/metrix, b679703).
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
@@ -131,7 +132,7 @@ CUB = dict(
     clip=10.0, neg_margin=0.5)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),                # with pretrained weights: 'cub' instead
+    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),                # with pretrained --weights, 'cub' is taken
     'vectors': SHAPES | common.VECTORS | dict(epochs=6, neg_margin=0.5),
     'cub': CUB,
     'cars': CUB,
@@ -179,15 +180,16 @@ def main(argv=None):
 
 
 NOTES = """
-What differs from the paper
+The later papers
     Reality Check: Musgrave, Belongie, Lim. A Metric Learning Reality Check. ECCV 2020. arXiv:2003.08505
     HSE: Yang et al. HSE: Hybrid Species Embedding for Deep Metric Learning. ICCV 2023
     Metrix: Venkataramanan et al. It Takes Two to Tango: Mixup for Deep Metric Learning. ICLR 2022. arXiv:2106.04990
+What differs from the papers
     1. Hadsell et al. use the squared loss, times 1/2, on embeddings that are not L2-normalized. Their Y is 1 for a
        negative pair.
     2. HSE prints the squared loss (--power 2), Metrix the loss on cosine similarities (--form similarity --reduction
        sum). The released code of both papers uses plain distances, a margin of 0.5, and means over the pairs with
-       non-zero loss. So does this script by default.
+       non-zero loss. So does this script by default, but with a margin of 1 on shapes.
     3. A margin of 0.5 is not the same in both forms. A distance of 0.5 is a cosine similarity of 0.875, and a cosine
        similarity of 0.5 is a distance of 1.
     4. The paper of Metrix reports AdamW and 100 epochs. The recipes of the benchmarks have Adam and 60 epochs, as its
@@ -195,7 +197,7 @@ What differs from the paper
     5. The Reality Check tunes both margins for each dataset, with BN-Inception. Its released results for CUB have m_pos
        = -0.20 and m_neg = 0.3841. A negative m_pos adds the constant 0.20 to the loss of each positive pair, which
        changes no gradient. But pairs at distance 0 then have a non-zero loss, and count in the mean.
-What differs from the released code (github.com/billpsomas/Metrix_ICLR22, 7ce730c)
+What differs from the released code (github.com/billpsomas/metrix, b679703)
     6. The released code reports its best epoch on the test set.
     7. The released command for In-Shop has a learning rate of 3e-5, but names SOP as its dataset. Here it is 1e-4, as
        in Table 4 of Metrix.

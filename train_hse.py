@@ -3,13 +3,13 @@
 Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Learning. ICCV 2023.
 Images of two to four classes, the source classes, are mixed into a hybrid, which gets no label. Each image of a source
 class is a weak positive of the hybrid. The hybrid loss L_Hy, HSE Eq. (9), pulls the hybrid to its nearest weak positive
-and pushes it from the nearest image of any other class. It does not pull it to all weak positives, because that could
-merge unrelated classes (Section 3.3.2).
+and pushes it from the nearest image of any other class. It pulls to the nearest one only: pulling a hybrid to all its
+weak positives could merge unrelated classes (Section 3.3.2).
 
     paper      code          flag            meaning
-    x_H        hybrids, h    --kind          (H, 3, S, S) mixed images; h: (H, D) their embeddings
+    x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
-    Nsize      per_class     --per-class     images per class in a batch; also the number of hybrids of a set of classes
+    Nsize      per_class     --per-class     images per class in a batch, and hybrids per set of classes
     Cnum       combinations  --combinations  number of sets of `num` classes that are mixed, so H = Nsize Cnum
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
 
@@ -28,12 +28,12 @@ import common
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """The mean over the hybrids of L_Hy, HSE Eq. (9), here with a temperature T:
 
-    L_Hy = -alpha log( 1 / (1 + exp(s_hn / T) / exp(s_ewp / T)) )
+    L_Hy = -alpha log( 1 / (1 + exp(s_hn) / exp(s_ewp)) )
 
-    s_hn   the inner product f(x_H) . f(x_hn) of the hybrid x_H and the hard negative x_hn, Eq. (7), which is the image
-           of another class that is nearest to the hybrid
-    s_ewp  the inner product f(x_H) . f(x_ewp) of the hybrid and the easy weak positive x_ewp, Eq. (8), which is the
-           image of a source class that is nearest to the hybrid
+    s_hn   f(x_H) . f(x_H_hn) / T, the inner product of the hybrid x_H and the hard negative x_H_hn, Eq. (7), which is
+           the image of another class that is nearest to the hybrid
+    s_ewp  f(x_H) . f(x_H_ewp) / T, the inner product of the hybrid and the easy weak positive x_H_ewp, Eq. (8), which
+           is the image of a source class that is nearest to the hybrid
     Nearest means the largest inner product, since ||a - b||^2 = 2 - 2 a . b for L2-normalized vectors.
 
     h              (H, D) L2-normalized embeddings f(x_H) of the hybrids
@@ -47,14 +47,14 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     s = h @ z.T / temperature                                            # (H, B), Eq. (7), (8)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
-    # s is divided by T already, and 1 / (1 + exp(s_hn) / exp(s_ewp)) = sigmoid(s_ewp - s_hn).
+    # 1 / (1 + exp(a) / exp(b)) = sigmoid(b - a)
     loss = -alpha * F.logsigmoid(s_ewp - s_hn)                           # (H,) Eq. (9)
     return (loss * (has_hn & has_ewp)).sum() / max(len(h), 1)
 
 
 def most_similar(s, allowed):
-    """The largest allowed entry of each row, and a mask that is false where no entry is allowed. There the value is
-    arbitrary but finite, so value * mask has no NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
+    """The largest allowed entry of each row, and whether the row has one. If not, the value is any entry of the row,
+    which is finite, so value * mask is 0 and not NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
@@ -70,8 +70,8 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
-    # Eq. (10), and with contrastive_loss Eq. (11)
-    return base_loss(z, y) + hybrid_loss(h, z, *weak_positives_and_negatives(y, sources), alpha, temperature)
+    weak_positive, negative = weak_positives_and_negatives(y, sources)
+    return base_loss(z, y) + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)     # Eq. (10), (11)
 
 
 # ---- hybrids
@@ -83,8 +83,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     """Mixed sample data augmentation (MSDA): `per_class` hybrids for each of `combinations` sets of `num` classes.
 
     Hybrid r of a set mixes the r-th image of each of its classes. A class with fewer than `per_class` images starts
-    again at its first.
-    If no set of `num` classes can be chosen, H = 0.
+    again at its first. If no set of `num` classes can be chosen, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
     kind            cutmix: `num` strips of about equal size, stacked vertically or side by side (axis);
@@ -94,7 +93,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     generator       for the choice of classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
-    y = labels.cpu()                                # a choice takes many small steps, which a CPU does faster
+    y = labels.cpu()                                # the many small operations of a choice are slow on a GPU
     sources = [y.new_empty(0, num)]                 # so that cat works if no set is chosen
     for classes in choose_classes(y, num, combinations, superclasses, generator):
         columns = []
@@ -129,12 +128,13 @@ def choose_classes(y, num, combinations, superclasses=None, generator=None):
 
 def blend(parts, kind, axis, mask_size):
     """Mixes num images into one.  parts (H, num, 3, S, S) -> (H, 3, S, S)"""
-    H, num, channels, height, width = parts.shape
+    _, num, _, height, width = parts.shape
     if kind == 'mixup':
         return parts.mean(dim=1)                    # with two images HSE Eq. (3) for lambda = 1/2
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij')      # (height, width) each
     layout = axis if kind == 'cutmix' else kind     # cutmix has two layouts, gridmask one
-    if layout == 'top-bottom':                      # source_index (height, width): the source of each pixel
+    # source_index (height, width): from which of the num sources each pixel is taken
+    if layout == 'top-bottom':
         source_index = row * num // height
     elif layout == 'left-right':
         source_index = column * num // width
@@ -145,10 +145,8 @@ def blend(parts, kind, axis, mask_size):
     if source_index.max() < num - 1:                # the last source has no pixel
         raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
                                 'larger images, a smaller --num or, with gridmask, a smaller --mask-size')
-    # The pixel (row, column) of each hybrid is that of its source number source_index[row, column]. gather needs an
-    # index for each value, so it is repeated for all hybrids and channels.
-    source_index = source_index.to(parts.device).expand(H, 1, channels, height, width)
-    return parts.gather(1, source_index).squeeze(1)                                             # (H, 3, S, S)
+    # take_along_dim repeats the index for all hybrids and channels.
+    return parts.take_along_dim(source_index[None, None, None].to(parts.device), dim=1).squeeze(1)      # (H, 3, S, S)
 
 
 # ---- base losses L_m: z (B, D) L2-normalized, y (B,) -> scalar. Their alpha is not the weight of L_Hy.
@@ -173,6 +171,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
+    # Easy pairs are dropped, see mine in train_ms.py.
     positive &= ~(s - epsilon >= hardest_negative)
     negative &= ~(s + epsilon <= hardest_positive)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,)
@@ -182,8 +181,8 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
 
 @common.loss
 def contrastive_loss(z, y, neg_margin=0.5):
-    """HSE Eq. (2): d^2 for a positive pair, [m - d]_+^2 for a negative one. Positive and negative pairs are averaged
-    separately, each over the pairs with non-zero loss, as in train_contrastive.py."""
+    """HSE Eq. (2): d^2 for a positive pair, max(m - d, 0)^2 for a negative one; m is neg_margin. Positive and negative
+    pairs are averaged separately, over the pairs with non-zero loss, as in train_contrastive.py."""
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s                    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
     # sqrt has an infinite gradient at 0, and where() does not stop it. So d2 is clamped first, and d is the constant 0
@@ -209,11 +208,11 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
 @common.loss
 def epshn_loss(z, y, temperature=0.1):
     """Easy positive, semi-hard negative (Xuan et al., 2020): the mean over the anchors that have a positive and a
-    negative, or 0 if none has.
+    semi-hard negative, or 0 if none has.
 
-    The positive of an anchor is the most similar image of its class, with similarity s_p. The images of other classes
-    that are less similar than this are semi-hard, and the most similar one of them is the negative, with similarity
-    s_n. The loss is -log sigmoid((s_p - s_n) / temperature), which has the form of HSE Eq. (9).
+    The positive of an anchor is the most similar image of its class, with similarity s_p. A negative is semi-hard if
+    its similarity is below s_p; of these, the most similar one is taken, with similarity s_n. The loss of an anchor is
+    -log sigmoid((s_p - s_n) / temperature), which has the form of HSE Eq. (9).
     """
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y)
@@ -265,16 +264,16 @@ class SuperclassSampler:
             yield torch.cat([parts[number] for number in torch.randperm(len(parts))]).tolist()
 
 
-# ---- recipes: the defaults of the flags of training, for each dataset
+# ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm keeps its stored statistics
-#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
+#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    it rises for at most 100 steps, and then falls to 0
+#                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
-#     clip           bound of each entry of the gradients; 0: none
+#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_hse.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
@@ -283,7 +282,8 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10,
     temperature=1.0, mask_size=16)
-# The settings of the released commands, here for all base losses, and the batches of Tables 2 and 3 (note 8)
+# Batches are those of Tables 2 and 3 (note 8). The rest is from the commands in the released code, and is used here for
+# all base losses.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -292,13 +292,12 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, temperature=0.1, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  hybrids='append', combinations=12)
-# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
-# (dataset or protocol, loss), override it.
-# The default loss is ms.
+# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
+# (dataset or protocol, loss). The later override the earlier.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),               # with pretrained weights: 'cub' instead
-    'vectors': SHAPES | common.VECTORS | dict(temperature=0.1),     # only for the error: no images
+    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),               # with pretrained --weights, 'cub' is taken
+    'vectors': SHAPES | common.VECTORS,             # refused by reject_flags: vectors are no images
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
@@ -306,7 +305,6 @@ DEFAULTS = {
     'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000, mask_size=50),      # see train_proxy_anchor.py
     'ms': dict(alpha=0.05),
     'proxy_anchor': dict(alpha=2.0),
-    'epshn': dict(alpha=0.1),
     ('cub', 'ms'): dict(batch_size=80, per_class=5),
     ('cars', 'ms'): dict(batch_size=80, per_class=5),
     ('sop', 'ms'): dict(alpha=0.3),
@@ -359,11 +357,11 @@ def reject_flags(args, typed):
 def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
-    A batch needs the classes that hybrids replace, `num` classes for the sources, and one for negatives. With
-    superclasses it also needs `num` classes of each.
+    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, the classes that hybrids
+    replace. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
-    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # how many of these in a batch
+    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # places for them in a batch
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
     advice = 'raise --batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids append needs ' \
@@ -418,7 +416,7 @@ NOTES = """
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides by 0.1, and its values of alpha belong to that. On shapes
        the default is 1: with 0.1, R@1 is more than 20 points lower there (tests/results/README.md).
-    2. By its text, alpha balances pulling and pushing. In Eq. (9), which is computed here, alpha is the weight of both.
+    2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
        is the first column, which is Eq. (9).
     4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
@@ -429,7 +427,8 @@ What differs from the paper
        the base losses (Section 4); here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
        block of 250 px (Table 4) needs --image-size 256, where 95% of the pixels come from one source.
-    8. Each entry is: alpha; batch size / images per class; - is not stated. In-Shop is as SOP; npair has dim 64. (For
+    8. Entries are alpha; batch size / images per class. A dash: not stated. In-Shop is as SOP; npair has dim 64. The
+       paper has no results for contrastive; here alpha is 0.1, and the margin is 0.5 as in the released code. (For
        EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars; in Table 2 the best have 8 and 16.)
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
@@ -443,7 +442,8 @@ What differs from the paper
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP it may draw
        one class twice, and with Proxy-Anchor it takes the sources and negatives of a hybrid from ten random images of a
-       superclass. Here both classes of a superclass in a batch are sources, so negatives are of other superclasses.
+       superclass. Here, by default, a batch has two classes of each superclass, and both are sources of the hybrid. So
+       its negatives are of other superclasses.
    10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
        less, and positives above 0.9999. Its N-pair has cosine similarities, as here; Sohn's are not normalized.
 Tables and figures of the paper

@@ -1,18 +1,21 @@
 """train_metrix.py -- Metrix: mixup for metric learning. A mixed example is partly a positive, partly a negative.
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep Metric Learning.
-ICLR 2022. arXiv:2106.04990. In metric learning a label describes a pair: 1 for an anchor and a positive, 0 for an
-anchor and a negative. Two examples are mixed, as images, features or embeddings, Metrix Eq. (4). If they are a positive
-and a negative of an anchor, the mixed example has the label lambda for it: in the loss, it counts as a positive with
-weight lambda, and as a negative with weight 1 - lambda. For an anchor a, pos-neg pairs are a positive and a negative of
-a; anc-neg pairs are a itself and a negative; pos-pos pairs are two positives, and have label 1. What may be mixed are E
-candidates: the images, and with Proxy-Anchor also the proxies.
+ICLR 2022. arXiv:2106.04990. In metric learning, labels are relative to an anchor a: 1 for its positives, 0 for its
+negatives. Metrix mixes two examples, as images, features or embeddings, Metrix Eq. (4), and their labels, Eq. (8). A
+positive mixed with a negative has the label lambda: in the loss of a, it counts as a positive with weight lambda, and
+as a negative with weight 1 - lambda. The pairs that are mixed for a are pos-neg, a positive and a negative of a;
+anc-neg, a itself and a negative; or pos-pos, two positives, with label 1. The E candidates for mixing are the images of
+the batch and, with Proxy-Anchor, the proxies of its classes.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
-    x, x'    i, j       --pairs      (M,) indices of the two candidates that are mixed in each of M mixed examples v
-    y        label      -            (A, M) labels of the mixed examples, from 0 to 1. In code, y are class labels (B,)
-    lambda   lam        --alpha      (M,) interpolation factors, from Beta(alpha, alpha)
+    x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v. Either may be
+                                     the positive
+    y        label      -            (A, M) labels of the mixed examples. In code, y are class labels (B,)
+    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). The lambda of Eq. (13) to (15),
+                                     the share of the positive, is `label`: lam or 1 - lam
+    g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
     python train_metrix.py [--dataset cub --data data --mixup feature]
@@ -34,8 +37,10 @@ def labelled_loss(s, label, valid, kind, **hyper):
 
     l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1 - y) rho-(s(a,x)) ) )
 
-    The sums run over the examples of anchor a: clean ones, U(a), or mixed ones, V(a). A function of TABLE_1 computes
-    the two terms sigma+(...) and sigma-(...) of one loss; tau is the identity for all of these.
+    The sums run over the examples of anchor a: clean ones, U(a), or mixed ones, V(a). With clean ones, whose labels are
+    1 and 0, it is Eq. (3); with mixed ones, Eq. (9), which is Eq. (13) for pos-neg pairs. Table 1 has rho, sigma and
+    tau of each loss: rho+ decreases with the similarity, and rho- increases. The functions in TABLE_1, below, compute
+    the two terms sigma+(...) and sigma-(...); their tau is the identity.
 
     s        (A, n) similarities of A anchors and n examples, clean or mixed
     label    (A, n) labels from 0 to 1, for each anchor
@@ -43,26 +48,26 @@ def labelled_loss(s, label, valid, kind, **hyper):
     kind     key of TABLE_1;  hyper  hyper-parameters of this loss
     returns  (A,), the loss of each anchor; the term of the positives, or of the negatives, is 0 if there are none
     """
-    label = label.to(s.dtype)
-    # Eq. (7). For clean examples, with labels 1 and 0, it is Eq. (3); for mixed ones it is Eq. (9), which for pos-neg
-    # pairs is Eq. (13).
+    label = label.to(s.dtype)                               # torch does not subtract a mask from 1
+    # Eq. (7), (3), (9), (13)
     pull, push = TABLE_1[kind](s, label * valid, (1 - label) * valid, **hyper)                  # (A,), (A,)
-    return pull + push                                                  # Eq. (7), with tau the identity
+    return pull + push
 
 
-# ---- Table 1. The functions are three of its rows, with the differences of notes 2 and 4. The arguments, all (A, n),
-# are similarities s and weights of the examples: `positive` (y) and `negative` (1 - y), both 0 for examples that are
-# not the anchor's. They return the positive and the negative term of Eq. (7), both (A,).
+# ---- Table 1. Each function is one of its rows; notes 2 and 4 say what differs. Its arguments, all (A, n), are
+# similarities s and the weights of the examples: `positive` is y and `negative` is 1 - y, and both are 0 for examples
+# that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
     """The two sums of
-    Eq. (1)   sum_p -s(a,p)           + sum_n [s(a,n) - m]+
+    Eq. (1)   sum_p -s(a,p)           + sum_n [s(a,n) - m]+                 where [t]+ = max(t, 0)
     Eq. (14)  sum_v -lambda s(a,v)    + sum_v (1 - lambda) [s(a,v) - m]+    over the mixed examples v of pos-neg pairs
 
-    With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean pairs, and
-    4 x 95 = 380 mixed examples of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    positives (weights above 0), and the second by the number of its terms that are not 0.
+    With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
+    and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
+    positives (weights above 0), and the second by the number of its terms that are not 0, because most negatives are
+    below the margin.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -76,9 +81,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
 
 def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
     """The two terms of
-    Eq. (2)   1/beta log(1 + sum_p exp(-beta (s(a,p) - m)))         + 1/gamma log(1 + sum_n exp(gamma (s(a,n) - m)))
-    Eq. (15)  1/beta log(1 + sum_v lambda exp(-beta (s(a,v) - m)))  + 1/gamma log(1 + sum_v (1 - lambda) exp(gamma ...))
-    where v are the mixed examples of pos-neg pairs
+    Eq. (2)   1/beta log(1 + sum_p exp(-beta (s(a,p) - m)))  +  1/gamma log(1 + sum_n exp(gamma (s(a,n) - m)))
+    Eq. (15), the same with sums over mixed examples, whose weights lambda and 1 - lambda stand before the exponentials
     """
     pull = log1p_sum_exp(-beta * (s - m), positive) / beta              # Eq. (2), (15), first term
     push = log1p_sum_exp(gamma * (s - m), negative) / gamma             # Eq. (2), (15), second term
@@ -86,8 +90,12 @@ def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
 
 
 def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
-    """The two logarithms of Proxy-Anchor Eq. (4), without its divisors. Table 1 differs (note 4): it has s - m for
-    negatives, and factors 1 / beta and 1 / gamma. What Table 1 calls m is delta here; beta and gamma are both alpha."""
+    """The two logarithms of Proxy-Anchor Eq. (4), for a proxy p; clean_loss has the factors 1/|P+| and 1/|P|.
+
+    log(1 + sum_x exp(-alpha (s(x,p) - delta)))  and  log(1 + sum_x exp(alpha (s(x,p) + delta)))
+
+    Table 1 differs (note 4): it has s - m in the second, and factors 1 / beta and 1 / gamma.
+    """
     pull = log1p_sum_exp(-alpha * (s - delta), positive)                # Proxy-Anchor Eq. (4), first logarithm
     push = log1p_sum_exp(alpha * (s + delta), negative)                 # Proxy-Anchor Eq. (4), second logarithm
     return pull, push
@@ -95,7 +103,7 @@ def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
 
 def log1p_sum_exp(t, weight):
     """log(1 + sum of weight * exp(t)) of each row, computed without overflow.  (A, n), (A, n) -> (A,)"""
-    # The weights, lambda and 1 - lambda in Eq. (15), enter here: weight exp(t) = exp(t + log weight), and log 0 = -inf
+    # Here the weights, lambda and 1 - lambda in Eq. (15), enter: weight exp(t) = exp(t + log weight), and log 0 = -inf
     # adds nothing. Each row is padded with a 0, because exp(0) is the "1 +".
     return F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)
 
@@ -118,24 +126,25 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
-        # Proxy-Anchor Eq. (4): divided by the number of classes in the batch, and by C
+        # Proxy-Anchor Eq. (4): |P+| is the number of classes in the batch, and |P| is C
         return pull.sum() / positive.any(dim=1).sum() + push.mean()
     s = z @ z.T                                                                                 # (B, B)
     same = y[:, None] == y                                                                      # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
     negative = ~same                                                                            # N(a) in Eq. (6)
-    if epsilon is not None:                         # the miner of train_ms.py, which explains ~(a >= b)
+    if epsilon is not None:                         # the miner of train_ms.py, which drops easy pairs
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
-    # The anchor itself, and pairs that the miner dropped, are not valid. The labels are 1 and 0.
+    # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (3)
 
 
+@common.loss
 def proxy_logits(v, proxies, temperature=1 / 9):
-    """Logits of ProxyNCA++, for queries v (M, D) and proxies (C, D) -> (M, C). They are -|v - p|^2 / temperature, where
-    p are the L2-normalized proxies, since |v - p|^2 = |v|^2 + 1 - 2 v.p, and the softmax cancels |v|^2 + 1."""
+    """Logits of ProxyNCA++, 2 v.p / T, for queries v (M, D) and proxies (C, D), L2-normalized to p -> (M, C). Their
+    softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p."""
     return 2 / temperature * v @ F.normalize(proxies, dim=1).T
 
 
@@ -158,36 +167,35 @@ class BaseLoss(NamedTuple):
 
 @common.loss
 def mixed_loss(base, config, model, levels, y):
-    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors -> scalar. (ProxyNCA++: the mean
-    over the mixed examples, note 5.)
+    """The second term of Eq. (10), without w: the mean of Eq. (9) over the anchors -> scalar. An anchor without mixed
+    examples adds 0. With ProxyNCA++, it is a mean over the mixed examples (note 5).
 
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
-    proxies = base.proxies if base.kind == 'proxy_anchor' else None
+    proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
     z, cand_y, anchor = candidates_and_anchors(levels['embed'], y, proxies)         # (E, D), (E,), (A,)
-    anchor_z = z[anchor]                                                            # (A, D)
-    i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))        # Eq. (8)
-    if not len(i):
+    # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
+    i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))
+    if not len(i):                                  # pos-neg pairs, and no image has a positive
         return z.new_zeros(())
-    # levels['embed'] has no proxies, but i and j may be proxies. So embed is z: the embeddings, then the proxies.
+    # i and j are indices of z, which are the embeddings and, with Proxy-Anchor, the proxies.
     v = mixed_embeddings(config, model, dict(levels, embed=z), i, j, lam)           # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
-        # The decorator upcasts the arguments, but not the proxies inside `base`.
-        logits = proxy_logits(v, common.at_least_float32(base.proxies), **base.hyper)           # (M, C)
+        logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
         loss_i = F.cross_entropy(logits, y[i], reduction='none')                    # (M,)
         loss_j = F.cross_entropy(logits, y[j], reduction='none')                    # (M,)
         return (lam * loss_i + (1 - lam) * loss_j).mean()
-    return labelled_loss(anchor_z @ v.T, label, valid, base.kind, **base.hyper).mean()          # Eq. (9)
+    return labelled_loss(z[anchor] @ v.T, label, valid, base.kind, **base.hyper).mean()         # Eq. (9)
 
 
 @common.loss
 def candidates_and_anchors(z, y, proxies=None):
-    """What may be mixed, E candidates, and which candidates are anchors, A indices
+    """The E candidates for mixing, and the A anchors among them
 
     z (B, D), y (B,), proxies (C, D) or None -> candidates (E, D), their classes (E,), anchor (A,)
-    The B images are the candidates, and all of them are anchors. With proxies, those of the classes in the batch are
-    further candidates, after the images, and only they are anchors.
+    Without proxies, the B images are the candidates, and each is an anchor. With proxies, the candidates are the B
+    images, then the proxies of the classes in the batch, and the anchors are these proxies.
     """
     if proxies is None:
         return z, y, torch.arange(len(y), device=y.device)
@@ -207,8 +215,8 @@ def mixed_pairs(config, z, y, anchor, num_images):
              label (A, M)  lam if i is the positive (or the anchor), 1 - lam if it is j; with pos-pos, 1
              valid (A, M)  whether a pair is one of the anchor's; if not, its label means nothing
 
-    For example, of images with classes 0 1 0 0 and pos-neg pairs, anchor 0 has the positives 2 and 3 and the negative
-    1. Its pairs are (1, 2), with label 1 - lam, and (1, 3).
+    For example, take images of classes 0 0 1 0, and pos-neg pairs. Anchor 0 has the positives 1 and 3, and the negative
+    2. So its pairs are (1, 2), with label lam, and (2, 3), with label 1 - lam.
     """
     E = len(y)
     itself = anchor[:, None] == torch.arange(E, device=y.device)                    # (A, E)  S(a): the anchor
@@ -220,6 +228,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     # A pair of anchor a has one candidate where first[a] is true, and one where second[a] is true. Both are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
+    # All pairs i < j of two classes (pos-pos: of one class). Which of them are an anchor's, `valid` says below.
     same = y[:, None] == y                                                          # (E, E)
     mixes = same if config.pairs == 'pos-pos' else ~same
     # A proxy is mixed in anc-neg pairs only, as the anchor. Proxies come after the images, so it is j.
@@ -229,9 +238,8 @@ def mixed_pairs(config, z, y, anchor, num_images):
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a)
     used = valid.any(dim=0).nonzero()[:, 0]         # keep only the pairs that some anchor uses
     i, j, lam, valid = i[used], j[used], lam[used], valid[:, used]                  # (M,), (M,), (M,), (A, M)
-    label = torch.where(first[:, i], lam, 1 - lam)                                  # Eq. (8), the mixed label
-    if config.pairs == 'pos-pos':
-        label = torch.ones_like(label)
+    binary = positive | itself                      # (A, E)  the labels before mixing: 1 or 0
+    label = lam * binary[:, i] + (1 - lam) * binary[:, j]                           # Eq. (8), mix(y, y')
     return i, j, lam, label, valid
 
 
@@ -239,13 +247,14 @@ def hardest_negatives(s, negative, k):
     """Marks each anchor's k hardest negatives, those with the highest similarity.  (A, E), (A, E) -> (A, E) bool"""
     s = s.masked_fill(~negative, float('-inf'))
     hardest = s.topk(min(k, s.shape[1]), dim=1).indices                             # (A, k)
+    # An anchor with fewer than k negatives has no others.
     return negative & torch.zeros_like(negative).scatter(1, hardest, True)
 
 
 def mixed_embeddings(config, model, levels, i, j, lam):
     """Eq. (4): embeddings v of M mixed examples. The mixed tensor passes through the rest of the network. -> (M, D)"""
     if config.mixup == 'input':
-        x = mix(levels['input'], i, j, lam)         # Eq. (4), f(lam x + (1 - lam) x'); the paper's f is the network
+        x = mix(levels['input'], i, j, lam)         # Eq. (4), f(lam x + (1 - lam) x')
         if not config.clean_bn:
             return model(x)
         # functional_call runs the network with copies of its buffers, so that mixed images do not change the running
@@ -306,23 +315,23 @@ def positivity_threshold(lam, beta, gamma, m):
     s(a, v) is below this value. So the probability that v is attracted, Eq. (25), is the CDF of s(a, v) at this value;
     tests/results/fig2.py measures it.
 
-    lam      number or tensor, in [0, 1]: interpolation factor of the positive
+    lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
     returns  tensor like lam, in float64; -inf for lam = 0, inf for lam = 1
     """
     return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m               # Eq. (24)
 
 
-# ---- recipes: the defaults of the flags of training, for each dataset
+# ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm keeps its stored statistics
-#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
+#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    it rises for at most 100 steps, and then falls to 0
+#                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
-#     clip           bound of each entry of the gradients; 0: none
+#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_metrix.py` runs: a small ResNet from scratch on the built-in dataset. A batch of 128 images, as in
 # the other scripts, would have 1.8 times as many pairs, and take longer.
@@ -341,11 +350,11 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1)
-# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
-# (dataset or protocol, loss), override it.
+# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
+# (dataset or protocol, loss). The later override the earlier.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB,
@@ -367,15 +376,15 @@ USES = dict(contrastive=['m', 'reduction'], ms=['beta', 'gamma', 'm', 'epsilon']
 
 
 def plan(args):
-    """For each type of --mixup a list of MixupConfigs, one for each set of pairs; [] without mixup. Prints them. A step
-    draws a type, and then a set of pairs."""
+    """Prints and returns what the steps may draw: for each type of --mixup, a list of MixupConfigs, one for each set of
+    pairs. Without mixup, it is []."""
     if args.mixup == ['none']:
         return []
     choices = []
     for mixup in args.mixup:
         # Which pairs: by default pos-neg or anc-neg, Section 4.1
         pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]
-        if args.loss == 'proxynca_pp':              # note 5: all pairs of two classes, since all images are anchors
+        if args.loss == 'proxynca_pp':              # note 5: each image is an anchor, so all pairs of two classes
             pairs = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
@@ -457,7 +466,7 @@ def main(argv=None):
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
     loss_params = {}
-    if 'proxy' in args.loss:                        # with proxies as in train_proxy_anchor.py
+    if 'proxy' in args.loss:                        # the proxies of both losses begin as in train_proxy_anchor.py
         C = data.train.num_classes
         proxies = torch.randn(C, model.dim) * (2 / C) ** 0.5
         loss_params = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
@@ -498,9 +507,10 @@ What differs from the paper
        mixup, its k hardest negatives are those of each proxy; the paper has them for each example.
     5. The loss of ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. The positives and negatives of
        Table 1 are proxies, which input and feature mixup cannot mix, though the paper has results for both. Here a
-       mixed example is a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j).
-What differs from the released code (contrastive: github.com/billpsomas/Metrix_ICLR22, 7ce730c; ms with embedding mixup:
-github.com/billpsomas/metrix, b679703). Both use Adam, one lambda for a batch, and the best epoch on the test set.
+       mixed example is a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j). All pairs of images
+       of two classes are mixed, without anchors, and the loss is the mean over them.
+What differs from the released code (github.com/billpsomas/metrix: contrastive at 7ce730c, ms with embedding mixup at
+b679703). Both use Adam, one lambda for a batch, and the best epoch on the test set.
     6.                          here            code for contrastive                  code for ms
        positives of an anchor   all             the first; with input mixup all       the least similar one
        anchors of anc-neg       all             those without a positive              (no anc-neg)
@@ -508,8 +518,8 @@ github.com/billpsomas/metrix, b679703). Both use Adam, one lambda for a batch, a
        mixed examples are in    both terms      both terms                            the positive term only
     7. The code for contrastive has Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, 60 epochs, and
        averages over all pairs of the batch with non-zero loss; here the mean is over the pairs of an anchor first.
-    8. The code for ms has a matrix with a column for each mixed example, and indexes it with a mask that has a column
-       for each image. So most of the examples that it selects belong to other anchors.
+    8. The code for ms has a matrix of the similarities of anchors and mixed examples, and selects its entries with a
+       mask of anchors and images. The columns do not correspond, so most of what it selects belongs to other anchors.
     9. From the released code are min_crop, frozen epochs, clipping, proxies at 100 times the learning rate, BatchNorm,
        and a decay every 10 epochs. Not followed here: its commands for contrastive with mixup freeze BatchNorm on SOP
        and In-Shop, and the backbone for 5 epochs on In-Shop. Those for ms and Proxy-Anchor on SOP and In-Shop have 60

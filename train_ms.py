@@ -61,7 +61,7 @@ def log1p_sum_exp(t, keep):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: duplicates are pairs
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two identical images are a pair
     return same & ~itself, ~same
 
 
@@ -76,26 +76,27 @@ def mine(s, y, epsilon):
     An anchor without negatives keeps no positives, and an anchor without positives keeps no negatives.
     """
     positive, negative = pairs(y)
-    # The least similar positive is the hardest one; inf, so that other images are never the minimum
+    # The hardest positive is the least similar one. Images that are no positives get inf, so they are not the minimum.
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-    # ~(a >= b) instead of a < b: comparisons with NaN are false, so a pair with NaN is kept, and the loss shows it.
-    return (positive & ~(s - epsilon >= hardest_negative),
-            negative & ~(s + epsilon <= hardest_positive))
+    # Comparisons with NaN are false, so a pair with NaN is not easy, and the loss shows it.
+    easy_positive = s - epsilon >= hardest_negative
+    easy_negative = s + epsilon <= hardest_positive
+    return positive & ~easy_positive, negative & ~easy_negative
 
 
-# ---- recipes: the defaults of the flags of training, for each dataset
+# ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm keeps its stored statistics
-#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
+#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
 #                    from the image in full size
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    it rises for at most 100 steps, and then falls to 0
+#                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head learns
-#     clip           bound of each entry of the gradients; 0: none
+#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_ms.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
@@ -120,7 +121,7 @@ METRIX = dict(
     clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
     'vectors': SHAPES | common.VECTORS | dict(epochs=3),
     'cub': CUB,
     'cars': CUB | dict(epochs=30, decay_epochs=12),             # our choice: about as many iterations as on CUB

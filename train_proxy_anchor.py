@@ -2,8 +2,9 @@
 
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
 Each class has a learnable vector, its proxy. The proxy attracts all images of its class in the batch and repels all
-others, Proxy-Anchor Eq. (4). A log-sum-exp is close to a maximum, so hard images dominate: positives far from the
-proxy, and negatives close to it, get the largest gradients, Proxy-Anchor Eq. (6).
+others, Proxy-Anchor Eq. (4). For each proxy, the loss has a log-sum-exp over its positives, and one over its negatives.
+A log-sum-exp is close to the maximum, so the hardest images, which are positives far from the proxy and negatives close
+to it, get the largest gradients, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -27,23 +28,23 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     l(X) = 1/|P+| sum_{p in P+} log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))    pull
          + 1/|P|  sum_{p in P}  log(1 + sum_{x in X_p-} exp( alpha (s(x,p) + delta)))    push
 
-    P are the proxies of all C classes (some copies of the paper print P-: note 3), P+ those of the classes in the
+    P are the proxies of all C classes (some copies of the paper print P-, see note 3), P+ those of the classes in the
     batch. X_p+ are the images of the batch that have the class of p, and X_p- are all other images of the batch.
 
     z        (B, D) L2-normalized embeddings
     y        (B,)   class labels, 0 to C - 1
-    proxies  (C, D) one per class, of any length but 0
+    proxies  (C, D) one per class, of any non-zero norm
     returns  scalar >= 0
 
     Its gradient is Eq. (6). With h+(x) = exp(-alpha (s(x,p) - delta)) and h-(x) = exp(alpha (s(x,p) + delta)), it is
         dl/ds(x,p) = -alpha / |P+|  *  h+(x) / (1 + sum of h+ over X_p+)    for an image x of the class of p,
         dl/ds(x,p) =  alpha / |P|   *  h-(x) / (1 + sum of h- over X_p-)    for an image x of another class.
-    So the gradient of an image depends on how far the others of its kind are from p.
+    So the gradient of a positive also depends on the other positives of p, and that of a negative on the others.
     """
     s = F.normalize(proxies, dim=1) @ z.T                # (C, B): a row for each proxy, a column for each image
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]      # (C, B): image b has class c
     num_present = positive.any(dim=1).sum()                                            # |P+|
-    # Eq. (4), first sum: over the classes in the batch, because a class without images adds log 1 = 0
+    # Eq. (4), first sum. The code sums over all C classes: a class that is not in the batch adds log 1 = 0.
     pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / num_present
     # Eq. (4), second sum: the mean is over all C classes. Note that it is + delta here, and - delta above.
     push = log1p_sum_exp(alpha * (s + delta), ~positive).mean()
@@ -68,16 +69,16 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) * (2 / num_classes) ** 0.5
 
 
-# ---- recipes: the defaults of the flags of training, for each dataset
+# ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm keeps its stored statistics
-#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
+#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    it rises for at most 100 steps, and then falls to 0
+#                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
-#     clip           bound of each entry of the gradients; 0: none
+#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_proxy_anchor.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
@@ -93,17 +94,18 @@ CUB = dict(
     epochs=60, batch_size=120, per_class=0,
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
-# The authors' commands for BN-Inception, the only ones that they released for SOP and In-Shop
+# From the authors' commands for BN-Inception, here with a ResNet-50: they released no others for SOP and In-Shop.
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    # The Reality Check did not test Proxy-Anchor. These are batches and learning rate of its Proxy-NCA.
+    # The protocol of A Metric Learning Reality Check (Musgrave et al., ECCV 2020). It did not test Proxy-Anchor: the
+    # batches, and the learning rate of the proxies, are those of its Proxy-NCA.
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
 }
 

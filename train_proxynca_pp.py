@@ -1,16 +1,18 @@
 """train_proxynca_pp.py -- ProxyNCA++: softmax over class proxies with a low temperature, and max pooling.
 
 Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood Component Analysis. ECCV 2020.
-arXiv:2004.01113. Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) is written as in Proxy-Anchor, arXiv:2003.13911.
-Each class has a learnable vector, its proxy, and the loss is a softmax over the proxies. Proxy-NCA omits the positive
-proxy from the denominator, Proxy-Anchor Eq. (1). Therefore it attracts an image to its proxy with the same force
-however close they are, Eq. (3). ProxyNCA++ includes it, and adds LayerNorm and a higher learning rate for the proxies.
+arXiv:2004.01113. Each class has a learnable vector, its proxy. The loss is cross-entropy with a softmax over the
+proxies; LayerNorm and a higher learning rate for the proxies were also new. Its predecessor, Proxy-NCA
+(Movshovitz-Attias et al., ICCV 2017), omits the positive proxy from the denominator, Proxy-Anchor Eq. (1). Therefore it
+attracts an image to its proxy with the same force however close they are, Eq. (3). The numbers of these equations are
+those of the paper of Proxy-Anchor, arXiv:2003.13911.
 
     paper    code          flag            meaning
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
     T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, or 2 for Proxy-NCA
+
     python train_proxynca_pp.py [--dataset cub --data data]
 """
 import torch
@@ -32,7 +34,7 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
 
     z            (B, D) L2-normalized embeddings
     y            (B,)   class labels, 0 to C - 1
-    proxies      (C, D) one per class, of any length but 0
+    proxies      (C, D) one per class, of any non-zero norm
     temperature  > 0
     returns      scalar >= 0; 0 with one class
     """
@@ -57,13 +59,13 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     if len(proxies) == 1:
         return -logits.sum()
     positive = torch.arange(len(proxies), device=y.device) == y[:, None]       # (B, C): image b has class c
-    others = logits.masked_fill(positive, float('-inf'))    # Proxy-Anchor Eq. (1), (2): P-, because exp(-inf) = 0
-    # Proxy-Anchor Eq. (2), and with it Eq. (1): LSE over P-, minus the similarity to the positive proxy
+    others = logits.masked_fill(positive, float('-inf'))    # only P- is left, because exp(-inf) = 0
+    # Proxy-Anchor Eq. (2), which equals Proxy-Anchor Eq. (1): LSE over P-, minus the logit of p+
     return (others.logsumexp(dim=1) - logits[positive]).sum()
 
 
 def cosines(z, proxies):
-    """Cosine similarities of L2-normalized embeddings z and proxies of any length, (B, D), (C, D) -> (B, C)"""
+    """Cosine similarities of L2-normalized embeddings z and proxies of any norm, (B, D), (C, D) -> (B, C)"""
     return z @ F.normalize(proxies, dim=1).T
 
 
@@ -75,16 +77,16 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) / 8
 
 
-# ---- recipes: the defaults of the flags of training, for each dataset
+# ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm keeps its stored statistics
-#     resize         shorter side of a test image, from which the centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
+#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    it rises for at most 100 steps, and then falls to 0
+#                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
-#     clip           bound of each entry of the gradients; 0: none
+#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_proxynca_pp.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
@@ -103,18 +105,18 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
-# The recipe is that of the dataset (with --protocol, that of the protocol instead). The entries of the --loss, and of
-# (dataset or protocol, loss), override it.
+# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
+# (dataset or protocol, loss). The later override the earlier.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained weights: 'cub' instead
+    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
     'vectors': SHAPES | common.VECTORS | dict(epochs=12),
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(schedule='constant', proxy_lr_mult=1e5),
-    # The Reality Check counts proxy losses as classification losses, whose batches have one image per class. The
-    # learning rate of the proxies is that of its released results for Proxy-NCA on CUB.
+    # A Metric Learning Reality Check (Musgrave et al., ECCV 2020) counts proxy losses as classification losses, whose
+    # batches have one image per class. The learning rate of the proxies is that of its results for Proxy-NCA on CUB.
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),

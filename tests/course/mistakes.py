@@ -14,7 +14,7 @@ MISTAKES['multi_similarity_loss'] = {
         '.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)', '.amax(dim=1, keepdim=True)',
         '.amax(dim=0, keepdim=True)'),
     'miner over the whole batch': ('.amin(dim=1, keepdim=True)', '.amin()', '.amax(dim=1, keepdim=True)', '.amax()'),
-    'miner on negatives only': ('positive & ~(s - epsilon >= hardest_negative)', 'positive'),
+    'miner on negatives only': ('positive & ~easy_positive', 'positive'),
     'mean over anchors with a positive': ('(pull + push).mean()', '(pull + push)[positive.any(dim=1)].mean()'),
     'anchor excluded by value': (
         'mine(s, y, epsilon)\n', 'mine(s, y, epsilon)\n    positive = positive & (s < 1 - 1e-5)\n'),
@@ -28,8 +28,8 @@ MISTAKES['multi_similarity_loss'] = {
     'only for sorted labels': (
         's = z @', 'y = torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)\n    s = z @'),
     'miner keeps equally hard pairs': (
-        '~(s - epsilon >= hardest_negative)', '~(s - epsilon > hardest_negative)',
-        '~(s + epsilon <= hardest_positive)', '~(s + epsilon < hardest_positive)'),
+        's - epsilon >= hardest_negative', 's - epsilon > hardest_negative',
+        's + epsilon <= hardest_positive', 's + epsilon < hardest_positive'),
 }
 MISTAKES['contrastive_loss'] = {
     'mean over all pairs': ('t.sum() / (t > 0).sum().clamp_min(1)', 't.mean()'),
@@ -152,8 +152,10 @@ MISTAKES['positivity_threshold'] = {
     'clamped near 0 and 1': ('.logit()', '.logit(1e-6)'),
 }
 MISTAKES['mixed_pairs'] = {
-    'weights swapped': ('first[:, i], lam, 1 - lam', 'first[:, i], 1 - lam, lam'),
-    'no weight for the second example': ('lam, 1 - lam', 'lam, 0'),
+    'weights swapped': (
+        'lam * binary[:, i] + (1 - lam) * binary[:, j]', '(1 - lam) * binary[:, i] + lam * binary[:, j]'),
+    'no weight for the second example': (' + (1 - lam) * binary[:, j]', ''),
+    'the anchor has label 0': ('positive | itself', 'positive'),
     'only the first example': (' | (second[:, i] & first[:, j])', ''),
     'at least one example': (
         '(first[:, i] & second[:, j]) | (second[:, i] & first[:, j])', 'first[:, i] | second[:, i] | first[:, j]'),
@@ -162,7 +164,6 @@ MISTAKES['mixed_pairs'] = {
     'each pair twice': ('.triu(1)', ''),
     'all negatives': ('if config.k:', 'if config.k is None:'),
     'pairs that no anchor uses': ('valid.any(dim=0).nonzero()[:, 0]', 'torch.arange(len(i))'),
-    'two positives have label lambda': ('label = torch.ones_like(label)', 'pass'),
 }
 MISTAKES['mix_features'] = {
     'all mixed maps in forward': (

@@ -56,7 +56,8 @@ EXPERIMENTS = [
         seeds(3), SMALL,
         [('proxy_anchor', 'ms', 2.7), ('proxy_anchor', 'contrastive'), ('ccl', 'ccl, lam 0', 0.7)]),
     Experiment(
-        'metrix', "CUB, ResNet-18, 112 px. Mixup with three losses. Differences in the paper: Table 5 of Metrix.",
+        'metrix', "CUB, ResNet-18, 112 px. Mixup with three losses. The paper's differences are within Table 5 of "
+        'Metrix.',
         {f'{loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup} --lr {lr}'
          for loss, lr, mixups in (('ms', 3.3e-5, ('none', 'feature', 'embed')),
                                   ('proxy_anchor', 1e-4, ('none', 'feature')),
@@ -86,7 +87,8 @@ EXPERIMENTS = [
         seeds(5), differences=[('feature', 'none'), ('push', 'none'), ('softer', 'none'), ('push', 'feature'),
                                ('softer', 'feature')]),
     Experiment(
-        'noise', "shapes, with wrong training labels; the paper's differences are from Table 3 of CCL, with Inception.",
+        'noise', "shapes, with wrong training labels. The paper's differences are between CCL and the NSoftmax of another "
+        'paper, in its Table 3, with Inception.',
         {'no noise, lam 2': 'train_ccl.py'} | {
             f'{noise}, lam {lam}': f'train_ccl.py --label-noise {noise}{flag}'
             for noise in ('symmetric:0.2', 'longtail:0.25') for lam, flag in ((2, ''), (0, ' --lam 0'))},
