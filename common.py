@@ -23,6 +23,7 @@ All files write shapes with these letters. Each script explains its further symb
 Every loss has the decorator `loss` (section 10). It converts half precision to float32, and checks labels.
 """
 import argparse
+import copy
 import hashlib
 import inspect
 import itertools
@@ -424,7 +425,7 @@ def learning_rate_factor(step, args, per_epoch, total):
         return args.decay_rate ** (step // per_epoch // args.decay_epochs)
     if args.schedule == 'cosine':
         ramp = max(1, min(100, total // 10))
-        return min((step + 1) / ramp, 0.5 * (1 + math.cos(math.pi * step / max(1, total))))
+        return min((step + 1) / ramp, 0.5 * (1 + math.cos(math.pi * step / total)))
     return 1.0
 
 
@@ -478,9 +479,13 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch:
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
             model.train()
-            for weight in trainable:
-                weight.requires_grad_(epoch > args.freeze_epochs)
-            row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
+            try:
+                for weight in trainable:
+                    weight.requires_grad_(epoch > args.freeze_epochs)
+                row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
+            finally:                                        # for the next call of train, also after Ctrl-C
+                for weight in trainable:
+                    weight.requires_grad_(True)
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - start) / 60
@@ -625,7 +630,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     for rows, s, index in search(query, None if within else gallery, depth):            # b queries at a time
         hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
         hit = ranked_hits(s, hit)                                        # (b, depth)
-        for k in ks:
+        for k in {*ks}:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         matched = matches[rows] > 0                                      # (b,) rule 3
         rp, map_at_r = precisions(hit[matched], matches[rows][matched])
@@ -996,12 +1001,13 @@ class Splits:
             raise UsageError('there is a gallery, but there are no queries')
         if gallery and query.classes != gallery.classes:    # a class has one number in both
             classes = sorted({*query.classes, *gallery.classes})
-            for images in (query, gallery):
+            self.query, self.gallery = copy.copy(query), copy.copy(gallery)       # they may be part of other Splits
+            for images in (self.query, self.gallery):
                 images.labels = torch.tensor(list(map(classes.index, images.classes)))[images.labels]
                 images.classes = classes
 
 
-def load_dataset(name, root='data', resize=None, image_size=None, fold=None, whole=False, **transforms):
+def load_dataset(name, root='data', resize=None, image_size=None, fold=None, whole=False, **options):
     """The Splits of a dataset: of files, or the built-in one.
 
     name        shapes, folder, vectors, cub, cars, sop or inshop
@@ -1010,28 +1016,27 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
     resize      shorter side of test images before the centre is cropped; None: in the recipes' ratio to image_size
     fold        'i/n': block i of n of the training classes is the test set; the real test set is not used
     whole       all images are the test set, and .train is None
-    transforms  arguments of Images, as transforms_from returns; then resize and image_size have no effect
+    options     arguments of Images; a transform among them has precedence over resize and image_size
 
     `gallery is query` if the queries are also the gallery. Training labels are 0..C-1; query and gallery use the same
     numbering. Raises UsageError if files or counts are not as published.
     """
     if name not in DATASETS:
         raise UsageError(f'there is no dataset {name!r}: choose one of {", ".join(DATASETS)}')
-    if not transforms:
-        usual = DATASETS[name].get('sizes', (256, 224))
-        image_size = image_size or usual[1]
-        resize = resize or round(image_size * usual[0] / usual[1])
-        transforms = dict(transform=make_test_transform(resize, image_size),
-                          train_transform=make_train_transform(image_size))
+    usual = DATASETS[name].get('sizes', (256, 224))
+    image_size = image_size or usual[1]
+    resize = resize or round(image_size * usual[0] / usual[1])
+    options = dict(transform=make_test_transform(resize, image_size),
+                   train_transform=make_train_transform(image_size)) | options
     if whole and name == 'shapes':
         raise UsageError('--whole is for a folder of images, not for the built-in dataset shapes')
-    splits = draw_shapes(**transforms) if name == 'shapes' else read_splits(name, root, whole, transforms)
+    splits = draw_shapes(**options) if name == 'shapes' else read_splits(name, root, whole, options)
     if fold:
         splits = hold_out(splits.get('train'), fold)
     return Splits(name, **splits, ks=DATASETS[name].get('ks', (1, 2, 4, 8)))
 
 
-def read_splits(name, root, whole, transforms):
+def read_splits(name, root, whole, options):
     """{split: Images} of train, query and gallery, from the reader of a dataset. It yields (split, path, class, extra):
     extra is a superclass, a vector or None; split is 'unsplit' if there are no splits."""
     row = DATASETS[name]
@@ -1051,7 +1056,7 @@ def read_splits(name, root, whole, transforms):
                 splits[split] = Images(torch.from_numpy(np.stack(extra)), classes, paths=paths)
             else:
                 superclasses = None if extra[0] is None else torch.tensor(extra)
-                splits[split] = Images(paths, classes, superclasses=superclasses, **transforms)
+                splits[split] = Images(paths, classes, superclasses=superclasses, **options)
         check_splits(splits, {} if whole else row.get('counts', {}))
     # A file is missing, incomplete, or a web page, for example; or SciPy is missing.
     except (OSError, ValueError, LookupError, ImportError) as error:

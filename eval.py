@@ -474,7 +474,7 @@ def evaluate_one(args):
         return answer_queries(args, model)
     name, folder = place_of_test_set(args, [model.args])
     data = load_test_set(args, model, name, folder)
-    examples = training_images(model) if args.analyse else None
+    examples = training_images(model, args.workers) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = dict(checkpoint=str(path), dataset=name)
     if why := common.why_meaningless(data):
@@ -501,11 +501,11 @@ def evaluate_one(args):
     return result
 
 
-def training_images(model):
+def training_images(model, workers):
     """The images that the network was trained on"""
     flags = model.args
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
-                                   transform=model.transform).train
+                                   transform=model.transform, workers=workers).train
     if not training or {*training.classes} - {*model.classes}:
         raise UsageError(f'--analyse needs the training images, and those in {flags["data"]} are different')
     return training

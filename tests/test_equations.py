@@ -38,16 +38,3 @@ def test_one_equation_is_printed_with_its_lines_and_tests(capsys):
     assert any('test_metrix_eq24_' in text for text in rest)
     with pytest.raises(SystemExit):
         equations.main(['rc', '5'])
-
-
-def test_only_lines_that_compute_an_equation_are_counted():
-    """The threshold in Eq. (25) is computed as Eq. (24); the probability is measured by fig2.py."""
-    assert {file for file, *_ in equations.lines()['metrix', 25]} == {'tests/results/fig2.py'}
-    assert {file for file, *_ in equations.lines()['metrix', 24]} == {'train_metrix.py'}
-
-
-def test_names_of_other_tests_do_not_match_minus_k_e_q():
-    for path in (ROOT / 'tests').rglob('test_*.py'):
-        for name in re.findall(r'^def (test_\w+)', path.read_text(), re.M):
-            if path.name != 'test_equations.py':
-                assert 'eq' not in name or re.match(r'test_[a-z]+_eq\d+_', name), f'{path.name}: {name}'

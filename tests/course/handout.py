@@ -6,8 +6,8 @@
         --keep                                          other exercises keep their solutions
         --flawed SEED                                   instead, each script has a mistake, for students to find
     python tests/course/handout.py grade NAME FILE...   prints the points of each script by equation. In a folder,
-                                                        scripts with the name of the exercise's script are graded, or
-                                                        else all its .py files
+                                                        scripts with the name of the exercise's script are graded, and
+                                                        its own .py files
         --csv grades.csv                                writes file, equation, points, of, remark
         --feedback DIR                                  writes a text for each script: which tests failed, and why
     python tests/course/handout.py check [NAME...]      grades the original, solutions that are written differently, and
@@ -257,9 +257,9 @@ def points(tests, every, name):
 
 
 def scripts_in(paths, script):
-    """The files to grade. In a folder these are the scripts with this name at any depth, or else its .py files."""
+    """The files to grade. In a folder these are the scripts with this name at any depth, and its own .py files."""
     for path in map(Path, paths):
-        yield from [path] if path.is_file() else sorted(path.rglob(script)) or sorted(path.glob('*.py'))
+        yield from [path] if path.is_file() else sorted({*path.rglob(script), *path.glob('*.py')})
 
 
 def grade(name, paths, table=None, feedback=None):
@@ -281,7 +281,7 @@ def grade(name, paths, table=None, feedback=None):
         if feedback:
             failed = [f'{test}\n    {reason}' for test, reason in tests.items() if reason]
             text = '\n\n'.join([f'{name}: {total[0]} of {total[1]} points', *filter(None, [why]), *failed]) + '\n'
-            write(feedback, {'-'.join(path.with_suffix('.txt').parts[-2:]): text})
+            write(feedback, {os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-'): text})
     if table:
         with open(table, 'w', newline='') as file:
             csv.writer(file).writerows([['file', 'equation', 'points', 'of', 'remark'], *rows])

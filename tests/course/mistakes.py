@@ -280,31 +280,6 @@ def mine(s, y, epsilon):
             positive[a] = negative[a] = False
     return positive, negative
 '''}
-RIGHT['contrastive_loss'] = {'pairs of the upper triangle': '''
-@common.loss
-def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
-    i, j = torch.triu_indices(len(y), len(y), 1)
-    d, same = (z[i] - z[j]).norm(dim=1), y[i] == y[j]
-    pull, push = torch.relu(d[same] - pos_margin) ** power, torch.relu(neg_margin - d[~same]) ** power
-    return sum(t.sum() / max(int((t > 0).sum()), 1) for t in (pull, push))
-'''}
-RIGHT['proxy_anchor_loss'] = {'proxy by proxy': '''
-@common.loss
-def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
-    pull, push, zero = [], [], z.new_zeros(1)
-    for k in range(len(proxies)):
-        s = F.cosine_similarity(z, proxies[k:k + 1], dim=1)
-        if (y == k).any():
-            pull.append(torch.cat([zero, -alpha * (s[y == k] - delta)]).logsumexp(0))
-        push.append(torch.cat([zero, alpha * (s[y != k] + delta)]).logsumexp(0))
-    return sum(pull) / len(pull) + sum(push) / len(push)
-'''}
-RIGHT['proxynca_pp_loss'] = {'squared distances': '''
-@common.loss
-def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
-    d2 = (z[:, None] - F.normalize(proxies, dim=1)).square().sum(dim=2)
-    return -torch.log_softmax(-d2 / temperature, dim=1).gather(1, y[:, None]).mean()
-'''}
 RIGHT['center_contrastive_loss'] = {'image by image': '''
 @common.loss
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
@@ -318,24 +293,6 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
             contrast = contrast + smoothing * others.mean()
         total = total + contrast + lam * (x - c[label]).square().sum()
     return total / len(z)
-'''}
-RIGHT['hybrid_loss'] = {'hybrid by hybrid': '''
-@common.loss
-def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
-    terms = [0 * h.sum()]
-    for x, weak, other in zip(h, weak_positive, negative):
-        if weak.any() and other.any():
-            terms.append(F.softplus(((z[other] @ x).max() - (z[weak] @ x).max()) / temperature))
-    return alpha * sum(terms) / max(len(h), 1)
-'''}
-RIGHT['mix_features'] = {'checkpoint': '''
-def mix_features(f, i, j, lam, pool='avg+max'):
-    from torch.utils.checkpoint import checkpoint
-    f, pooling = common.at_least_float32(f), dict(avg=F.adaptive_avg_pool2d, max=F.adaptive_max_pool2d)
-    def part(i, j, lam):
-        maps = mix(f, i, j, lam)
-        return sum(pooling[name](maps, 1) for name in pool.split('+')).flatten(1)
-    return torch.cat([checkpoint(part, *t, use_reentrant=False) for t in zip(i.split(9), j.split(9), lam.split(9))])
 '''}
 RIGHT['retrieval_metrics'] = {'query by query': '''
 def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8), search=k_nearest):
@@ -378,11 +335,4 @@ def mixed_pairs(config, z, y, anchor, num_images):
     shape = len(anchor), len(pairs)
     return (i, j, torch.tensor([lam[pair] for pair in pairs]), torch.tensor(label).view(shape),
             torch.tensor([[pair in own for pair in pairs] for own in members]).view(shape))
-'''}
-RIGHT['ms'] = {'logaddexp with 0': '''
-def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
-    def term(t, weight):
-        t = torch.where(weight > 0, t + weight.to(t.dtype).clamp_min(1e-38).log(), -1e30)
-        return torch.logaddexp(t.logsumexp(dim=1), t.new_zeros(len(t)))
-    return term(-beta * (s - m), positive) / beta, term(gamma * (s - m), negative) / gamma
 '''}

@@ -54,7 +54,7 @@ def test_a_folder_is_graded_with_a_table_and_texts(tmp_path, capsys):
     assert wrong.startswith('b.py: metrix_eq24 ') and 'in all 4/4' not in wrong
     assert broken.startswith('c.py: metrix_eq24 0/4, in all 0/4 (SyntaxError')
     assert len((tmp_path / 'grades.csv').read_text().splitlines()) == 4
-    text = (tmp_path / 'texts/in-b.txt').read_text()
+    text = (next((tmp_path / 'texts').glob('*in-b.txt'))).read_text()
     assert 'test_metrix_eq24_by_hand\n    AssertionError: Metrix Eq. (24), lambda 0.5' in text
     assert 'expected  0.77' in text
     with pytest.raises(SystemExit):
@@ -66,14 +66,6 @@ def test_tests_that_do_not_end_are_stopped(monkeypatch):
     exercise, files = EXERCISES['positivity_threshold'], handout.handout(['positivity_threshold'], keep=True)
     found = handout.results(exercise, files, METRIX.replace(LINE, f'while True: pass\n    {LINE}'))
     assert found == ({}, 'no end after 3 seconds')
-
-
-def test_check_finds_a_mistake_that_loses_no_point_and_a_right_solution_that_does(monkeypatch, capsys):
-    monkeypatch.setitem(mistakes.MISTAKES, 'positivity_threshold', {'none': ('+ m', '+ 1 * m')})
-    monkeypatch.setitem(mistakes.RIGHT, 'positivity_threshold', {'a bad one': ('+ m', '- m')})
-    assert handout.check(['positivity_threshold']) == 2
-    out = capsys.readouterr().out
-    assert 'BAD positivity_threshold, none: 0 of 4' in out and 'BAD positivity_threshold, a bad one' in out
 
 
 @pytest.mark.parametrize('name', EXERCISES)

@@ -19,13 +19,6 @@ def squared(degrees):
     return 2 - 2 * math.cos(math.radians(degrees))
 
 
-def test_metrix_eq12_by_hand():
-    """Queries are at 0 and 90 degrees, examples at 60 and 200: the nearest ones are 60 and 30 degrees away."""
-    found = evaluation.utilization(on_circle(0, 90), on_circle(60, 200))
-    expect(found, (squared(60) + squared(30)) / 2, 'Metrix Eq. (12), queries at 0, 90, examples at 60, 200 degrees',
-           1e-6)
-
-
 def test_metrix_eq12_is_a_mean_over_the_queries():
     """There may be more queries than examples, or fewer. An example may be the nearest of several queries, or of
     none."""

@@ -169,17 +169,6 @@ def test_embeddings_of_another_network_are_rejected(run, small, change):
             evaluation.main(['--checkpoint', network, '--data', file, *flags])
 
 
-def test_the_gallery_of_a_photo_is_all_images_of_a_folder(run, small, folder, capsys):
-    """The gallery has the images of train/ and of test/."""
-    run(train_ms, '--name', 'mine')
-    flags = ['--checkpoint', 'runs/mine', *EVAL, '--query']
-    found = evaluation.main([*flags, str(folder / 'train/bird0/0.jpg'), '--top', '99'])['nearest']
-    assert len(found) == 46 and 'the gallery is 46 images' in capsys.readouterr().out
-    for name in (str(folder), 'typo.jpg'):
-        with pytest.raises(common.UsageError, match='cannot read the image'):
-            evaluation.main([*flags, name])
-
-
 def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, tmp_path, capsys):
     """If a folder has only train/, there is no test set. --whole evaluates the training classes with a warning."""
     make_folder(tmp_path / 'x/train', 'abc', per_class=4)

@@ -86,6 +86,7 @@ def test_the_analysis_uses_the_test_set_and_the_training_images_of_the_network(t
     model, load = common.load_checkpoint('runs/mine', precision='fp32'), common.load_dataset
     data = load('folder', 'photos', 40, 32)
     z, training = common.embed(model, data.query), common.embed(model, data.train)
+    assert evaluation.training_images(model, workers=0).workers == 0
     threshold, accuracy = evaluation.best_threshold(z, data.query.labels)
     i, j = torch.triu_indices(len(z), len(z), offset=1)
     squared = (z[i] - z[j])[data.query.labels[i] == data.query.labels[j]].double().square().sum(dim=1)     # (pairs,)

@@ -293,7 +293,7 @@ def test_classes_and_images_do_not_depend_on_the_order_of_directory_entries(tmp_
     (None, None, (256, 224)), (None, 112, (128, 112)), (300, None, (300, 224)), (300, 200, (300, 200))])
 def test_the_resized_side_follows_the_crop_and_never_the_reverse(tmp_path, monkeypatch, resize, image_size, expected):
     unpack('cub', tmp_path, monkeypatch)
-    data = common.load_dataset('cub', tmp_path, resize, image_size)
+    data = common.load_dataset('cub', tmp_path, resize, image_size, workers=0)
     assert (data.query.transform.min_side, data.query[0][0].shape[1], data.train[0, 1][0].shape[1]) == (
         *expected, expected[1])
 

@@ -85,26 +85,6 @@ def train_all(data):
     assert not torch.distributed.is_initialized(), "gloo's threads may end in an error then"
 
 
-def load_and_embed(data):
-    """Each process loads its part of a training batch, and embeds its part of a set."""
-    import common
-    common.init_distributed(torch.device('cpu'))
-    images = common.load_dataset('folder', data, resize=20, image_size=18).train
-    batches = common.StepBatches([list(range(6))], 1)
-    batches.start(1, range(1))
-    [(x, y)] = common.make_loader(images, batches, torch.device('cpu'))
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 18 * 18, 2))
-    torch.manual_seed(2)
-    torch.nn.init.normal_(net[1].weight)
-    torch.nn.init.zeros_(net[1].bias)
-    parts = [images.subset(torch.arange(n)) for n in (2, 11)]
-    embedded = [common.embed(net, part) for part in parts]
-    rank = int(os.environ['RANK'])
-    torch.save(dict(x=x, y=y, embedded=embedded), f'part-{rank}.pt')
-    if common.world_size() > 1:
-        torch.distributed.destroy_process_group()
-
-
 def import_all(names):
     """Importing has no effect: no output, no file, no CUDA, no seed, and the command line is not parsed."""
     random.seed(1)

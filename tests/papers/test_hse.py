@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
+from worked import expect, expect_gradients, expect_sound, moving
 
 import common
 import train_hse
@@ -121,11 +121,6 @@ def test_hse_eq9_is_numerically_stable(dtype, temperature):
     expect(loss, (1 - cos(radians(40))) / temperature, f'{what}, {dtype}', 1e-5)
     loss.backward()
     expect(h.grad * temperature, [[1 - cos(radians(40)), -sin(radians(40))]], f'its gradient, {dtype}', 1e-5)
-
-
-def test_hse_eq9_in_half_precision():
-    expect_upcast(lambda h, z: hybrid_loss(h, z, *masks(WEAK, WEAK)), 'HSE Eq. (9)', on_circle(70, 20),
-                  on_circle(*IMAGES))
 
 
 def test_hse_eq10_and_hse_eq11_with_the_contrastive_loss_by_hand():
@@ -247,11 +242,6 @@ def test_epshn_is_numerically_stable():
     loss = epshn_loss(on_circle(0, 10.1, 10, 80), torch.tensor([5, 2, 5, 5]), temperature=1e-3)
     at_0 = log(1 + exp((cos(radians(10.1)) - cos(radians(10))) / 1e-3))
     expect(loss, at_0, 'EPSHN at 0, 10, 80 (class 5), 10.1 degrees (class 2), temperature 0.001')
-
-
-def test_epshn_in_half_precision():
-    y = torch.tensor([5, 2, 5, 2, 5])
-    expect_upcast(lambda z: epshn_loss(z, y), 'EPSHN', on_circle(0, 30, 45, 130, 91))
 
 
 def test_npair_by_hand():

@@ -4,7 +4,7 @@ from math import cos, exp, log, radians
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_sound, expect_upcast, moving
+from worked import expect, expect_gradients, expect_sound, moving
 
 import train_proxynca_pp
 from train_proxynca_pp import proxynca_loss, proxynca_pp_loss
@@ -58,11 +58,6 @@ def test_proxynca_pp_of_any_batch():
     expect_sound(proxynca_pp_loss, 'ProxyNCA++', z, y, proxies)
 
 
-def test_proxynca_pp_in_half_precision():
-    z, y, proxies = images_and_proxies()
-    expect_upcast(lambda z, proxies: proxynca_pp_loss(z, y, proxies), 'ProxyNCA++', z, proxies)
-
-
 def test_networks_of_the_protocol_have_no_layer_norm(before_training):
     for flags, norm in ('', True), ('--protocol reality-check --weights imagenet --fold 0/3', False):
         model = before_training(train_proxynca_pp, *flags.split()).model
@@ -95,11 +90,6 @@ def test_pa_eq1_of_one_class_has_only_the_positive_term():
 def test_pa_eq1_of_any_batch():
     z, y, proxies = images_and_proxies()
     expect_sound(proxynca_loss, 'Proxy-Anchor Eq. (1)', z, y, proxies)
-
-
-def test_pa_eq1_in_half_precision():
-    z, y, proxies = images_and_proxies()
-    expect_upcast(lambda z, proxies: proxynca_loss(z, y, proxies), 'Proxy-Anchor Eq. (1)', z, proxies)
 
 
 def test_pa_eq2_is_a_positive_term_and_a_soft_maximum():

@@ -87,8 +87,8 @@ EXPERIMENTS = [
         seeds(5), differences=[('feature', 'none'), ('push', 'none'), ('softer', 'none'), ('push', 'feature'),
                                ('softer', 'feature')]),
     Experiment(
-        'noise', "shapes, with wrong training labels. The paper's differences are between CCL and the NSoftmax of another "
-        'paper, in its Table 3, with Inception.',
+        'noise', "shapes, with wrong training labels. The paper's differences, in Table 3, are between CCL and "
+        'the NSoftmax of another paper, with Inception.',
         {'no noise, lam 2': 'train_ccl.py'} | {
             f'{noise}, lam {lam}': f'train_ccl.py --label-noise {noise}{flag}'
             for noise in ('symmetric:0.2', 'longtail:0.25') for lam, flag in ((2, ''), (0, ' --lam 0'))},
