@@ -40,7 +40,7 @@ EXPERIMENTS = [
         seeds(10), differences=[('metrix', 'metrix, none'), ('hse', 'ms'), ('proxy_anchor', 'ms')]),
     Experiment(
         'resnet50', 'CUB, ResNet-50, 224 px. Each script with its recipe of CUB, but fewer epochs. Proxy-Anchor was '
-        'ended after nine of its twelve, and had photographs in full size. At this commit, a patch set the strides.',
+        'ended after nine of its twelve, and had photographs in full size.',
         {'proxy_anchor': 'train_proxy_anchor.py --epochs 12 --decay-epochs 4 --eval-every 3',
          'contrastive': f'train_contrastive.py {FOUR}', 'metrix': f'train_metrix.py {FOUR} --mixup feature',
          'metrix, none': f'train_metrix.py {FOUR} --mixup none'},
