@@ -12,7 +12,7 @@ the squared distance to the own centre, keeps pulling.
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center
 
-For example, with two classes, s = 16, no margin and no smoothing, |d L_contrast / d (c_y.x)| is 8.0 if the cosines with
+With two classes, s = 16, no margin and no smoothing, the pull |d L_contrast / d (c_y.x)| is 8.0 if the cosines with
 both centres are equal, but only 0.6 if the one with the own centre is larger by 0.2. For L_center it is always 2.
 
     python train_ccl.py [--dataset cub --data data]
@@ -43,7 +43,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 in the column of the own class
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast, without smoothing -log p_y: Eq. (2), (8), (10), and with a margin Eq. (11)
+    # (B,)  L_contrast; it is -log p_y if smoothing = 0: Eq. (2), (8), (10), with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)                          # (B,)  L_center: Eq. (2), (3), (4)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
@@ -100,7 +100,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 @common.loss
 def momentum_centers(centers, z, y, mu):
     """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
-    centre of a class without images is unchanged. (The decorator of the losses is for float32, and checks y.)
+    centre of a class without images is unchanged. (The decorator only casts to float32 and checks y.)
 
     centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D).
     """
@@ -166,11 +166,11 @@ def corrupt_labels(labels, noise, generator=None):
     labels     (N,) 0 to C - 1
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
                                0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3.
-               longtail:RATE   some classes, together at most a fraction RATE of the images, are dissolved: 5 of their
-                               images at a time get the label of a random remaining class. The remaining classes are
-                               then renumbered in random order. For example, with 0.25, class 1 joins class 3, so
-                               0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3; and if the remaining classes 3, 0, 2 get the
-                               numbers 0, 1, 2, this becomes 1 1 0 0 2 2 0 0.
+               longtail:RATE   some classes, together at most a fraction RATE of the images, are dissolved: each
+                               cluster of 5 images of one of them gets the label of a random remaining class. The
+                               remaining classes are then renumbered in random order. For example, with 0.25, class 1
+                               joins class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3; and if the remaining classes
+                               3, 0, 2 get the numbers 0, 1, 2, this becomes 1 1 0 0 2 2 0 0.
     generator  None is torch's global one
     returns    (N,) labels, 0 to C - 1; with longtail 0 to R - 1, where R classes remain
     """
@@ -293,7 +293,7 @@ What differs from the paper
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is no proper softmax.
     4. Not stated in the paper     here
-         lambda of Table 2         2, as in Section 4.4 and Fig. 4 (on SOP, Fig. 5 shows at 2 the R@1 of Table 2)
+         lambda of Table 2         2, as in Section 4.4 and Fig. 4 (in Fig. 5, lambda = 2 has SOP's R@1 of Table 2)
          m of CCL*                 choose a --margin: the default, 0, is CCL
          mu of (14)                0.9
          how the centres start     random, of length 1
@@ -304,8 +304,8 @@ What differs from the paper
        after the L2 normalization, as in the code that the paper builds on: in training an embedding has a length of
        about 1.118, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA of 3.3.2.
     6. Section 3.3.6 calls the first row of Table 1, here --loss stop_grad, equivalent to Eq. (14), here --loss cluster.
-       Both turn a centre in the same direction. But the size of the step depends on mu in cluster, and on learning rate
-       and lambda in stop_grad; and cluster changes the length of a centre.
+       Without momentum and dropout, SGD in stop_grad and Eq. (14) turn a centre in the same direction, by an angle that
+       depends on learning rate and lambda, or on mu.
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
     8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop,
@@ -320,7 +320,7 @@ Tables and figures of the paper
     Table 1: --loss stop_grad --margin M, and --margin M. Fig. 6: --dim. Fig. 5: SOP, --margin 0 to 0.4, --lam 0 to 2.
     Table 3: --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5, in the paper with Inception.
     Reality Check: --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, with --margin its CosFace.
-    Each has its own --s. On CUB the centres of CosFace have --center-lr-mult 2500.
+    On CUB, --s is 9.2 and 100, and CosFace has --margin 0.62 --center-lr-mult 2500.
 """
 
 

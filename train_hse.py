@@ -31,9 +31,9 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     L_Hy = -alpha log( 1 / (1 + exp(s_hn) / exp(s_ewp)) )
 
     s_hn   f(x_H) . f(x_H_hn) / T, the inner product of the hybrid x_H and the hard negative x_H_hn, Eq. (7), which is
-           the image of another class that is nearest to the hybrid
+           the nearest image of the classes that are not sources
     s_ewp  f(x_H) . f(x_H_ewp) / T, the inner product of the hybrid and the easy weak positive x_H_ewp, Eq. (8), which
-           is the image of a source class that is nearest to the hybrid
+           is the nearest image of the source classes
     Nearest means the largest inner product, since ||a - b||^2 = 2 - 2 a . b for L2-normalized vectors.
 
     h              (H, D) L2-normalized embeddings f(x_H) of the hybrids
@@ -260,7 +260,7 @@ class SuperclassSampler:
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
             parts = [members[next(stream)] for members, stream in zip(self.members, streams)]
-            # In random order: --hybrids replace drops the last images, which should not always be of one superclass.
+            # In random order: --hybrids replace drops the last images, not always those of the same superclass.
             yield torch.cat([parts[number] for number in torch.randperm(len(parts))]).tolist()
 
 
@@ -361,7 +361,7 @@ def reject_small_batches(args, superclass_of):
     replace. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
-    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # places for them in a batch
+    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # of each that fit in a batch
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
     advice = 'raise --batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids append needs ' \
@@ -442,8 +442,8 @@ What differs from the paper
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP it may draw
        one class twice, and with Proxy-Anchor it takes the sources and negatives of a hybrid from ten random images of a
-       superclass. Here, by default, a batch has two classes of each superclass, and both are sources of the hybrid. So
-       its negatives are of other superclasses.
+       superclass. Here, by default, each superclass has two classes in a batch, both sources of its hybrids. So their
+       negatives are of other superclasses.
    10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
        less, and positives above 0.9999. Its N-pair has cosine similarities, as here; Sohn's are not normalized.
 Tables and figures of the paper

@@ -92,7 +92,7 @@ def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
 def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
     """The two logarithms of Proxy-Anchor Eq. (4), for a proxy p; clean_loss has the factors 1/|P+| and 1/|P|.
 
-    log(1 + sum_x exp(-alpha (s(x,p) - delta)))  and  log(1 + sum_x exp(alpha (s(x,p) + delta)))
+    log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))  and  log(1 + sum_{x in X_p-} exp(alpha (s(x,p) + delta)))
 
     Table 1 differs (note 4): it has s - m in the second, and factors 1 / beta and 1 / gamma.
     """
@@ -177,7 +177,7 @@ def mixed_loss(base, config, model, levels, y):
     z, cand_y, anchor = candidates_and_anchors(levels['embed'], y, proxies)         # (E, D), (E,), (A,)
     # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))
-    if not len(i):                                  # pos-neg pairs, and no image has a positive
+    if not len(i):                                  # no anchor has a pair: for example, none has a positive
         return z.new_zeros(())
     # i and j are indices of z, which are the embeddings and, with Proxy-Anchor, the proxies.
     v = mixed_embeddings(config, model, dict(levels, embed=z), i, j, lam)           # Eq. (4): (M, D)
@@ -384,7 +384,7 @@ def plan(args):
     for mixup in args.mixup:
         # Which pairs: by default pos-neg or anc-neg, Section 4.1
         pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]
-        if args.loss == 'proxynca_pp':              # note 5: each image is an anchor, so all pairs of two classes
+        if args.loss == 'proxynca_pp':              # note 5: each image is the anchor of its anc-neg pairs
             pairs = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
@@ -436,7 +436,7 @@ def get_args(argv=None):
 
 
 def reject_flags(args, typed):
-    """Raises UsageError for flags that would have no effect on the loss, and for what the paper leaves undefined."""
+    """Raises UsageError for flags that would have no effect, and for mixup that is not possible."""
     if 'input' not in args.mixup or args.freeze_bn:
         common.reject(typed, ['clean_bn'], 'frozen BatchNorm, or without input mixup')
     if args.pairs == 'pos-pos':
@@ -507,20 +507,20 @@ What differs from the paper
        mixup, its k hardest negatives are those of each proxy; the paper has them for each example.
     5. The loss of ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. The positives and negatives of
        Table 1 are proxies, which input and feature mixup cannot mix, though the paper has results for both. Here a
-       mixed example is a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j). All pairs of images
-       of two classes are mixed, without anchors, and the loss is the mean over them.
+       mixed example is a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j). The
+       pairs are anc-neg, with each image as an anchor, and the loss is the mean over them.
 What differs from the released code (github.com/billpsomas/metrix: contrastive at 7ce730c, ms with embedding mixup at
 b679703). Both use Adam, one lambda for a batch, and the best epoch on the test set.
     6.                          here            code for contrastive                  code for ms
        positives of an anchor   all             the first; with input mixup all       the least similar one
        anchors of anc-neg       all             those without a positive              (no anc-neg)
-       hard negatives           of the anchor   in input mixup of another (wrong index)   (none)
+       hard negatives           of the anchor   with input mixup another anchor's (bug)   (none)
        mixed examples are in    both terms      both terms                            the positive term only
     7. The code for contrastive has Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, 60 epochs, and
        averages over all pairs of the batch with non-zero loss; here the mean is over the pairs of an anchor first.
-    8. The code for ms has a matrix of the similarities of anchors and mixed examples, and selects its entries with a
-       mask of anchors and images. The columns do not correspond, so most of what it selects belongs to other anchors.
-    9. From the released code are min_crop, frozen epochs, clipping, proxies at 100 times the learning rate, BatchNorm,
+    8. In the code for ms, the columns of the similarity matrix are mixed examples, but those of the mask that selects
+       from it are images. So most of the selected mixed examples belong to other anchors.
+    9. From the released code are min_crop, frozen epochs, clipping, proxies at 100 times the learning rate, freeze_bn,
        and a decay every 10 epochs. Not followed here: its commands for contrastive with mixup freeze BatchNorm on SOP
        and In-Shop, and the backbone for 5 epochs on In-Shop. Those for ms and Proxy-Anchor on SOP and In-Shop have 60
        epochs, a learning rate of 6e-4, and a decay every 20. Those without mixup on CUB and Cars have 60 epochs and a
