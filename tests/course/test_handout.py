@@ -54,7 +54,7 @@ def test_a_folder_is_graded_with_a_table_and_texts(tmp_path, capsys):
     assert wrong.startswith('b.py: metrix_eq24 ') and 'in all 4/4' not in wrong
     assert broken.startswith('c.py: metrix_eq24 0/4, in all 0/4 (SyntaxError')
     assert len((tmp_path / 'grades.csv').read_text().splitlines()) == 4
-    text = (next((tmp_path / 'texts').glob('*in-b.txt'))).read_text()
+    text = next((tmp_path / 'texts').glob('*in-b.txt')).read_text()
     assert 'test_metrix_eq24_by_hand\n    AssertionError: Metrix Eq. (24), lambda 0.5' in text
     assert 'expected  0.77' in text
     with pytest.raises(SystemExit):

@@ -232,6 +232,16 @@ def test_flips_are_horizontal_for_half_of_the_images():
     assert (same != mirrored).all() and 70 < mirrored.sum() < 130
 
 
+def test_jitter_changes_an_image_by_at_most_its_value():
+    """Jitter multiplies all pixels of a grey image by the same factor, the brightness."""
+    grey = Image.new('RGB', (16, 16), (100, 100, 100))
+    images = Images([grey], ['a'], train_transform=make_train_transform(16, jitter=0.5))
+    jittered = torch.stack([back(images[0, i][0]) for i in range(30)])
+    factors = jittered.mean(dim=(1, 2, 3)) / 100
+    assert torch.allclose(jittered, 100 * factors[:, None, None, None].expand_as(jittered), atol=0.1)
+    assert 0.49 < factors.min() < 0.7 and 1.3 < factors.max() < 1.51
+
+
 def test_jitter_is_of_brightness_contrast_and_saturation():
     [jitter] = [t for t in make_train_transform(16, jitter=0.5).transforms if isinstance(t, v2.ColorJitter)]
     assert jitter.brightness == jitter.contrast == jitter.saturation == (0.5, 1.5) and jitter.hue is None

@@ -148,12 +148,19 @@ def test_thirty_steps_raise_recall_on_unseen_classes(tmp_path, monkeypatch, smal
 
 @pytest.mark.parametrize('name, kind', [('adam', torch.optim.Adam), ('adamw', torch.optim.AdamW),
                                         ('sgd', torch.optim.SGD), ('rmsprop', torch.optim.RMSprop)])
-def test_optimizers_are_those_of_torch_fused_if_possible(before_training, name, kind):
+def test_optimizers_are_fused_if_possible_and_match_those_of_torch(before_training, name, kind):
     options = dict(momentum=0.9) if name in ('sgd', 'rmsprop') else {}
     flags = [f'--{flag}={value}' for flag, value in options.items()]
     held = before_training(train_ms, '--optimizer', name, '--lr', '0.01', '--weight-decay', '0.1', *flags)
     assert type(held.optimizer) is kind and bool(held.optimizer.defaults.get('fused')) == (name != 'rmsprop')
-    assert dict(lr=0.01, weight_decay=0.1, **options).items() <= held.optimizer.defaults.items()
+    weight = held.model.linear.weight
+    other = torch.nn.Parameter(weight.detach().clone())
+    plain = kind([other], lr=0.01, weight_decay=0.1, foreach=False, **options)
+    for _ in range(3):
+        weight.grad, other.grad = torch.full_like(weight, 0.3), torch.full_like(weight, 0.3)
+        held.optimizer.step()
+        plain.step()
+    torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
