@@ -76,7 +76,8 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
         return -logits.mean()
     positive = F.one_hot(y, len(centers)).bool()                         # (B, C): one True in each row
     others = logits.masked_fill(positive, float('-inf'))                 # exp(-inf) = 0, Eq. (9): j != y
-    return (others.logsumexp(dim=1) - logits[positive]).mean()           # Eq. (9): -log(a / b) = log b - log a
+    logit = logits.gather(1, y[:, None])[:, 0]                           # (B,) s c_y.x
+    return (others.logsumexp(dim=1) - logit).mean()                      # Eq. (9): -log(a / b) = log b - log a
 
 
 @common.loss

@@ -101,7 +101,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
             members = (y == c).nonzero()[:, 0]
             columns.append(members[torch.arange(per_class) % len(members)])                 # (per_class,)
         sources.append(torch.stack(columns, dim=1))                                         # (per_class, num)
-    sources = torch.cat(sources).to(images.device)                                          # (H, num)
+    sources = torch.cat(sources).to(images.device, non_blocking=True)                       # (H, num)
     return blend(images[sources], kind, axis, mask_size), sources
 
 
@@ -145,8 +145,8 @@ def blend(parts, kind, axis, mask_size):
     if source_index.max() < num - 1:                # the last source has no pixel
         raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
                                 'larger images, a smaller --num or, with gridmask, a smaller --mask-size')
-    # take_along_dim repeats the index for all hybrids and channels.
-    return parts.take_along_dim(source_index[None, None, None].to(parts.device), dim=1).squeeze(1)      # (H, 3, S, S)
+    source_index = source_index.to(parts.device, non_blocking=True)[None, None, None]       # (1, 1, 1, height, width)
+    return parts.take_along_dim(source_index, dim=1).squeeze(1)                             # (H, 3, S, S), broadcast
 
 
 # ---- base losses L_m: z (B, D) L2-normalized, y (B,) -> scalar. Their alpha is not the weight of L_Hy.
@@ -404,8 +404,9 @@ def main(argv=None):
         if args.hybrids == 'replace':               # the last classes leave the batch, before sources are chosen
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        hybrids, sources = make_hybrids(images, labels, args.kind, args.num, args.per_class, args.combinations,
-                                        args.axis, args.mask_size, superclass_of[labels.cpu()])
+        y = labels.cpu()                            # waits for the GPU, but only for the end of the step before
+        hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
+                                        args.mask_size, superclass_of[y])
         z, h = model(torch.cat([images, hybrids])).tensor_split([len(images)])              # (B, D), (H, D)
         return hse_loss(base_loss, z, labels, h, sources, args.alpha, args.temperature)
 

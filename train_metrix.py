@@ -174,7 +174,8 @@ def mixed_loss(base, config, model, levels, y):
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
-    z, cand_y, anchor = candidates_and_anchors(levels['embed'], y, proxies)         # (E, D), (E,), (A,)
+    z = common.at_least_float32(levels['embed'])                                    # (B, D)
+    z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                       # (E, D), (E,), (A,)
     # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))
     if not len(i):                                  # no anchor has a pair: for example, none has a positive
@@ -189,7 +190,6 @@ def mixed_loss(base, config, model, levels, y):
     return labelled_loss(z[anchor] @ v.T, label, valid, base.kind, **base.hyper).mean()         # Eq. (9)
 
 
-@common.loss
 def candidates_and_anchors(z, y, proxies=None):
     """The E candidates for mixing, and the A anchors among them
 
@@ -200,8 +200,9 @@ def candidates_and_anchors(z, y, proxies=None):
     if proxies is None:
         return z, y, torch.arange(len(y), device=y.device)
     present = y.unique()
+    p = F.normalize(common.at_least_float32(proxies), dim=1)[present]
     anchor = len(y) + torch.arange(len(present), device=y.device)
-    return torch.cat([z, F.normalize(proxies, dim=1)[present]]), torch.cat([y, present]), anchor
+    return torch.cat([z, p]), torch.cat([y, present]), anchor
 
 
 def mixed_pairs(config, z, y, anchor, num_images):
@@ -228,16 +229,12 @@ def mixed_pairs(config, z, y, anchor, num_images):
     # A pair of anchor a has one candidate where first[a] is true, and one where second[a] is true. Both are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
-    # All pairs i < j of two classes (pos-pos: of one class). Which of them are an anchor's, `valid` says below.
-    same = y[:, None] == y                                                          # (E, E)
-    mixes = same if config.pairs == 'pos-pos' else ~same
-    # A proxy is mixed in anc-neg pairs only, as the anchor. Proxies come after the images, so it is j.
-    end = E if config.pairs == 'anc-neg' else num_images
-    i, j = mixes[:num_images, :end].triu(1).nonzero().unbind(dim=1)
-    lam = Beta(config.alpha, config.alpha).sample(i.shape).to(y.device)             # Eq. (8), one for all anchors
-    valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a)
-    used = valid.any(dim=0).nonzero()[:, 0]         # keep only the pairs that some anchor uses
-    i, j, lam, valid = i[used], j[used], lam[used], valid[:, used]                  # (M,), (M,), (M,), (A, M)
+    # How many anchors mix two candidates. In the upper triangle is each pair once, with i < j.
+    mixed_by = first.float().T @ second.float()                                     # (E, E)
+    i, j = (mixed_by + mixed_by.T).triu(1).nonzero().unbind(dim=1)                  # (M,), (M,)
+    lam = Beta(config.alpha, config.alpha).sample(i.shape)                          # Eq. (8): (M,) one for each pair
+    lam = lam.to(y.device, non_blocking=True)
+    valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
     binary = positive | itself                      # (A, E)  the labels before mixing: 1 or 0
     label = lam * binary[:, i] + (1 - lam) * binary[:, j]                           # Eq. (8), mix(y, y')
     return i, j, lam, label, valid

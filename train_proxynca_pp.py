@@ -60,8 +60,9 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
         return -logits.sum()
     positive = torch.arange(len(proxies), device=y.device) == y[:, None]       # (B, C): image b has class c
     others = logits.masked_fill(positive, float('-inf'))    # only P- is left, because exp(-inf) = 0
+    logit = logits.gather(1, y[:, None])[:, 0]              # (B,) of p+
     # Proxy-Anchor Eq. (2), which equals Proxy-Anchor Eq. (1): LSE over P-, minus the logit of p+
-    return (others.logsumexp(dim=1) - logits[positive]).sum()
+    return (others.logsumexp(dim=1) - logit).sum()
 
 
 def cosines(z, proxies):

@@ -81,7 +81,7 @@ MISTAKES['proxynca_loss'] = {
     'proxies not normalised': ('cosines(z, proxies)', 'z @ proxies.T'),
     'positive proxy in the denominator (pytorch-metric-learning 206)': (
         "others = logits.masked_fill(positive, float('-inf'))", 'others = logits'),
-    'mean': ('- logits[positive]).sum()', '- logits[positive]).mean()'),
+    'mean': ('- logit).sum()', '- logit).mean()'),
     'temperature ignored': ('2 / temperature * cosines', 'cosines'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
 }
@@ -163,7 +163,8 @@ MISTAKES['mixed_pairs'] = {
     'anchors are the batch': ('(y[anchor][:, None] == y)', '(y[:len(anchor), None] == y)'),
     'each pair twice': ('.triu(1)', ''),
     'all negatives': ('if config.k:', 'if config.k is None:'),
-    'pairs that no anchor uses': ('valid.any(dim=0).nonzero()[:, 0]', 'torch.arange(len(i))'),
+    'pairs that no anchor uses': ('(mixed_by + mixed_by.T)', 'torch.ones(E, E)'),
+    'only pairs whose first candidate comes first': ('(mixed_by + mixed_by.T)', 'mixed_by'),
 }
 MISTAKES['mix_features'] = {
     'all mixed maps in forward': (

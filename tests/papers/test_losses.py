@@ -2,7 +2,9 @@
 
 The equations are tested in one file per script.
 """
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +75,29 @@ def test_labels_that_are_no_labels_are_rejected(name):
         for wrong in (y + 1, y - 1):
             with pytest.raises(common.UsageError, match='^with 4 classes, labels are from 0 to 3, and these are from'):
                 LOSSES[name](z, wrong, p)
+
+
+@every_loss
+def test_no_loss_waits_for_a_gpu(name, monkeypatch):
+    """A tensor on the device `meta` has no values, so reading one raises an error. Mixed losses, and N-pair, have to
+    read how many pairs there are."""
+    if name.startswith('metrix') or name == 'hse, npair':
+        return
+    monkeypatch.setattr(torch, 'autocast', lambda *_, **__: nullcontext())         # it does not know this device
+    z, p, y = unit(8).to('meta').requires_grad_(), unit(4).to('meta').requires_grad_(), torch.arange(8).to('meta')
+    LOSSES[name](z, y, p).backward()
+    assert z.grad.shape == z.shape
+
+
+def test_wrong_labels_on_a_gpu_fail_an_assertion_on_the_device():
+    """These labels are on the CPU and say that they are not, so torch raises its error at once."""
+    class OnGPU(torch.Tensor):
+        device = SimpleNamespace(type='cuda')
+    y, proxies = torch.arange(8).as_subclass(OnGPU), unit(8)
+    common.check_labels(unit(8), y, proxies=proxies)
+    for wrong in (y + 1, y - 1):
+        with pytest.raises(RuntimeError, match='with 8 classes, labels are from 0 to 7'):
+            common.check_labels(unit(8), wrong, proxies=proxies)
 
 
 @every_loss

@@ -518,6 +518,8 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
         assert self.concentration1 == self.concentration0 == 1.5, 'lambda comes from Beta(alpha, alpha)'
         return torch.linspace(0.1, 0.85, *shape, dtype=torch.float64)
     monkeypatch.setattr(Beta, 'sample', sample)
+    returned = []
+    monkeypatch.setattr(train_metrix, 'mixed_pairs', lambda *args: returned.extend(mixed_pairs(*args)) or returned)
     kind = step[0]
     flags = [*HYPER[kind].split(), '--loss', *' '.join(step).split(), '--alpha', '1.5', '--strength', '0.7']
     if 'LayerNorm' in flags:
@@ -536,19 +538,18 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
     f = [model.features(x[None]) for x in images]
     z = torch.cat([model.head(t) for t in f])
     proxies = F.normalize(held.loss_params['proxies'], dim=1) if held.loss_params else None
-    cand_z, cand_y = z, y                                   # candidates for mixup
+    candidates = z
     if kind == 'proxy_anchor' and args.pairs == 'anc-neg':
-        cand_z, cand_y = torch.cat([z, proxies[:3]]), torch.cat([y, torch.arange(3)])
-    keys = [(i, j) for i, j in combinations(range(len(cand_z)), 2)          # no two proxies are mixed
-            if i < len(y) and (cand_y[i] == cand_y[j]) == (args.pairs == 'pos-pos')]
-    lam = dict(zip(keys, torch.linspace(0.1, 0.85, len(keys), dtype=torch.float64).tolist()))
+        candidates = torch.cat([z, proxies[:3]])
+    i, j, shares, *_ = (t.tolist() for t in returned)
+    lam = dict(zip(zip(i, j), shares))
 
     def embed(i, j, lam_i):                                 # Eq. (4)
         if args.mixup == ['input']:
             return model((lam_i * images[i] + (1 - lam_i) * images[j])[None])[0]
         if args.mixup == ['feature']:
             return model.head(lam_i * f[i] + (1 - lam_i) * f[j])[0]
-        return F.normalize(lam_i * cand_z[i] + (1 - lam_i) * cand_z[j], dim=0)
+        return F.normalize(lam_i * candidates[i] + (1 - lam_i) * candidates[j], dim=0)
 
     k = 2 if step[-1] == '--hard-negatives 2' else None
     expected = clean_by_loops(kind, z, y, proxies)

@@ -6,7 +6,8 @@
     python tests/tools/bench.py files         loading crops of JPEG files of 500 x 375, as in CUB, against decoding them
 
 What is compared runs in turn, several times, since the machine may be busy with other work, and the ratio of the median
-times is printed. On a GPU: --arch resnet50 --px 224, with and without --compile.
+times is printed. The backbone runs in bfloat16 where the hardware multiplies it, as on a benchmark. On a GPU: --arch
+resnet50 --px 224, with and without --compile.
 """
 import argparse
 import os
@@ -62,7 +63,8 @@ def prepared(options, script, data):
     """What main() of a script passes to the training loop: args, model, step, optimizer, sampler"""
     script, *flags = script.split()
     flags += (f'--arch {options.arch} --weights none --image-size {options.px} --resize {options.px} --dim 512 '
-              f'--batch-size {options.batch} --per-class 4 --freeze-bn --device {options.device}').split()
+              f'--batch-size {options.batch} --per-class 4 --freeze-bn --precision auto '
+              f'--device {options.device}').split()
     flags += ['--compile'] * options.compile
     with mock.patch.object(common, 'train') as train, mock.patch.object(common, 'dataset_from', return_value=data):
         import_module(script).main(flags)
@@ -96,8 +98,9 @@ def bench_steps(options):
         works = dict(step=partial(train_on, batch, step, optimizer),
                      floor=partial(train_on, batch, lambda x, y, model=model: model(x).sum(), optimizer))
         took = in_turn(works, options.repeats)
-        print(f'{script:28} step / floor {took["step"] / took["floor"]:.2f}, {len(batch[0][1]) / took["step"]:.0f} '
-              f'images a second ({options.arch}, {options.px} px, batch {options.batch})', flush=True)
+        speed = len(batch[0][1]) / took['step']
+        print(f'{script:28} step / floor {took["step"] / took["floor"]:.3f}, {speed:.0f} images a second '
+              f'({options.arch}, {options.px} px, batch {options.batch}, {model.precision})', flush=True)
 
 
 def bench_loop(options):
