@@ -41,13 +41,13 @@ from collections import Counter, OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, reduce, wraps
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 import torchvision
 from PIL import Image, ImageOps
 from torch import distributed, nn
@@ -73,23 +73,18 @@ class Embedder(nn.Module):
     head_init    kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
                  is about five times smaller. identity, with D = c: embeddings begin as the pooled features
     precision    bf16: the trunk runs in bfloat16. Pooling, head and loss run in float32.
-    chunk        images per forward pass of the trunk in training, with gradient checkpointing, so that only one chunk's
-                 activations are in memory; 0: no chunks
     input_shape  of one input: (3, S, S), or (c,) of a vector
     """
 
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
-                 normalize=True, trunk=None, head_init='kaiming', precision='fp32', chunk=0, input_shape=(3, 224, 224)):
+                 normalize=True, trunk=None, head_init='kaiming', precision='fp32', input_shape=(3, 224, 224)):
         super().__init__()
         self.trunk = make_trunk(arch, weights, input_shape[-1]) if trunk is None else trunk
         self.pool = pool
         self.normalize = normalize
         self.precision = precision
-        self.chunk = chunk
         batchnorm = [m for m in self.trunk.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.frozen = batchnorm if freeze_bn else []
-        if chunk and batchnorm and not freeze_bn:
-            raise UsageError('--chunk needs --freeze-bn: BatchNorm would compute its statistics on single chunks')
         c = self.count_channels(input_shape)
         self.dim = dim or c
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
@@ -145,12 +140,9 @@ class Embedder(nn.Module):
         shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
         if shared:
             x = x.chunk(world_size())[rank()]
+        x = x.to(next(self.trunk.parameters(), x).dtype)    # for a network after .half() or .bfloat16()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
-            if self.chunk and torch.is_grad_enabled():
-                f = torch.cat([torch.utils.checkpoint.checkpoint(self.trunk, part, use_reentrant=False)
-                               for part in x.split(self.chunk)])
-            else:
-                f = self.trunk(x)
+            f = self.trunk(x)
         if not torch.is_tensor(f) or f.ndim not in (2, 4):
             raise UsageError('the trunk must return one tensor (B, c) or (B, c, h, w), and returned '
                              f'{type(f).__name__} {tuple(getattr(f, "shape", ()))}: use another --arch')
@@ -173,7 +165,8 @@ class Embedder(nn.Module):
         if p.shape[1] != self.linear.in_features:
             raise UsageError(f'the head takes {self.linear.in_features} features, and got {p.shape[1]}: it was built '
                              'for inputs of another shape')
-        z = self.linear(self.norm(p))
+        weight, bias = map(at_least_float32, (self.linear.weight, self.linear.bias))
+        z = F.linear(self.norm(p), weight, bias)
         return F.normalize(z, dim=1) if self.normalize else z
 
     def head(self, f):
@@ -249,19 +242,44 @@ def made(arch, weights):
 
 
 def load_weights(trunk, weights, classifier):
-    """Loads a file of weights into a trunk. The file has a state dict of such a network, or a dict that has one under
-    `state_dict` or, as a checkpoint of these scripts, under `model`. Names may begin with `module.` (DataParallel) or
-    `trunk.`. All but those of the classifier or head must fit."""
+    """Loads a file of weights into a trunk: the state dict of such a network, or dicts that contain one at any depth.
+    Its names may have a prefix, such as `module.`, `backbone.` or, in a checkpoint of these scripts, `trunk.`. Weights
+    of the classifier, and of layers that the trunk does not have, are left out. All others must fit."""
     if weights in ('none', 'imagenet'):
         return trunk
-    saved = read_file(weights)
+    wanted = trunk.state_dict()
     with untrusted_file(weights):
-        saved = saved.get('state_dict', saved.get('model', saved))
-        saved = {name.removeprefix('module.').removeprefix('trunk.'): value for name, value in saved.items()}
+        found = find_weights(read_file(weights), wanted, weights)
         heads = [classifier] if isinstance(classifier, str) else classifier        # a distilled network has two
-        head = ('linear.', *(f'{name}.' for name in heads))
-        trunk.load_state_dict({name: value for name, value in saved.items() if not name.startswith(head)})
+        layers = {name.split('.')[0] for name in wanted}
+        found = {name: value for name, value in found.items()
+                 if name.split('.')[0] in layers and not name.startswith(tuple(f'{head}.' for head in heads))}
+        missing = [name for name in wanted.keys() - found.keys() if not name.endswith('num_batches_tracked')]
+        if wrong := sorted([*missing, *(found.keys() - wanted.keys())]):
+            raise UsageError(f'{weights} has weights of another --arch: {len(missing)} of {len(wanted)} are missing, '
+                             f'and {len(wrong) - len(missing)} do not belong to it, such as {", ".join(wrong[:3])}')
+        trunk.load_state_dict(found, strict=False)          # files of old versions lack num_batches_tracked
     return trunk
+
+
+def find_weights(saved, wanted, file):
+    """{name: value} in the dict of `saved`, at any depth, and with the prefix of its names, for which most names are
+    `wanted`. Raises UsageError if no name is."""
+    tables, prefixes = [saved], Counter()
+    for number, table in enumerate(tables):                 # it grows while it is read
+        tables += [value for value in table.values() if isinstance(value, dict)]
+        for name in map(str, table):
+            ends = [name.split('.', n)[-1] for n in range(name.count('.') + 1)]         # of a.b.c: a.b.c, b.c, c
+            prefixes.update((number, name.removesuffix(end)) for end in ends if end in wanted)
+    if not prefixes:
+        names = [str(name) for table in tables for name in table]
+        raise UsageError(f'{file} has no weights of this network, such as {", ".join(list(wanted)[:3])}; it has '
+                         f'{len(names)} other names, such as {", ".join(names[:5])}')
+    number, prefix = best = max(prefixes, key=prefixes.get)
+    if list(prefixes.values()).count(prefixes[best]) > 1:
+        warn(f'{file} has several such networks; the first is used, with the prefix {prefix or "of no name"}')
+    named = {str(name): value for name, value in tables[number].items()}
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def timm_model(arch):
@@ -558,7 +576,7 @@ def embed(model, images, batch_size=128):
 
 def k_nearest(query, gallery, k):
     """Exact search. For b queries at a time, yields their indices (b,), and the cosines and indices of their k nearest
-    images of the gallery, both (b, k).
+    images of the gallery, both (b, k). Equal cosines are in a fixed random order of the gallery.
 
     query    (N, D)
     gallery  (G, D), with k <= G; or None: the queries are also the gallery, and each is excluded from its own results,
@@ -567,20 +585,13 @@ def k_nearest(query, gallery, k):
     within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # The gallery is shuffled. Images are sorted by class, and a search may return the first of equally similar ones, so
-    # all results would be of one class, and rule 2 of retrieval_metrics could not put non-matches first.
+    # Images are sorted by class, so without this, the first of equally similar ones would be of one class.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
-    faiss = import_faiss() if gallery.device.type == 'cpu' else None
-    b = max(1, min(4096, 2 ** 28 // len(gallery)))                       # (b, G) similarities take 1 GiB at most
+    b = max(1, min(4096, 2 ** 26 // len(gallery)))                       # (b, G) similarities take 256 MiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
-        if faiss:
-            found = faiss.knn(query[rows], gallery, wanted, faiss.METRIC_INNER_PRODUCT)
-            s, index = map(torch.as_tensor, found)                       # (b, wanted), from NumPy arrays or tensors
-        else:
-            with torch.autocast(query.device.type, enabled=False):
-                s, index = (query[rows] @ gallery.T).topk(wanted, dim=1)
+        s, index = search_with_ties(query[rows], gallery, wanted)        # (b, wanted)
         index = order[index]
         if within:
             itself = index == rows[:, None]
@@ -589,6 +600,28 @@ def k_nearest(query, gallery, k):
             s = s[~itself].view(-1, k)
             index = index[~itself].view(-1, k)
         yield rows, s, index
+
+
+def search_with_ties(query, gallery, k):
+    """Cosines and positions of the k nearest images of a gallery (G, D), both (b, k). Equal cosines are in the order of
+    their positions."""
+    faiss = import_faiss() if gallery.device.type == 'cpu' else None
+    number = min(k + 1, len(gallery))
+    while True:
+        if faiss:
+            s, index = map(torch.as_tensor, faiss.knn(query, gallery, number, faiss.METRIC_INNER_PRODUCT))
+        else:
+            with torch.autocast(query.device.type, enabled=False):
+                s, index = (query @ gallery.T).topk(number, dim=1)
+        # A search finds any of several equal cosines. If the k-th equals the last one, there may be more of them.
+        if number == len(gallery) or (s[:, k - 1] > s[:, -1]).all():
+            break
+        number = min(8 * number, len(gallery))
+    tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) queries with equal cosines, mostly few
+    positions, by_position = index[tied].sort(dim=1)
+    cosines, by_cosine = s[tied].gather(1, by_position).sort(dim=1, descending=True, stable=True)
+    s[tied], index[tied] = cosines, positions.gather(1, by_cosine)
+    return s[:, :k], index[:, :k]
 
 
 @torch.no_grad()
@@ -608,15 +641,16 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, because the first result may be a duplicate of it.
-    2. Among results with equal similarities, non-matches come first. If more images have the similarity of the last
-       result, a fixed random order decides which of them are taken. So collapsed embeddings, which are all equal, score
-       about chance or less, not 100.
+    2. Among equal similarities, a fixed random order of the gallery decides. So collapsed embeddings, which are all
+       equal, score about chance, not 100, and no metric depends on `ks`.
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the other
        queries, 0 if there are none.
     """
     within = gallery is None                                             # the queries are also the gallery
     if within:
         gallery, gallery_labels = query, query_labels
+    if not (np.iterable(ks) and len(ks) and all(isinstance(k, Integral) and k > 0 for k in ks)):
+        raise UsageError(f'ks are the K of Recall@K, such as (1, 2, 4, 8), and not {ks!r}')
     check_embeddings(query, query_labels, gallery, gallery_labels, within)
     # Labels may be any integers; numbered anew, they can be counted.
     _, labels = torch.cat([query_labels.cpu().long(), gallery_labels.cpu().long()]).unique(return_inverse=True)
@@ -627,9 +661,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     depth = min(max(*ks, int(matches.max())), len(gallery) - own)        # K for R@K, R for RP and MAP@R
     found = Counter()                                                    # {k: number of queries with a match among k}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
-    for rows, s, index in search(query, None if within else gallery, depth):            # b queries at a time
+    for rows, _, index in search(query, None if within else gallery, depth):            # b queries at a time
         hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
-        hit = ranked_hits(s, hit)                                        # (b, depth)
         for k in {*ks}:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         matched = matches[rows] > 0                                      # (b,) rule 3
@@ -659,17 +692,8 @@ def check_embeddings(query, query_labels, gallery, gallery_labels, within):
         raise UsageError(f'queries {tuple(query.shape)} and gallery {tuple(gallery.shape)} differ in dimension')
 
 
-def ranked_hits(s, hit):
-    """Hits in the order of their similarities s, which are sorted already; where these are equal, non-matches first.
-    s, hit (b, k) -> (b, k), which is hit, changed in place"""
-    tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) rows with equal similarities: mostly few
-    order = np.lexsort((hit[tied].cpu(), -s[tied].cpu()))                # by the last key, -s, and then by hit
-    hit[tied] = hit[tied].gather(1, torch.from_numpy(order).to(hit.device))
-    return hit
-
-
 def precisions(hit, r):
-    """RP and MAP@R of each query, from 0 to 1.  hit (b, k) from ranked_hits; r (b,) its R, >= 1 -> (b,), (b,)"""
+    """RP and MAP@R of each query, from 0 to 1.  hit (b, k), the nearest first; r (b,) its R, >= 1 -> (b,), (b,)"""
     hit = hit[:, :int(r.max())] if len(r) else hit                       # (b, largest R), to save time
     i = torch.arange(1, hit.shape[1] + 1, device=hit.device)             # the i of P(i)
     hit = hit & (i <= r[:, None])                                        # among the R nearest
@@ -729,6 +753,9 @@ def evaluate(model, data):
 
 # ---- 5. images -------------------------------------------------------------------------------------
 
+# Pillow finds the format of a file by its content. Further formats of Pillow may start a program.
+FORMATS = ['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP', 'GIF', 'AVIF']
+ENDINGS = (*torchvision.datasets.folder.IMG_EXTENSIONS, '.gif', '.avif')
 MEAN = (0.485, 0.456, 0.406)                                             # ImageNet's, RGB
 STD = (0.229, 0.224, 0.225)
 
@@ -757,19 +784,7 @@ class Images(torch.utils.data.Dataset):
             raise UsageError(f'a tensor of vectors is (N, c), and this one is {tuple(items.shape)}; images are a list '
                              'of paths, PIL images or uint8 arrays (height, width, 3)')
         self.items = items if self.is_vectors else list(items)          # by position, also those of a pandas column
-        values = labels.tolist() if hasattr(labels, 'tolist') else labels            # a tensor is slow to iterate over
-        labels = np.asarray(labels)
-        if labels.shape != (len(items),) or any(value is None or value != value for value in values):
-            raise UsageError(f'{len(items)} images need as many labels, none of them missing; these are '
-                             f'{labels.shape}')
-        if classes is None:
-            if labels.dtype.kind in 'OU':
-                labels = np.array([plain(value) if isinstance(value, str) else value for value in values], object)
-            classes, labels = np.unique(labels, return_inverse=True)
-        elif not {*labels.tolist()} <= {*range(len(classes))}:
-            raise UsageError(f'with {len(classes)} classes, labels are positions from 0 to {len(classes) - 1}')
-        self.labels = torch.as_tensor(labels).long()
-        self.classes = list(map(plain, classes))
+        self.labels, self.classes = number_classes(labels, classes, len(items))
         self.superclasses = None if superclasses is None else torch.as_tensor(np.asarray(superclasses))
         self.are_files = len(items) > 0 and isinstance(self.items[0], (str, os.PathLike))
         if paths is None:
@@ -811,6 +826,25 @@ class Images(torch.utils.data.Dataset):
         superclasses = None if self.superclasses is None else self.superclasses[indices]
         return Images(items, labels, [self.classes[c] for c in kept.tolist()], superclasses,
                       [self.paths[i] for i in positions], self.transform, self.train_transform, self.workers)
+
+
+def number_classes(labels, classes, count):
+    """The labels of Images, checked -> (N,) LongTensor from 0 to C - 1, and the names of the C classes"""
+    values = labels.tolist() if hasattr(labels, 'tolist') else labels            # a tensor is slow to iterate over
+    labels = np.asarray(labels)
+    try:
+        if labels.shape != (count,) or any(value is None or value != value for value in values):
+            raise UsageError(f'{count} images need as many labels, none of them missing; these are {labels.shape}')
+        if classes is None:
+            if labels.dtype.kind in 'OU':
+                labels = np.array([plain(value) if isinstance(value, str) else value for value in values], object)
+            classes, labels = np.unique(labels, return_inverse=True)
+        elif not {*labels.tolist()} <= {*range(len(classes))}:
+            raise UsageError(f'with {len(classes)} classes, labels are positions from 0 to {len(classes) - 1}')
+    except TypeError as error:                              # they cannot be compared
+        kinds = ', '.join(sorted({type(value).__name__ for value in values}))
+        raise UsageError(f'labels are of one type, as text or numbers, and these are of several: {kinds}') from error
+    return torch.as_tensor(labels).long(), list(map(plain, classes))
 
 
 def plain(name):
@@ -877,14 +911,14 @@ def normalization(arch):
 
 def to_rgb(image, min_side=None):
     """A path, PIL image or array -> PIL image in 8-bit RGB, rotated as its EXIF data say, with white where it is
-    transparent. Raises UsageError that names a file which cannot be read."""
+    transparent; the first one of an animation. Raises UsageError that names a file which cannot be read."""
     source = image
     try:
         if isinstance(source, np.ndarray):
             image = Image.fromarray(source)
         elif not isinstance(source, Image.Image):
-            # Other formats may start a program, whatever the name of the file.
-            image = Image.open(source, formats=['JPEG', 'PNG', 'PPM', 'BMP', 'TIFF', 'WEBP'])
+            known = Image.registered_extensions().values()              # an older Pillow lacks AVIF
+            image = Image.open(source, formats=[name for name in FORMATS if name in known])
             if min_side:
                 image.draft('RGB', (min_side, min_side))                 # for JPEG files only
         image.load()                                        # raises what is wrong with the pixels, and closes the file
@@ -892,14 +926,15 @@ def to_rgb(image, min_side=None):
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in 'IF':
             image = Image.fromarray(to_8_bits(np.asarray(image)))
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA'))
+        image = image.convert('RGB')
     except Exception as error:                              # every image format has errors of its own
         raise UsageError(f'cannot read the image {getattr(source, "shape", source)}: {error}; replace or remove it'
                          ) from error
-    if image.has_transparency_data:
-        image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image.convert('RGBA'))
     # Only the middle of a very long image is kept: resized by its shorter side, it could be of any length.
     width, height = (min(side, 16 * min(image.size)) for side in image.size)
-    return v2.functional.center_crop(image.convert('RGB'), [height, width])
+    return v2.functional.center_crop(image, [height, width])
 
 
 def to_8_bits(grey):
@@ -1165,17 +1200,17 @@ def read_folder(root):
     train/ and test/   each with a folder of images for each class, at any depth
     gallery/           in addition, if the images of test/ (or query/) are queries for a separate gallery
     none of these      a folder for each class; the first half of the sorted classes is for training, the rest the test
-    files.txt          lines `path class split`: a path below `root`, which may contain spaces; a class, which may not;
-                       and train, test (or query), or gallery
+    files.txt          lines `path class split`: a path, absolute or below `root`, which may contain spaces; a class,
+                       which may not; and train, test (or query), or gallery
 
-    The name of a class is the path of its folder below the split. Images are JPEG, PNG, PPM, BMP, TIFF or WebP.
+    The name of a class is the path of its folder below the split. Images have one of ENDINGS, in section 5.
     """
     if (root / 'files.txt').exists():
         for row in split_lines(root / 'files.txt', maxsplit=2):
             if len(row) < 3 or row[2] not in ('train', 'query', 'gallery', 'test'):
                 raise UsageError(f'{root}/files.txt: {" ".join(row)!r} is not: path class train|query|gallery')
             path, class_, split = row
-            yield split.replace('test', 'query'), f'{root}/{path}', class_, None
+            yield split.replace('test', 'query'), os.path.join(root, path), class_, None
         return
     folders = [path.name for path in root.iterdir() if path.is_dir() and not has_runs(path)]
     for split, name in find_splits(folders).items():
@@ -1224,7 +1259,7 @@ def images_below(root):
         class_ = Path(folder).relative_to(root).as_posix()
         for name in sorted(files):
             if not is_hidden(name):
-                is_image = torchvision.datasets.folder.is_image_file(name)
+                is_image = name.lower().endswith(ENDINGS)
                 (images if is_image else others).append((os.path.join(folder, name), class_))
     images = [row for row in images if row[1] != '.'] or images
     if not images:
@@ -1355,10 +1390,12 @@ def build(args, data=None, **options):
         if args.dim is None:                                # before training, embeddings are the normalized vectors
             options['head_init'] = 'identity'
     weights = 'none' if args.resume else args.weights       # those of a resumed run are in its checkpoint
-    model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn, chunk=args.chunk, input_shape=shape,
+    model = Embedder(args.arch, args.dim, args.pool, weights, args.freeze_bn, input_shape=shape,
                      precision=pick_precision(args.precision, args.device), **options)
     if args.dataset == 'vectors':
         model.trunk.mean_norm.copy_(vectors.norm(dim=1).mean())
+        if not model.trunk.mean_norm:
+            raise UsageError(f'all training vectors in {args.data} are 0')
     if world_size() > 1 and not args.freeze_bn:             # statistics over the batches of all processes
         if args.device.type != 'cuda':
             raise UsageError('several processes on a CPU cannot compute joint statistics of BatchNorm: add --freeze-bn')
@@ -1620,8 +1657,8 @@ PROTOCOL = dict(arch='resnet50', weights='imagenet', pool='avg', dim=128, freeze
                 clip=0.0, fold='0/4', eval_every=1)
 
 # Flags in which runs of one recipe may differ: seed and fold, and where and how a run is computed and evaluated
-RUN_FLAGS = {'seed', 'fold', 'name', 'data', 'download', 'resume', 'device', 'precision', 'compile', 'chunk',
-             'workers', 'eval_every'}
+RUN_FLAGS = {'seed', 'fold', 'name', 'data', 'download', 'resume', 'device', 'precision', 'compile', 'workers',
+             'eval_every'}
 # Flags that may change when a run is resumed
 RESUMABLE = RUN_FLAGS - {'seed', 'fold', 'name'} | {'epochs', 'steps', 'patience'}
 
@@ -1760,8 +1797,6 @@ FLAGS = {
         '--precision': dict(choices=['auto', 'bf16', 'fp32'], default='auto',
                             help='precision of the backbone; fp32 allows TF32 convolutions on CUDA'),
         '--compile': dict(action=SWITCH, default=False, help='torch.compile of the backbone, with torch 2.7 or newer'),
-        '--chunk': dict(type=at_least(0), default=0,
-                        help='images per forward pass of the backbone, to save memory; 0: all'),
         '--workers': dict(type=at_least(0), help='processes that read image files, 0: none; default: one per core'),
     },
 }
@@ -1890,9 +1925,6 @@ def require_two_classes(args):
 #   several GPUs     torchrun --nproc-per-node 4 SCRIPT --dataset sop --data data
 #                    each process loads a part of each batch and runs the backbone on it, and computes the loss of
 #                    the whole batch. Tested with two processes on a CPU, which need --freeze-bn
-#   a small GPU      python SCRIPT --dataset sop --data data --batch-size 1000 --freeze-bn --chunk 64
-#                    a large batch in chunks: a second forward pass instead of memory. It needs --freeze-bn, which is
-#                    not in the recipe of SOP. Tested on a CPU
 #   a Mac            --device cpu, if torch lacks an operation on its GPU. Not run yet. Its GPU gets no channels_last,
 #                    because gradients of BatchNorm are wrong in it in many releases of torch (issue 175189)
 #   a notebook       start in a folder that is kept, because checkpoints are in runs/ below it; after an interruption,

@@ -187,13 +187,10 @@ MISTAKES['retrieval_metrics'] = {
     'no match: not counted': ('len(average) < len(query)', 'False'),
     # TorchDR pull request 295; mteb 1154, 5376; pytorch-metric-learning 464
     'the first result is excluded, not the query': (
-        'for rows, s, index in search(query, None if within else gallery, depth):',
-        'for rows, s, index in search(query, gallery, depth + own):\n'
-        '        s, index = s[:, own:], index[:, own:]'),
+        'for rows, _, index in search(query, None if within else gallery, depth):',
+        'for rows, _, index in search(query, gallery, depth + own):\n'
+        '        index = index[:, own:]'),
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
-    'ties in the order of the search': (
-        'hit[tied] = hit[tied].gather(1, torch.from_numpy(order).to(hit.device))', ''),
-    'ties count as hits (mteb 5092)': ('np.lexsort((hit[tied]', 'np.lexsort((~hit[tied]'),
     'no error for NaN in the gallery': (', (gallery, gallery_labels))', ',)'),
     'precision at non-matches': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
@@ -252,7 +249,7 @@ MISTAKES['embedder'] = {
     'not normalized': ('F.normalize(z, dim=1) if self.normalize else z', 'z'),
     'always normalized': (' if self.normalize else z', ''),
     'normalized over the batch': ('F.normalize(z, dim=1)', 'F.normalize(z, dim=0)'),
-    'LayerNorm left out': ('self.linear(self.norm(p))', 'self.linear(p)'),
+    'LayerNorm left out': ('F.linear(self.norm(p)', 'F.linear(p'),
     'the maximum replaces the average': ("if 'avg' in self.pool", "if self.pool == 'avg'"),
     'maximum for average': ('F.adaptive_avg_pool2d', 'F.adaptive_max_pool2d'),
     'pooled in half precision': ('f = at_least_float32(f)', ''),
@@ -301,11 +298,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     ranked, labels = (query, query_labels) if within else (gallery, gallery_labels)
     if not len(query) or len(ranked) < 1 + within or not (query.isfinite().all() and ranked.isfinite().all()):
         raise UsageError('empty or not finite')
-    for block, similarities, index in search(query, gallery, len(ranked) - within):
-        for i, s, others in zip(block, similarities, labels[index]):
+    for block, _, index in search(query, gallery, len(ranked) - within):
+        for i, others in zip(block, labels[index]):
             hit = others == query_labels[i]
-            order = hit.int().argsort(stable=True)
-            hit = hit[order][s[order].argsort(descending=True, stable=True)]
             r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
             p = (hit.cumsum(0) / rank * hit)[:r]
             rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])

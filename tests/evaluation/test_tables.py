@@ -209,7 +209,7 @@ def test_flags_that_do_not_change_results_are_not_part_of_the_recipe(run, small)
     """Seed, fold, and how a network is computed are not part of a recipe. All other differences make another recipe."""
     run(train_ms, '--name', 'x', '--freeze-bn')
     saved = common.read_checkpoint('runs/x')
-    changes = [{}, dict(seed=1), dict(precision='bf16'), dict(chunk=4), dict(compile=True), dict(data='y'),
+    changes = [{}, dict(seed=1), dict(precision='bf16'), dict(workers=4), dict(compile=True), dict(data='y'),
                dict(eval_every=3), dict(dim=8), dict(freeze_bn=False)]
     for i, change in enumerate(changes):
         torch.save(saved | dict(args=saved['args'] | change), f'{i}.pt')

@@ -18,7 +18,7 @@ SHARED = {
     '--jitter': '-0.1 < 0 1 < 1.1', '--dim': '0 < 1', '--epochs': '-1 < 0', '--steps': '-1 < 0',
     '--batch-size': '1 < 2', '--per-class': '-1 < 0',
     '--lr': '-1 x < 0', '--weight-decay': '-1 < 0', '--momentum': '-0.1 < 0 1 < 1.1', '--decay-epochs': '0 < 1',
-    '--decay-rate': '-0.1 < 0 1 < 1.1', '--warmup': '-1 < 0', '--clip': '-1 < 0', '--chunk': '-1 < 0',
+    '--decay-rate': '-0.1 < 0 1 < 1.1', '--warmup': '-1 < 0', '--clip': '-1 < 0',
     '--workers': '-1 < 0', '--seed': f'-1 < 0 {2 ** 63 - 1} < {2 ** 63}', '--eval-every': '0 < 1',
     '--patience': '0 < 1',
     '--fold': '4/4 -1/4 0/1 0 1/2/3 a/b 0.5/2 < 0/2 3/4', '--dataset': 'flowers < shapes'}
@@ -140,7 +140,7 @@ def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
     before = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu']))
     assert not before['download'], 'only if it is asked for again'
     for flags in ('--data y', '--epochs 9', '--steps 9', '--eval-every 3', '--patience 2', '--compile', '--device meta',
-                  '--precision fp32', '--chunk 2', '--download'):
+                  '--precision fp32', '--workers 2', '--download'):
         args = vars(train_ms.get_args(['--resume', 'runs/x', '--device', 'cpu', *flags.split()]))
         assert [name for name in args if args[name] != before[name]] == [flags.split()[0][2:].replace('-', '_')]
     for flags in ('--lr 1', '--alpha 3', '--seed 5', '--min-crop 1', '--dim 24', '--fold 1/3', '--no-flip'):

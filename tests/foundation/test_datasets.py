@@ -206,6 +206,8 @@ def test_files_txt_assigns_a_class_and_a_split_to_each_image(listed, tmp_path):
     assert class_names(data.query) == class_names(data.gallery) == ['d', 'e']
     again = listed('\ufeff' + LIST.replace('query', 'test').replace('\n', '\r\n'))
     assert again.query.paths == data.query.paths and again.gallery.paths == data.gallery.paths
+    absolute = ''.join(f'{tmp_path / line}\n' for line in LIST.splitlines() if line)
+    assert listed(absolute).train.paths == data.train.paths
     data = listed(LIST.replace('gallery', 'test'))
     assert data.gallery is data.query and class_names(data.query) == list('dede')
     data = listed(LIST, whole=True)
@@ -267,9 +269,10 @@ def test_hidden_folders_are_not_classes(tmp_path):
 
 def test_folders_and_images_that_are_not_read_are_named(tmp_path, capsys):
     make_folder(tmp_path, 'train/a train/b val/a test/c test/d .cache/x'.split(), per_class=1)
+    (tmp_path / 'train/a/1.GIF').touch()
     (tmp_path / 'test/licence.txt').write_text('next to the classes')
     (tmp_path / 'test/c/1.heic').write_bytes(b'a kind that PIL does not read')
-    common.load_dataset('folder', tmp_path)
+    assert len(common.load_dataset('folder', tmp_path).train) == 3
     beside, unread = capsys.readouterr().err.splitlines()
     assert beside == 'warning: val beside test, train: not read'
     assert f'{tmp_path}/test: 1 files are not read, the first is {tmp_path}/test/c/1.heic' in unread

@@ -13,7 +13,7 @@ SETTINGS = [(script, '') for script in SCRIPTS] + [
     ('train_hse', f'--loss {loss}') for loss in ('contrastive', 'proxy_anchor', 'epshn', 'npair')] + [
     ('train_hse', '--kind gridmask'), ('train_contrastive', '--form similarity'), ('train_ccl', '--loss cluster'),
     ('train_ccl', '--loss center_loss --jitter 0.3'), ('train_proxynca_pp', '--loss proxynca'),
-    ('train_ms', '--freeze-bn --chunk 3'), ('train_ms', '--compile')]
+    ('train_ms', '--compile')]
 
 
 def trained(run, script, device, precision, flags=''):

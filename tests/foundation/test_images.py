@@ -19,7 +19,7 @@ def noise(height, width, seed=0):
 
 
 @pytest.mark.parametrize('mode, suffix', [('L', 'jpg'), ('CMYK', 'JPG'), ('LA', 'png'), ('RGBA', 'png'), ('P', 'PNG'),
-                                          ('1', 'png'), ('RGB', 'webp')])
+                                          ('1', 'png'), ('RGB', 'webp'), ('P', 'gif')])
 def test_every_mode_becomes_rgb(tmp_path, mode, suffix):
     image = Image.new('RGB', (20, 14), (200, 30, 60)).convert(mode)
     image.save(tmp_path / f'x.{suffix}')
@@ -97,12 +97,19 @@ def test_large_jpegs_are_decoded_at_a_reduced_size_but_not_below_min_side(tmp_pa
     assert make_train_transform(32, min_crop=0.25, resize=40).min_side == 40
 
 
-@pytest.mark.parametrize('form', ['eps', 'gif'])
-def test_a_file_of_another_format_is_rejected_whatever_its_name(tmp_path, form):
-    """PIL could read GIF, and would start Ghostscript for EPS, but neither format is supported."""
-    Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', form)
+def test_a_format_that_starts_a_program_is_rejected_whatever_the_name(tmp_path, monkeypatch):
+    """PIL would start Ghostscript for EPS. A format that this version of PIL lacks does not matter."""
+    monkeypatch.setattr(common, 'FORMATS', [*common.FORMATS, 'JPEG 2100'])
+    Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', 'eps')
     with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
         to_rgb(tmp_path / 'x.jpg')
+
+
+def test_the_first_image_of_an_animation_is_read_whatever_its_name(tmp_path):
+    first, second = (Image.new('RGB', (20, 14), colour) for colour in ('red', 'blue'))
+    for name in ('x.gif', 'x.jpg'):
+        first.save(tmp_path / name, 'gif', save_all=True, append_images=[second])
+        assert to_rgb(tmp_path / name, min_side=4).getpixel((3, 3)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize('suffix', ['jpg', 'ppm', 'tif'])
@@ -123,6 +130,9 @@ def test_labels_are_names_or_integers_one_for_each_image():
     assert images.classes == ['x', 'y', 'z'] and images.labels.tolist() == [2, 0, 2]
     for labels in (['a'] * 4, [[1], [2], [3]], torch.tensor([0.0, 1.0, float('nan')]), ['a', None, 'b'], None):
         with pytest.raises(UsageError, match='^3 images need as many labels, none of them missing'):
+            Images(items, labels)
+    for labels in (['b', 1, 'b'], np.array([2, 'a', 2], object)):
+        with pytest.raises(UsageError, match='^labels are of one type, .*, and these are of several: int, str$'):
             Images(items, labels)
     for labels in ([0, 1, 2], [-1, 0, 1], [0, 0.5, 1]):
         with pytest.raises(UsageError, match='^with 2 classes, labels are positions from 0 to 1$'):
@@ -151,9 +161,9 @@ def test_a_tensor_of_images_is_rejected():
         Images(torch.zeros(2, 3, 8, 8), [0, 1])
 
 
-@pytest.mark.parametrize('item', [np.zeros((3, 8, 8), np.uint8), np.zeros((8, 8, 3)), None])
+@pytest.mark.parametrize('item', [np.zeros((3, 8, 8), np.uint8), np.zeros((8, 8, 3)), None, Image.new('La', (8, 8))])
 def test_other_items_are_rejected_in_one_line(item):
-    """Channels come first, pixels are floats, or there is no image."""
+    """Channels come first, pixels are floats, there is no image, or it has a mode that PIL does not convert."""
     with pytest.raises(UsageError, match='^cannot read the image .*; replace or remove it$'):
         to_rgb(item)
 

@@ -1,4 +1,4 @@
-"""common.Embedder: pooling, head, precision, frozen BatchNorm, chunks, trunks."""
+"""common.Embedder: pooling, head, precision, frozen BatchNorm, trunks."""
 import math
 import sys
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import SmallNet, small_embedder
+from conftest import SmallNet, numbered, small_embedder
 
 import common
 import eval as evaluation
@@ -55,6 +55,18 @@ def test_embedder_pools_and_projects_in_float32(small, precision):
     grads = [torch.autograd.grad(each.features(x).square().sum(), each.trunk.conv2.weight)[0].flatten()
              for each in (model, exact)]
     assert F.cosine_similarity(*grads, dim=0) > 0.99
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_a_network_in_another_precision_embeds(small, dtype):
+    """As after model.half(). The images may be in float32; pooling, head and embeddings are at least float32."""
+    model, images = small_embedder(layer_norm=True).eval(), numbered(3)
+    images.transform = common.make_test_transform(32, 32)
+    before, x = common.embed(model, images), images[4][0][None]
+    after = common.embed(model.to(dtype), images)
+    assert F.cosine_similarity(before, after).min() > 0.999
+    assert torch.allclose(model(x), model(x.to(dtype)), atol=1e-2) and model(x).dtype == max(
+        dtype, torch.float32, key=lambda kind: torch.finfo(kind).bits)
 
 
 @pytest.mark.parametrize('frozen', [0, 2])
@@ -116,23 +128,6 @@ def test_embed_keeps_the_training_mode_of_a_network(small, training):
     assert torch.equal(model.trunk.bn1.running_mean, before) != training, 'statistics follow the training batches'
 
 
-def test_chunks_have_the_gradient_of_the_whole_batch(small):
-    """The gradients are equal also with a smaller last chunk and a loss of feature maps. Evaluation has no chunks."""
-    x = torch.randn(7, 3, 64, 64, generator=torch.Generator().manual_seed(1)).double()
-    found = []
-    for chunk in (0, 3):
-        model, seen = small_embedder(freeze_bn=True, chunk=chunk).double(), []
-        model.trunk.conv1.register_forward_hook(lambda _, inputs, __, seen=seen: seen.append(len(inputs[0])))
-        f = model.features(x)
-        (model.head(f) @ torch.arange(8.).double() + f.mean()).sum().backward()
-        found.append([f.detach(), *(weight.grad for weight in model.parameters() if weight.requires_grad)])
-        with torch.no_grad():
-            model(x)
-        assert seen == [*([3, 3, 1, 1, 3, 3] if chunk else [7]), 7], 'each chunk once more in the backward pass'
-    for whole, chunks in zip(*found):
-        torch.testing.assert_close(chunks, whole, rtol=1e-9, atol=1e-12)
-
-
 def test_float32_is_not_rounded_to_tf32_in_a_script(monkeypatch):
     """TF32 errs by 1e-3 in a cosine."""
     monkeypatch.setattr(torch.backends.cudnn, 'benchmark', False)
@@ -160,12 +155,11 @@ def transformer(monkeypatch):
 
 @pytest.mark.parametrize('arch, classifier, c', [('vit_b_16', 'heads.head', 8), ('shufflenet_v2_x0_5', 'fc', 1024)])
 def test_another_network_loses_its_classifier_only(transformer, tmp_path, arch, classifier, c):
-    """Weights of other architectures load from a torchvision file, or from a checkpoint, which has other keys. Without
-    BatchNorm, chunks do not need --freeze-bn."""
+    """Weights of other architectures load from a torchvision file, or from a checkpoint, which has other keys."""
     torch.manual_seed(0)
     network = torchvision.models.get_model(arch).eval()
     torch.save(network.state_dict(), tmp_path / 'own.pth')
-    model = Embedder(arch, 8, 'avg', tmp_path / 'own.pth', freeze_bn=c == 1024, chunk=3, input_shape=(3, 32, 32)).eval()
+    model = Embedder(arch, 8, 'avg', tmp_path / 'own.pth', freeze_bn=c == 1024, input_shape=(3, 32, 32)).eval()
     x = torch.randn(2, 3, 32, 32)
     f = model.features(x)
     assert f.shape == (2, c, 1, 1)
@@ -176,27 +170,39 @@ def test_another_network_loses_its_classifier_only(transformer, tmp_path, arch, 
     assert torch.equal(again.features(x), f)
 
 
-@pytest.mark.parametrize('wrapper', ['', 'state_dict', 'model'])
-@pytest.mark.parametrize('prefix', ['', 'module.', 'trunk.', 'module.trunk.'])
-def test_weights_load_from_a_state_dict_with_its_usual_wrappers(small, tmp_path, wrapper, prefix):
-    """The classifier is left out. Missing weights, and those of another network, are rejected by name."""
-    file, network = tmp_path / 'weights.pth', SmallNet()
-    saved = {f'{prefix}{key}': value for key, value in network.state_dict().items()}
-    torch.save({wrapper: saved, 'epoch': 3} if wrapper else saved, file)
+@pytest.mark.parametrize('prefix', ['', '_orig_mod.', 'trunk.', 'module.encoder_q.'])
+@pytest.mark.parametrize('wrap', [dict, lambda saved: {'model': saved, 'epoch': 3},
+                                  lambda saved: {'a': {'state': {0: torch.zeros(3)}}, 'b': {'net': saved}}])
+def test_weights_load_from_any_dict_in_a_file_and_below_any_prefix(small, tmp_path, wrap, prefix):
+    """The classifier, layers beside the network, and the count of batches, which old files lack, are left out."""
+    file, network = tmp_path / 'weights.pth', SmallNet().state_dict()
+    saved = {f'{prefix}{name}': value for name, value in network.items() if 'num_batches' not in name}
+    torch.save(wrap(saved | {'projector.weight': torch.zeros(3), f'{prefix}fc.0.bias': torch.zeros(2)}), file)
     trunk = Embedder(dim=4, weights=file).trunk.state_dict()
-    assert all(torch.equal(value, network.state_dict()[name]) for name, value in trunk.items())
+    assert all(torch.equal(value, network[name]) for name, value in trunk.items())
     missing = {name: value for name, value in saved.items() if name != f'{prefix}conv2.weight'}
-    for wrong, name in ((saved | {'projector.weight': torch.zeros(3)}, 'projector'), (missing, 'conv2')):
-        torch.save(wrong, file)
-        with pytest.raises(UsageError, match=f'weights.pth cannot be used.*{name}.weight'):
+    for wrong, name in ((saved | {f'{prefix}conv2.more': torch.zeros(3)}, 'conv2.more'), (missing, 'conv2.weight')):
+        torch.save(wrap(wrong), file)
+        with pytest.raises(UsageError, match=f'weights.pth has weights of another --arch: .*, such as {name}$'):
             Embedder(dim=4, weights=file)
+
+
+def test_of_several_networks_in_a_file_the_first_is_used_and_named(small, tmp_path, capsys):
+    student, teacher = SmallNet().state_dict(), SmallNet().state_dict()
+    torch.save({'student': {f'net.{name}': value for name, value in student.items()}, 'teacher': teacher},
+               tmp_path / 'x.pth')
+    trunk = Embedder(dim=4, weights=tmp_path / 'x.pth').trunk
+    assert torch.equal(trunk.conv1.weight, student['conv1.weight'])
+    assert 'x.pth has several such networks; the first is used, with the prefix net.' in capsys.readouterr().err
+    torch.save({'mine': {'layer.weight': torch.zeros(3)}}, tmp_path / 'x.pth')
+    with pytest.raises(UsageError, match='no weights of this network, such as conv1.weight, .*; it has .* mine, layer'):
+        Embedder(dim=4, weights=tmp_path / 'x.pth')
 
 
 @pytest.mark.parametrize('flags, message', [
     ('--arch resnet19', 'resnet19 is neither a classifier of torchvision, such as resnet50'),
     ('--arch squeezenet1_0', 'squeezenet1_0 has no linear classifier'),
-    ('--arch vit_b_16 --image-size 64', 'takes no input of shape .*64, 64.*--image-size'),
-    ('--arch shufflenet_v2_x0_5 --chunk 2', '--chunk needs --freeze-bn: BatchNorm')])
+    ('--arch vit_b_16 --image-size 64', 'takes no input of shape .*64, 64.*--image-size')])
 def test_a_trunk_that_does_not_fit_is_rejected_in_one_line(transformer, flags, message):
     args = train_ms.get_args(['--device', 'cpu', *flags.split()])
     with pytest.raises(UsageError, match=message) as raised:

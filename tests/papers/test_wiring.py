@@ -58,12 +58,12 @@ def test_positives_are_attracted_down_to_the_floating_point_error_of_distances(l
 
 @pytest.mark.parametrize('flags, expected', [
     ('--pool max --dim 24', dict(pool='max', dim=24, freeze_bn=False)), ('--pool avg', dict(pool='avg', dim=16)),
-    ('--arch resnet34', dict(arch='resnet34')), ('--freeze-bn --chunk 3', dict(freeze_bn=True, chunk=3)),
+    ('--arch resnet34', dict(arch='resnet34')), ('--freeze-bn', dict(freeze_bn=True)),
     ('--precision fp32', dict(precision='fp32')), ('--precision bf16', dict(precision='bf16')),
     ('', dict(precision=common.pick_precision('auto', torch.device('cpu'))))])
 def test_network_flags_reach_the_network(before_training, flags, expected):
     model = before_training(train_ms, *flags.split()).model
-    found = model.config | dict(chunk=model.chunk, precision=model.precision)
+    found = model.config | dict(precision=model.precision)
     assert {key: found[key] for key in expected} == expected
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, expected.get('dim', 16))
 
