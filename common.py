@@ -1012,18 +1012,18 @@ class Splits:
     train, query, gallery  Images, or None if there are none; without a gallery, the queries are also the gallery.
                            With --fold, query is for validation, as in Splits(name, **hold_out(train, fold))
 
-    For example, with PIL images in memory, and the training recipe of train_ms.py for a folder of images:
+    For example, with PIL images in memory, a training script that was imported, and its recipe for a folder of images:
 
-    >>> args = train_ms.get_args(['--dataset', 'folder', '--epochs', '5'])
+    >>> args = script.get_args(['--dataset', 'folder', '--epochs', '5', '--name', 'first'])
     >>> transforms = common.transforms_from(args)      # or your own; then also set .transform after load_checkpoint
     >>> data = common.Splits('mine', common.Images(images, labels, **transforms),
     ...                       common.Images(test_images, test_labels, **transforms))
     >>> model = common.build(args, data=data)                      # or with trunk=module, for a network of your own
     >>> optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
     >>> def step(images, labels):
-    ...     return train_ms.multi_similarity_loss(model(images), labels)
+    ...     return script.the_loss(model(images), labels)
     >>> common.train(args, model, data, step, optimizer)
-    >>> common.evaluate(common.load_checkpoint('runs/ms-mine-1'), data)
+    >>> common.evaluate(common.load_checkpoint('runs/first'), data)
     """
 
     def __init__(self, name, train=None, query=None, gallery=None, ks=(1, 2, 4, 8)):
@@ -1738,7 +1738,7 @@ def usable_device(text):
 
 SWITCH = argparse.BooleanOptionalAction
 # The flags of all scripts, {title: {flag and aliases: options of add_argument}}. A flag without a default gets one from
-# the recipe. Flags of images and of the trunk have no effect with --dataset vectors.
+# the recipe.
 FLAGS = {
     'data': {
         '--dataset': dict(choices=list(DATASETS), default='shapes',
@@ -1775,7 +1775,7 @@ FLAGS = {
         '--schedule': dict(choices=['step', 'cosine', 'constant'], help='schedule of the learning rate'),
         '--decay-epochs': dict(type=at_least(1), default=10, help='schedule step: epochs between decays'),
         '--decay-rate': dict(type=between(0, 1), default=0.5, help='schedule step: factor of a decay'),
-        '--freeze-backbone-epochs --warmup': dict(
+        '--freeze-backbone-epochs --freeze-epochs --warmup': dict(
             type=at_least(0), dest='freeze_epochs', metavar='N',
             help='freeze the backbone for this number of epochs (not a warmup of the learning rate)'),
         '--clip': dict(type=at_least(0, float), help='clip each entry of the gradients (clip_grad_value_); 0: no'),
@@ -1800,6 +1800,16 @@ FLAGS = {
         '--workers': dict(type=at_least(0), help='processes that read image files, 0: none; default: one per core'),
     },
 }
+# {flag: {its value: [the flags that it uses]}}, where OTHER stands for all values that are not named. A typed flag that
+# only another value uses is an error, because a sweep over it would be a sweep of identical runs.
+OTHER = object()
+USES = {
+    'optimizer': dict(sgd=['momentum'], rmsprop=['momentum']),
+    'schedule': dict(step=['decay_epochs', 'decay_rate']),
+    'fold': {None: [], OTHER: ['patience']},
+    'dataset': {'vectors': [], OTHER: ['image_size', 'resize', 'crop_from', 'min_crop', 'jitter', 'flip', 'weights',
+                                       'freeze_bn', 'freeze_epochs']},
+}
 
 
 def parser(doc, notes='', file=None):
@@ -1821,8 +1831,7 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
 
     DEFAULTS  a script's recipes: dicts of defaults for flags, one per dataset; further ones under (dataset, loss)
               where a recipe also depends on the script's --loss
-    uses      {flag: {its value: [the flags that it uses]}}: a typed flag that only another value uses is an error,
-              because a sweep over it would be a sweep of identical runs
+    uses      which flags of the script have an effect with which others, in the form of USES
     Returns what was typed and what the recipe says as a namespace; device is a torch.device. With torchrun, the
     processes find each other here.
     """
@@ -1843,10 +1852,12 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
         raise UsageError(f'{parser.prog} has no recipe for {args.dataset}: add one to its DEFAULTS, or pass '
                          + ', '.join(missing))
     reject_wrong_results(args, typed)
-    for flag, users in (uses or {}).items():
+    for flag, users in [*USES.items(), *(uses or {}).items()]:
         value = getattr(args, flag)
-        unused = {user for each in users.values() for user in each} - {*users.get(value, [])}
-        reject(typed, unused, f'{flag_name(flag)} {value}')
+        values = value if isinstance(value, list) else [value]
+        used = {user for each in values for user in users.get(each, users.get(OTHER, []))}
+        unused = {user for each in users.values() for user in each} - used
+        reject(typed, unused, f'{flag_name(flag)} {" ".join(map(str, values))}')
     init_distributed(args.device)
     return args
 

@@ -28,13 +28,13 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
     NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
                         many classes any network has a high one: on SOP a random one 80.8 (Reality Check, Table 2)
-    threshold           two images are called the same class if their similarity is at least this. It has the highest
-                        balanced accuracy on the test images. As it is chosen on them, the accuracy is optimistic.
+    threshold           two images are called the same class if their similarity is at least this
+    balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
+                        pairs below it. The threshold is the one with the highest balanced accuracy on the test images.
+                        As it is chosen on them, the accuracy is optimistic.
     copies              number of test images whose nearest training image has a cosine above 0.9999: probable
                         duplicates (train-test leakage); or all images, if the embeddings have collapsed. A large JPEG
                         file, decoded at a reduced size, may differ more from its duplicate in another format
-    balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
-                        pairs below it
 With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, alignment
 if no two queries have the same class, and the threshold if no query has a match.
 

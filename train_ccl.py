@@ -167,13 +167,12 @@ def corrupt_labels(labels, noise, generator=None):
     labels     (N,) 0 to C - 1
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
                                0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3.
-               longtail:RATE   some classes, together at most a fraction RATE of the images, are dissolved: each
-                               cluster of 5 images of one of them gets the label of a random remaining class. The
-                               remaining classes are then renumbered in random order. For example, with 0.25, class 1
-                               joins class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3; and if the remaining classes
-                               3, 0, 2 get the numbers 0, 1, 2, this becomes 1 1 0 0 2 2 0 0.
+               longtail:RATE   random classes, as many as have together at most a fraction RATE of the images, are
+                               dissolved: their images are cut into clusters of 5, and each cluster gets the label of
+                               a random remaining class. For example, with 0.25, class 1 joins class 3, and 0 0 1 1 2
+                               2 3 3 becomes 0 0 3 3 2 2 3 3.
     generator  None is torch's global one
-    returns    (N,) labels, 0 to C - 1; with longtail 0 to R - 1, where R classes remain
+    returns    (N,) labels, 0 to C - 1; with longtail, no image has the label of a dissolved class
     """
     kind, rate = noise.split(':')
     rate = float(rate)
@@ -189,15 +188,11 @@ def corrupt_labels(labels, noise, generator=None):
     images_so_far = torch.bincount(labels, minlength=classes)[shuffled].cumsum(0)
     num_dissolved = int((images_so_far <= rate * total).sum())
     num_dissolved = min(num_dissolved, classes - 2)                      # two classes always remain
-    dissolved = shuffled[:num_dissolved]
-    remaining = shuffled[num_dissolved:]
-    new_number = torch.zeros(classes, dtype=torch.long)                  # (C,) 0 for now if dissolved
-    new_number[remaining] = torch.arange(len(remaining))
-    new_labels = new_number[labels]
-    for c in dissolved:
-        for cluster in (labels == c).nonzero()[:, 0].split(5):
-            new_labels[cluster] = torch.randint(len(remaining), (1,), generator=generator)
-    return new_labels
+    dissolved, remaining = shuffled.tensor_split([num_dissolved])
+    for images in [(labels == c).nonzero()[:, 0] for c in dissolved]:
+        for cluster in images.split(5):
+            labels[cluster] = remaining[torch.randint(len(remaining), (1,), generator=generator)]
+    return labels
 
 
 def label_noise(text):
@@ -249,6 +244,7 @@ def main(argv=None):
     if args.label_noise != 'none':
         generator = torch.Generator().manual_seed(args.seed)
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
+        data.train = data.train.subset(torch.arange(len(data.train)))    # numbers the classes that are left, from 0
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')

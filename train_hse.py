@@ -297,7 +297,7 @@ SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_ra
 DEFAULTS = {
     'shapes': SHAPES,
     'folder': SHAPES | common.FOLDER | dict(temperature=0.1),               # with pretrained --weights, 'cub' is taken
-    'vectors': SHAPES | common.VECTORS,             # refused by reject_flags: vectors are no images
+    'vectors': SHAPES | common.VECTORS,             # refused below: vectors are not images
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
@@ -335,19 +335,17 @@ def get_args(argv=None):
         help='replace the last images of the batch by hybrids, or append the hybrids to the batch')
     add('--proxy-lr-mult', type=common.at_least(0, float), default=10.0,
         help='learning rate of the proxies, as a multiple of --lr')
-    uses = {'loss': dict(proxy_anchor=['proxy_lr_mult']), 'kind': dict(cutmix=['axis'], gridmask=['mask_size'])}
+    uses = {'loss': dict(proxy_anchor=['proxy_lr_mult']), 'kind': dict(cutmix=['axis'], gridmask=['mask_size']),
+            'alpha': {0: [], common.OTHER: 'temperature kind num combinations axis mask_size hybrids'.split()}}
     args = common.parse(parser, DEFAULTS, argv, uses)
-    reject_flags(args, parser.typed())
+    reject_impossible_hybrids(args)
     return args
 
 
-def reject_flags(args, typed):
-    """Raises UsageError for flags that would have no effect, and for hybrids that cannot be made."""
+def reject_impossible_hybrids(args):
+    """Raises UsageError for hybrids that cannot be made."""
     if args.dataset == 'vectors':
         raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: use another script')
-    if args.alpha == 0:
-        common.reject(typed, 'temperature kind num combinations axis mask_size hybrids'.split(),
-                      '--alpha 0, which makes no hybrids')
     if args.loss != 'proxy_anchor':
         common.require_two_classes(args)
     # A dry run with 0 hybrids: blend raises UsageError if a source would have no pixel.

@@ -366,10 +366,14 @@ DEFAULTS = {
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
-# The flags that each loss uses; given with another loss, they are an error. The alpha of proxy_anchor is --proxy-alpha,
-# because --alpha is that of Beta.
-USES = dict(contrastive=['m', 'reduction'], ms=['beta', 'gamma', 'm', 'epsilon'],
-            proxy_anchor=['proxy_alpha', 'delta', 'proxy_lr_mult'], proxynca_pp=['temperature', 'proxy_lr_mult'])
+# The flags that a loss, a type of mixup or a set of pairs uses. Given with another one, they are an error. The alpha of
+# proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
+LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
+              proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
+              proxynca_pp=['temperature', 'proxy_lr_mult'])
+MIXED = ['pairs', 'hard_negatives', 'strength', 'alpha']
+USES = {'loss': LOSSES, 'mixup': {'none': [], 'input': [*MIXED, 'clean_bn'], common.OTHER: MIXED},
+        'pairs': {'pos-pos': [], common.OTHER: ['hard_negatives']}, 'freeze_bn': {False: ['clean_bn']}}
 
 
 def plan(args):
@@ -404,7 +408,7 @@ def get_args(argv=None):
     add = parser.add_argument_group('Metrix').add_argument
     above_0 = common.at_least(1e-3, float)
     cosine = common.between(-1, 1)
-    add('--loss', choices=list(USES), default='ms', help='base loss')
+    add('--loss', choices=list(LOSSES), default='ms', help='base loss')
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
         help='what is mixed; if several are given, each iteration draws one')
     add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
@@ -427,23 +431,15 @@ def get_args(argv=None):
     add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
     add('--clean-bn', action=common.SWITCH, default=False,
         help='input mixup without --freeze-bn: mixed images do not change the running statistics of BatchNorm')
-    args = common.parse(parser, DEFAULTS, argv, uses={'loss': USES})
-    reject_flags(args, parser.typed())
+    args = common.parse(parser, DEFAULTS, argv, USES)
+    reject_impossible_mixup(args)
     return args
 
 
-def reject_flags(args, typed):
-    """Raises UsageError for flags that would have no effect, and for mixup that is not possible."""
-    if 'input' not in args.mixup or args.freeze_bn:
-        common.reject(typed, ['clean_bn'], 'frozen BatchNorm, or without input mixup')
-    if args.pairs == 'pos-pos':
-        common.reject(typed, ['hard_negatives'], '--pairs pos-pos')
-    if args.loss == 'proxynca_pp':
-        common.reject(typed, ['pairs'], '--loss proxynca_pp, where a mixed example is a query')
-    if 'none' in args.mixup:
-        common.reject(typed, ['pairs', 'hard_negatives', 'strength', 'alpha'], '--mixup none')
-        if len(args.mixup) > 1:
-            raise common.UsageError('--mixup none cannot be combined with other types')
+def reject_impossible_mixup(args):
+    """Raises UsageError for mixup that is not possible."""
+    if 'none' in args.mixup and len(args.mixup) > 1:
+        raise common.UsageError('--mixup none cannot be combined with other types')
     if 'proxy' not in args.loss:
         common.require_two_classes(args)
     if 'input' in args.mixup and args.dataset == 'vectors':

@@ -26,6 +26,11 @@ SHARED = {
 LIMITS = {script: case.limits | (SHARED if script == 'train_ms' else {}) for script, case in CASES.items()}
 LIMITS['eval'] = {'--top': '0 < 1', '--ks': '0 < 1', '--dataset': 'flowers < cub'}
 NO_EFFECT = {script: case.no_effect for script, case in CASES.items()}
+NO_EFFECT['train_ms'] = [
+    '--momentum 0.9', '--schedule cosine --decay-epochs 3', '--schedule constant --decay-rate 0.3', '--patience 3',
+    *(f'--dataset vectors {flag}' for flag in ('--image-size 64', '--resize 64', '--crop-from resized', '--min-crop 1',
+                                               '--jitter 0.1', '--no-flip', '--weights none', '--freeze-bn',
+                                               '--freeze-backbone-epochs 1'))]
 NO_EFFECT['eval'] = ['b --analyse', 'b --sheet x.png', 'b --embed x.npz', 'b --query x.jpg', '--against b --analyse',
                      '--hardest', '--query x.jpg --analyse', '--query x.jpg --embed y.npz', '--query x.jpg --whole']
 
@@ -52,6 +57,14 @@ def test_a_flag_without_effect_is_rejected(script, flags):
     flag = re.findall('--[a-z-]+', flags)[-1]
     with pytest.raises(UsageError, match=f'{flag} has no effect with'):
         __import__(script).get_args(['--checkpoint', 'a'] * (script == 'eval') + flags.split())
+
+
+@pytest.mark.parametrize('flags', [
+    '--optimizer sgd --momentum 0.9', '--optimizer rmsprop --momentum 0.9', '--schedule step --decay-epochs 3',
+    '--dataset cub --decay-rate 0.3', '--fold 0/4 --patience 3', '--weights none', '--no-flip', '--freeze-epochs 1',
+    '--dataset vectors --pool max'])
+def test_a_flag_with_an_effect_is_accepted(flags):
+    train_ms.get_args(flags.split())
 
 
 @pytest.mark.parametrize('script', SCRIPTS)

@@ -229,12 +229,12 @@ def test_the_example_of_a_dataset_in_memory_trains_and_is_evaluated(tmp_path, mo
     code = '\n'.join(line[4:] for line in lines if line.startswith(('>>> ', '... ')))
     pixels = np.random.default_rng(0).integers(0, 256, (96, 20, 24, 3), np.uint8)
     names = dict(images=[Image.fromarray(each) for each in pixels], labels=[*'abcdefgh'] * 12,
-                 test_images=pixels[:24], test_labels=[*'ijkl'] * 6, common=common, train_ms=train_ms)
-    exec(code, names)
+                 test_images=pixels[:24], test_labels=[*'ijkl'] * 6, common=common, script=train_ms)
+    exec(code.replace('the_loss', 'multi_similarity_loss'), names)
     shown = capsys.readouterr().out
-    assert len(log_of('ms-mine-1')) == 6 and 'mine: 96 training images of 8 classes' in shown
-    assert "Next: common.evaluate(common.load_checkpoint('runs/ms-mine-1'), data)" in shown
+    assert len(log_of('first')) == 6 and 'mine: 96 training images of 8 classes' in shown
+    assert "Next: common.evaluate(common.load_checkpoint('runs/first'), data)" in shown
     assert 'python' not in shown, 'no script knows this dataset'
-    args = train_ms.get_args(['--resume', 'runs/ms-mine-1', '--epochs', '6'])
+    args = train_ms.get_args(['--resume', 'runs/first', '--epochs', '6'])
     record = common.train(args, names['model'], names['data'], names['step'], names['optimizer'])
-    assert record['epoch'] == 6 and len(log_of('ms-mine-1')) == 7
+    assert record['epoch'] == 6 and len(log_of('first')) == 7

@@ -234,14 +234,25 @@ def test_symmetric_noise_changes_a_rounded_fraction_of_the_labels():
 def test_longtail_noise_dissolves_classes_into_clusters_of_five():
     clean = torch.arange(20).repeat_interleave(30)
     noisy = train_ccl.corrupt_labels(clean, 'longtail:0.25', torch.Generator().manual_seed(1))
-    gone = [c for c in range(20) if len(noisy[clean == c].unique()) > 1]
-    assert len(gone) == 5
-    for c in gone:
+    kept = noisy.unique()
+    assert len(kept) == 15
+    for c in range(20):
+        expected = {c} if c in kept else {*kept.tolist()}
+        assert {*noisy[clean == c].tolist()} <= expected, 'all other images keep their class'
         assert all(len(cluster.unique()) == 1 for cluster in noisy[clean == c].split(5))
-    kept = [noisy[clean == c][0].item() for c in range(20) if c not in gone]
-    assert sorted(kept) == noisy.unique().tolist() == list(range(15)), 'all other images keep their class'
     noisy = train_ccl.corrupt_labels(torch.arange(40) // 4, 'longtail:0.99', torch.Generator().manual_seed(1))
-    assert noisy.unique().tolist() == [0, 1], 'two classes always remain'
+    assert len(noisy.unique()) == 2, 'two classes always remain'
+
+
+def test_longtail_noise_dissolves_as_many_classes_as_have_at_most_the_fraction_of_the_images():
+    """With classes of 1, 2, 4, ... images, the next class of the random order would exceed the fraction."""
+    clean = torch.arange(8).repeat_interleave(2 ** torch.arange(8))
+    for seed in range(20):
+        noisy = train_ccl.corrupt_labels(clean, 'longtail:0.3', torch.Generator().manual_seed(seed))
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).tolist()
+        sizes = [sum(2 ** c for c in order[:n]) for n in range(9)]
+        expected = max(n for n in range(7) if sizes[n] <= 0.3 * len(clean))
+        assert {*clean.tolist()} - {*noisy.tolist()} == {*order[:expected]}
 
 
 def test_label_noise_follows_from_the_seed_and_dissolved_classes_have_no_centre(before_training):
@@ -250,6 +261,10 @@ def test_label_noise_follows_from_the_seed_and_dissolved_classes_have_no_centre(
     assert torch.equal(one.data.train.labels, same.data.train.labels)
     assert not torch.equal(one.data.train.labels, other.data.train.labels)
     assert len(one.loss_params['centers']) == one.data.train.num_classes == 4, 'of six'
+    held = before_training(train_ccl, '--label-noise', 'symmetric:0', *flags[2:], '5').data.train
+    for path, label in zip(one.data.train.paths, one.data.train.labels.tolist()):
+        name = one.data.train.classes[label]
+        assert name in path or held.classes[held.labels[held.paths.index(path)]] not in one.data.train.classes
     assert torch.equal(one.data.query.labels, before_training(train_ccl).data.query.labels), 'the test set has no noise'
 
 

@@ -630,7 +630,7 @@ def test_the_plan_follows_from_the_flags(flags, expected):
 
 @pytest.mark.parametrize('flags, reason', [
     ('--loss proxy_anchor --mixup embed feature --pairs anc-neg', 'no input'),
-    ('--loss proxynca_pp --pairs anc-neg', 'query'),
+    ('--loss proxynca_pp --pairs anc-neg', '--pairs has no effect with --loss proxynca_pp'),
     ('--mixup none input', 'none cannot be combined'),
     ('--proxy-lr-mult 3', '--proxy-lr-mult has no effect with --loss ms'),
     ('--mixup none --pairs anc-neg', '--pairs has no effect with --mixup none'),

@@ -53,7 +53,7 @@ def test_the_recipe_of_the_demo(script):
 REALITY_CHECK = dict(dim=128, freeze_bn=True, image_size=227, resize=256, crop_from='resized', min_crop=0.16,
                      batch_size=32, optimizer='rmsprop', lr=1e-6, momentum=0.9, weight_decay=1e-4, schedule='constant',
                      freeze_epochs=0, clip=0, fold='0/4', eval_every=1, patience=10, epochs=1000, steps=0, flip=True,
-                     jitter=0,                     pool='avg')
+                     jitter=0, pool='avg')
 
 
 @pytest.mark.parametrize('script', CASES)

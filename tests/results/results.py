@@ -4,7 +4,8 @@
     python tests/results/results.py hse           first makes the missing runs of this experiment
     python tests/results/results.py hse --jobs 2        two runs at a time, each on half of the cores
 
-Each finished run becomes a line of runs.jsonl: its command, commit, machine, version of torch, and the rows of its log.
+Each finished run becomes a line of runs.jsonl: its command, commit, machine, precision of the backbone, version of
+torch, and the rows of its log. To repeat a run on another machine, add --precision with that value to the command.
 A run is found by its command. Interrupted, it continues at the next start, in a folder of runs/ that is named after its
 command. A run that fails is named at the end, and does not stop the others.
 
@@ -71,7 +72,10 @@ def make_run(command, threads):
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     rows = [{key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
-    run = dict(command=command, commit=commit.strip(), machine=machine(threads), torch=torch.__version__, rows=rows)
+    flags = common.read_checkpoint(folder)['args']
+    precision = common.pick_precision(flags['precision'], common.pick_device(flags.get('device', 'auto')))
+    run = dict(command=command, commit=commit.strip(), machine=machine(threads), precision=precision,
+               torch=torch.__version__, rows=rows)
     with (FOLDER / 'runs.jsonl').open('a') as file:
         file.write(json.dumps(run) + '\n')
     print(f'R@1 {rows[-1]["R@1"]:.2f}  MAP@R {rows[-1]["MAP@R"]:.2f}  {command}', flush=True)
@@ -124,6 +128,8 @@ def numbers(found, column, row, base=None):
     value, _ = COLUMNS[column]
     if base is None:
         return [value(run['rows']) for run in found[row].values()]
+    if column == 'epochs':
+        return []
     both = [repeat for repeat in found[row] if repeat in found[base]]
     return [value(found[row][repeat]['rows']) - value(found[base][repeat]['rows']) for repeat in both]
 
@@ -169,9 +175,14 @@ def about(experiment, found):
     text += f'; flags of all rows: `{experiment.flags}`.' if experiment.flags else '.'
     runs = [run for of_row in found.values() for run in of_row.values()]
     minutes = [run['rows'][-1]['minutes'] for run in runs]
-    machines, commits = (', '.join(sorted({run[key] for run in runs})) for key in ('machine', 'commit'))
-    span = f'{min(minutes):.1f} to {max(minutes):.1f} minutes'
-    return [text, f'{len(runs)} runs of {span}: {machines}; commits {commits}.']
+    span = ' to '.join(dict.fromkeys(f'{value:.1f}' for value in (min(minutes), max(minutes))))
+    machines = '; '.join(sorted({f'{run["machine"]}, {run["precision"]}' for run in runs}))
+    commits = ', '.join(sorted({run['commit'] for run in runs}))
+    return [text, f'{count(len(runs), "run")} of {span} minutes. Machine: {machines}. Code: {commits}.']
+
+
+def count(number, noun):
+    return f'{number} {noun}' if number == 1 else f'{number} {noun}s'
 
 
 def write_pages():
@@ -200,7 +211,7 @@ def main(argv=None):
     failed = [command for name in options.names for command in make(experiments[name], options.jobs)]
     write_pages()
     if failed:
-        raise common.UsageError(f'{len(failed)} runs failed, the first is: {failed[0]}')
+        raise common.UsageError(f'{count(len(failed), "run")} failed, the first is: {failed[0]}')
 
 
 if __name__ == '__main__':

@@ -28,11 +28,11 @@ def test_a_difference_is_over_the_repeats_that_both_rows_have():
     found = {'--alpha 3 --epochs 2 --seed 0': rows(1, 9, 6), '--alpha 3 --epochs 2 --seed 1': rows(1, 3, 8),
              '--epochs 2 --seed 0': rows(2, 3, 4), '--epochs 2 --seed 1': rows(1, 1, 4),
              '--epochs 2 --seed 2': rows(1, 1, 99)}
-    runs = {f'train_ms.py {flags}': dict(rows=log, machine='a machine', commit='abc')
+    runs = {f'train_ms.py {flags}': dict(rows=log, machine='a machine', precision='bf16', commit='abc')
             for flags, log in found.items()}
     lines = results.table(MINE, results.finished(MINE, runs))
     assert lines[2] == ('Two rows. Repeats: `--seed 0` to `--seed 2`; flags of all rows: `--epochs 2`.')
-    assert lines[3] == '5 runs of 2.0 to 2.0 minutes: a machine; commits abc.'
+    assert lines[3] == '5 runs of 2.0 minutes. Machine: a machine, bf16. Code: abc.'
     assert lines[7] == ('| with | 2 | 1.0 ± 0.0 | 7.0 ± 12.7 | 0.07 ± 0.13 | 8.5 ± 6.4 | 1.5 ± 19.1 |  | '
                         '`train_ms.py --alpha 3` |'), 'the best epoch is one after training began'
     assert lines[9].startswith('| with - without | 2 | -0.5 ± 6.4 | 3.0 ± 12.7 |') and lines[9].endswith('| 3.6 |  |')
@@ -94,7 +94,8 @@ def trial(monkeypatch, tmp_path):
         trial.made.append((' '.join(command), flag, threads))
         path = tmp_path / 'runs' / folder.removeprefix('runs/')
         path.mkdir(parents=True, exist_ok=True)
-        (path / 'last.pt').touch()
+        saved = dict.fromkeys(['script', 'transform', 'embedder', 'model']) | dict(args=dict(precision='bf16'))
+        torch.save(saved, path / 'last.pt')
         log = [{'R@1': n + 1 / 3, 'MAP@R': 1.0, 's-': 0.5, 'epoch': n, 'minutes': 1.0, 'loss': None} for n in range(3)]
         (path / 'log.jsonl').write_text('\n'.join(map(json.dumps, log)))
         return SimpleNamespace(returncode=int(' '.join(command) in trial.fails), stdout='it went wrong')
@@ -104,7 +105,7 @@ def trial(monkeypatch, tmp_path):
 
 def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, capsys):
     trial.fails = ['train_ms.py --epochs 2 --seed 1']
-    with pytest.raises(common.UsageError, match='1 runs failed, the first is: train_ms.py --epochs 2 --seed 1'):
+    with pytest.raises(common.UsageError, match='1 run failed, the first is: train_ms.py --epochs 2 --seed 1'):
         results.main(['mine'])
     assert [command for command, *_ in trial.made] == [
         f'train_ms.py{flags} --epochs 2 --seed {n}' for flags in (' --alpha 3', '') for n in range(3)]
@@ -113,7 +114,7 @@ def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, cap
     results.main(['mine', '--jobs', '2'])
     assert trial.made[6:] == [('train_ms.py --epochs 2 --seed 1', '--resume', max(1, results.os.cpu_count() // 2))]
     runs = [json.loads(line) for line in (trial.folder / 'runs.jsonl').read_text().splitlines()]
-    assert len(runs) == 6 and {'command', 'commit', 'machine', 'torch', 'rows'} == runs[0].keys()
+    assert len(runs) == 6 and {'command', 'commit', 'machine', 'precision', 'torch', 'rows'} == runs[0].keys()
     assert runs[0]['rows'][2] == {'R@1': 2.3333, 'MAP@R': 1, 's-': 0.5, 'epoch': 2, 'minutes': 1, 'loss': None}
     page = (trial.folder / 'README.md').read_text()
     assert page.startswith('before\n') and page.endswith('<!-- end -->\nafter\n') and '| without | 3 | 0.3' in page
