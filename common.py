@@ -1558,8 +1558,6 @@ def read_checkpoint(path):
     if not (isinstance(saved, dict) and {'script', 'args', 'transform', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is not a checkpoint of these scripts')
     saved['args'].setdefault('data', 'data')                # as --data; a checkpoint for others may not have it
-    if 'warmup' in saved['args']:                           # its name in earlier versions
-        saved['args']['freeze_epochs'] = saved['args'].pop('warmup')
     return saved
 
 

@@ -26,8 +26,6 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better        (the same)
     utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
-    NMI                 how well the clusters of k-means, as many as there are classes, agree with the classes. With
-                        many classes any network has a high one: on SOP a random one 80.8 (Reality Check, Table 2)
     threshold           two images are called the same class if their similarity is at least this
     balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it. The threshold is the one with the highest balanced accuracy on the test images.
@@ -89,23 +87,6 @@ def utilization(queries, examples):
     return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)
 
 
-def normalized_mutual_information(a, b):
-    """2 I(a; b) / (H(a) + H(b)), in percent, of two assignments of N images to groups.  a, b (N,) integers from 0"""
-    groups = int(b.max()) + 1
-    joint = torch.bincount(a * groups + b, minlength=(int(a.max()) + 1) * groups).view(-1, groups).double() / len(a)
-    h_a, h_b, h = (torch.special.entr(p).sum().item() for p in (joint.sum(dim=1), joint.sum(dim=0), joint))
-    return 100 * 2 * (h_a + h_b - h) / (h_a + h_b) if h_a + h_b else 100.0
-
-
-def clusters(z, k):
-    """The cluster of each image by the k-means of faiss, with a fixed seed.  z (N, D) -> (N,)"""
-    faiss = common.import_faiss()
-    z = F.normalize(z.cpu(), dim=1).numpy()
-    kmeans = faiss.Kmeans(z.shape[1], k, niter=20, seed=1, min_points_per_centroid=1, max_points_per_centroid=len(z))
-    kmeans.train(z)
-    return torch.from_numpy(kmeans.assign(z)[1])
-
-
 def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     """The similarity that best tells same from different: z (N, D), y (N,) -> threshold, accuracy
 
@@ -145,10 +126,6 @@ def analyse(z, training, data, result, gallery=None):
         metrics['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
     if result.get('unmatched', 0) < len(y):
         metrics['threshold'], metrics['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
-    if common.import_faiss():
-        metrics['NMI'] = normalized_mutual_information(clusters(z, len(y.unique())), y.cpu())
-    else:
-        print('NMI is left out: its k-means needs faiss (pip install faiss-cpu), and does not run on a Mac')
     return metrics
 
 

@@ -217,7 +217,7 @@ USES = dict(
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Center Contrastive').add_argument
-    add('--loss', '--variant', choices=list(USES), default='ccl',
+    add('--loss', choices=list(USES), default='ccl',
         help='ccl: Eq. (5); proxynca: Eq. (9); center_loss: Eq. (7); stop_grad, cluster: note 6')
     add('--s', type=common.at_least(1e-3, float), default=16.0, help='scaling factor, the inverse temperature 1/tau')
     add('--margin', type=common.between(0, 2), default=0.0, help='m, margin on the cosine with the own centre')

@@ -204,8 +204,8 @@ What differs from the released code (github.com/billpsomas/metrix, b679703)
 Tables and figures of the paper
     Metrix (Table 2), with ResNet-50 and 512 dimensions: R@1 64.7 on CUB, 81.6 on Cars, 74.9 on SOP, 86.4 on In-Shop.
     Reality Check (Tables 4 to 6), with 128 dimensions: R@1 59.7 on CUB, 69.8 on Cars, 69.3 on SOP, printed as P@1. With
-    the concatenated embeddings of four networks: 68.1, 81.8, 73.1. To run them: --protocol reality-check, --pos-margin
-    and --neg-margin. Its Table 2, the NMI of random networks: --weights none --epochs 0, then eval.py --analyse.
+    the concatenated embeddings of four networks: 68.1, 81.8, 73.1. To run the first row: --protocol reality-check with
+    the margins of note 5.
 """
 
 

@@ -156,7 +156,6 @@ class MixupConfig(NamedTuple):
     pairs: str                                      # pos-neg, anc-neg or pos-pos
     k: int                                          # number of hardest negatives per anchor; None: all negatives
     alpha: float                                    # of Beta(alpha, alpha)
-    clean_bn: bool = False                          # see --clean-bn
 
 
 class BaseLoss(NamedTuple):
@@ -251,12 +250,7 @@ def hardest_negatives(s, negative, k):
 def mixed_embeddings(config, model, levels, i, j, lam):
     """Eq. (4): embeddings v of M mixed examples. The mixed tensor passes through the rest of the network. -> (M, D)"""
     if config.mixup == 'input':
-        x = mix(levels['input'], i, j, lam)         # Eq. (4), f(lam x + (1 - lam) x')
-        if not config.clean_bn:
-            return model(x)
-        # functional_call runs the network with copies of its buffers, so that mixed images do not change the running
-        # statistics of BatchNorm.
-        return torch.func.functional_call(model, {name: t.clone() for name, t in model.named_buffers()}, x)
+        return model(mix(levels['input'], i, j, lam))       # Eq. (4), f(lam x + (1 - lam) x')
     if config.mixup == 'feature':
         # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the trunk, f_m are pooling and head
         return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
@@ -371,9 +365,8 @@ DEFAULTS = {
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
-MIXED = ['pairs', 'hard_negatives', 'strength', 'alpha']
-USES = {'loss': LOSSES, 'mixup': {'none': [], 'input': [*MIXED, 'clean_bn'], common.OTHER: MIXED},
-        'pairs': {'pos-pos': [], common.OTHER: ['hard_negatives']}, 'freeze_bn': {False: ['clean_bn']}}
+USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_negatives', 'strength', 'alpha']},
+        'pairs': {'pos-pos': [], common.OTHER: ['hard_negatives']}}
 
 
 def plan(args):
@@ -399,7 +392,7 @@ def plan(args):
         else:
             k = None
         print(f'{args.loss}, {mixup} mixup: {" or ".join(pairs)}' + (f', {k} hardest negatives' if k else ''))
-        choices.append([MixupConfig(mixup, each, k, args.alpha, args.clean_bn) for each in pairs])
+        choices.append([MixupConfig(mixup, each, k, args.alpha) for each in pairs])
     return choices
 
 
@@ -429,8 +422,6 @@ def get_args(argv=None):
     add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,
         help='proxynca_pp: temperature of the softmax')
     add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
-    add('--clean-bn', action=common.SWITCH, default=False,
-        help='input mixup without --freeze-bn: mixed images do not change the running statistics of BatchNorm')
     args = common.parse(parser, DEFAULTS, argv, USES)
     reject_impossible_mixup(args)
     return args

@@ -273,12 +273,6 @@ def test_centres_that_could_not_move_are_rejected():
         train_ccl.get_args(['--loss', 'stop_grad', '--lam', '0'])
 
 
-def test_variant_is_another_name_of_the_flag_loss():
-    """The recipe of center_loss is found under both names of the flag."""
-    args = train_ccl.get_args(['--variant', 'center_loss'])
-    assert (args.loss, args.lam) == ('center_loss', 0.03)
-
-
 @pytest.mark.parametrize('momentum', [0.0, 0.9])
 def test_nesterov_is_used_only_with_momentum(before_training, momentum):
     held = before_training(train_ccl, '--optimizer', 'sgd', '--momentum', str(momentum))
