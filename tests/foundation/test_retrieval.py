@@ -166,6 +166,13 @@ def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, withi
     assert torch.allclose(cosines.gather(1, index), expected, atol=1e-6), 'indices refer to the gallery'
 
 
+def test_fewer_results_are_the_first_of_more_results():
+    """Also of equal images, which crowd a query out of its own results"""
+    z = torch.cat([torch.ones(10, 3), torch.eye(3)])
+    found = {k: torch.cat([index for *_, index in common.k_nearest(z, None, k)]) for k in (1, 4, 12)}
+    assert torch.equal(found[1], found[12][:, :1]) and torch.equal(found[4], found[12][:, :4])
+
+
 def test_mean_similarities_by_hand():
     """Three vectors of different lengths are at 0 and 60 degrees (class 0) and at 120 degrees (class 1)."""
     z = on_circle(0, 60, 120) * torch.tensor([[0.1], [3], [9]], dtype=torch.float64)
