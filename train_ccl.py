@@ -2,8 +2,8 @@
 
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
-with a softmax over the centres. It almost stops pulling once an image is clearly nearest to its own centre. L_center,
-the squared distance to the own centre, keeps pulling.
+with a softmax over the centres. It almost stops pulling once an image is clearly nearest to the centre of its class.
+L_center, the squared distance to this centre, keeps pulling.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
@@ -12,8 +12,8 @@ the squared distance to the own centre, keeps pulling.
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center
 
-With two classes, s = 16, no margin and no smoothing, the pull |d L_contrast / d (c_y.x)| is 8.0 if the cosines with
-both centres are equal, but only 0.6 if the one with the own centre is larger by 0.2. For L_center it is always 2.
+For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| is 8.0 where the
+cosines with both centres are equal, and only 0.6 where c_y.x is larger by 0.2. That of L_center is always 2.
 
     python train_ccl.py [--dataset cub --data data]
 """
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss
+@common.loss            # float32 inside, also under autocast; checks the labels
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
     """The mean over the batch of L = L_contrast + lambda L_center, CCL Eq. (5):
 
@@ -40,20 +40,20 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     returns    scalar, >= 0 for L2-normalized z. With one class, L_contrast is 0.
     """
     c = F.normalize(centers, dim=1)                                      # (C, D)
-    positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 in the column of the own class
+    positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 in the column of the class of x
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast; it is -log p_y if smoothing = 0: Eq. (2), (8), (10), with a margin Eq. (11)
+    # (B,)  L_contrast. Without smoothing it is -log p_y: Eq. (2), (8), (10); with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)                          # (B,)  L_center: Eq. (2), (3), (4)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
 
 def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
-    """1 - epsilon for the own class, epsilon / (C - 1) for each other class.  (B,) -> (B, C)
+    """1 - epsilon for the class y, epsilon / (C - 1) for each other class.  (B,) -> (B, C)
 
     Section 4.2, where C is called N, and epsilon is `smoothing`. label_smoothing of torch differs: it divides epsilon
-    among all C classes, the own class included.
+    among all C classes, y included.
     """
     other = smoothing / max(num_classes - 1, 1)
     positive = F.one_hot(y, num_classes).bool()                          # (B, C)
@@ -67,8 +67,8 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
     -log( exp(s c_y.x) / sum_{j != y} exp(s c_j.x) )
 
-    The own class is not in the denominator, so the loss can be negative. The sum over the batch is Proxy-Anchor Eq. (1)
-    for s = 1.
+    The centre c_y is not in the denominator, so the loss can be negative. For s = 1, the sum over the batch is
+    Proxy-Anchor Eq. (1).
     Arguments as in center_contrastive_loss. If there is only one class, the denominator is left out.
     """
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
@@ -101,7 +101,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
 @common.loss
 def momentum_centers(centers, z, y, mu):
     """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
-    centre of a class without images is unchanged. (The decorator only casts to float32 and checks y.)
+    centre of a class without images is unchanged. (This is not a loss; the decorator is here for its checks.)
 
     centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D).
     """
@@ -113,8 +113,9 @@ def momentum_centers(centers, z, y, mu):
 
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
-#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
+#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
+#                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
 #                    from the image in full size
@@ -122,7 +123,7 @@ def momentum_centers(centers, z, y, mu):
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the centres learn
+#     freeze_epochs  number of first epochs in which only the head and the centres learn (--freeze-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_ccl.py` runs: a small ResNet from scratch on the built-in dataset
@@ -131,10 +132,10 @@ SHAPES = dict(
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=0,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
-# From Section 4.2: optimizer, learning rates, momentum, weight decay, batches, crops of 256 px; on CUB and Cars also
-# frozen BatchNorm, dropout, and color jitter, whose strength is not stated. From Table 2: dim. Our choices: resize, and
-# the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8). The momentum of 0.99
-# on SOP and In-Shop needs the warmup of the cosine schedule.
+# Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, and crops of 256 px. On CUB and Cars it
+# adds frozen BatchNorm, dropout, and colour jitter of unknown strength. Table 2 states dim. Our choices are resize, and
+# the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8). With the momentum of
+# 0.99 on SOP and In-Shop, the warmup of the cosine schedule keeps the first steps small.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=256, resize=288, crop_from='resized', min_crop=0.16, jitter=0.25,
@@ -142,11 +143,12 @@ CUB = dict(
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
-# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
-# (dataset or protocol, loss). The later override the earlier.
+# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
+# of the pair of both. The last one that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(per_class=0),                   # with pretrained --weights, 'cub' is taken
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    'folder': SHAPES | common.FOLDER | dict(per_class=0),
     'vectors': SHAPES | common.VECTORS | dict(epochs=12, per_class=0),
     'cub': CUB,
     'cars': CUB | dict(epochs=100, lr=0.05),
@@ -220,7 +222,7 @@ def get_args(argv=None):
     add('--loss', choices=list(USES), default='ccl',
         help='ccl: Eq. (5); proxynca: Eq. (9); center_loss: Eq. (7); stop_grad, cluster: note 6')
     add('--s', type=common.at_least(1e-3, float), default=16.0, help='scaling factor, the inverse temperature 1/tau')
-    add('--margin', type=common.between(0, 2), default=0.0, help='m, margin on the cosine with the own centre')
+    add('--margin', type=common.between(0, 2), default=0.0, help='m, margin on the cosine with the centre of the class')
     add('--lam', type=common.at_least(0, float), default=2.0, help='lambda, weight of L_center')
     add('--smoothing', type=common.between(0, 0.999), default=0.1, help='epsilon, label smoothing')
     add('--mu', type=common.between(0, 1), default=0.9, help='loss cluster: weight of the old centre')
@@ -265,7 +267,7 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
-        dropped = F.dropout(z, args.dropout)                             # note 5; a step is always in training
+        dropped = F.dropout(z, args.dropout)                             # note 5; steps are in training only
         if args.loss == 'proxynca':
             return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.loss == 'center_loss':
@@ -282,34 +284,33 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Other equations are parts of this loss, with
-       --smoothing 0:
-           (2), (8), (10)   --lam 0: (8) is NSoftmax, the normalized softmax of the Reality Check with temperature 1 / s
-           (2), 2nd line    L_center. The text calls it (3), a number that is not printed.
-           (11)             --lam 0 --margin M: CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
+    1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Further equations, with --smoothing 0:
+           (2), (8), (10)   --lam 0             (8) is NSoftmax, the normalized softmax of the Reality Check
+           (2), 2nd line    a part of the loss  L_center. The text calls it (3), a number that is not printed.
+           (11)             --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is no proper softmax.
     4. Not stated in the paper     here
-         lambda of Table 2         2, as in Section 4.4 and Fig. 4 (in Fig. 5, lambda = 2 has SOP's R@1 of Table 2)
+         lambda of Table 2         2, as in Section 4.4 and Fig. 4. In Fig. 5 it has the R@1 that Table 2 has for SOP.
          m of CCL*                 choose a --margin: the default, 0, is CCL
          mu of (14)                0.9
          how the centres start     random, of length 1
-         symmetric noise           never gives an image its true class
+         symmetric noise           changes the class of each chosen image
          clusters of long-tail     5 consecutive images of a class
          x_y of (14)               the mean embedding of class y in the batch
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
-       after the L2 normalization, as in the code that the paper builds on: in training an embedding has a length of
+       after the L2 normalization, as in the code that the paper builds on. So in training an embedding has a length of
        about 1.118, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA of 3.3.2.
-    6. Section 3.3.6 calls the first row of Table 1, here --loss stop_grad, equivalent to Eq. (14), here --loss cluster.
-       Without momentum and dropout, SGD in stop_grad and Eq. (14) turn a centre in the same direction, by an angle that
-       depends on learning rate and lambda, or on mu.
+    6. Section 3.3.6 says that the first row of Table 1 (--loss stop_grad) and Eq. (14) (--loss cluster) are equivalent.
+       With SGD, and without momentum and dropout, both turn a centre in the same direction, but by different angles: in
+       stop_grad the angle depends on the learning rate and lambda, in cluster on mu.
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
     8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop,
-       epochs, schedule and the jitter on CUB are from it. But it freezes BatchNorm on all datasets, and has another
-       BatchNorm after the pooling, except on CUB. It crops 224 px from 256 on CUB, and squashes Cars and SOP to 256 x
-       256. It has 2048 dimensions, a jitter of 0.3 with hue on Cars, no weight decay on biases and BatchNorm. It
-       reports its best epoch.
+       epochs, schedule and the jitter on CUB are from it. The following is not: that code freezes BatchNorm on all
+       datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on CUB, and squashes
+       Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no weight decay on
+       biases and BatchNorm. It reports its best epoch on the test set.
 Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1
@@ -317,7 +318,7 @@ Tables and figures of the paper
     Table 1: --loss stop_grad --margin M, and --margin M. Fig. 6: --dim. Fig. 5: SOP, --margin 0 to 0.4, --lam 0 to 2.
     Table 3: --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5, in the paper with Inception.
     Reality Check: --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, with --margin its CosFace.
-    On CUB, --s is 9.2 and 100, and CosFace has --margin 0.62 --center-lr-mult 2500.
+    On CUB the values are --s 9.2 for the first, and --s 100 --margin 0.62 --center-lr-mult 2500 for CosFace.
 """
 
 

@@ -3,7 +3,8 @@
 Hadsell, Chopra, LeCun. Dimensionality Reduction by Learning an Invariant Mapping. CVPR 2006
 Two images of one class are a positive pair and attract each other. Two images of different classes are a negative pair
 and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, write it with
-distances, Reality Check Eq. (1); with squared distances, HSE Eq. (2); with cosine similarities, Metrix Eq. (1).
+distances (A Metric Learning Reality Check, 2020), Reality Check Eq. (1); with squared distances (Hybrid Species
+Embedding, 2023), HSE Eq. (2); and with cosine similarities (It Takes Two to Tango, 2022), Metrix Eq. (1).
 
     paper             code         flag           meaning
     d_p, d_n          d            -              (B, B) distances between L2-normalized embeddings z, from 0 to 2
@@ -19,7 +20,7 @@ import torch
 import common
 
 
-@common.loss
+@common.loss            # float32 inside, also under autocast; checks the labels
 def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     """The mean over the positive pairs with non-zero loss, plus the mean over the negative pairs with non-zero loss.
 
@@ -51,7 +52,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two identical images are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two copies of an image are a pair
     return same & ~itself, ~same
 
 
@@ -107,13 +108,14 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
-#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
+#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
+#                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head learns
+#     freeze_epochs  number of first epochs in which only the head learns (--freeze-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_contrastive.py` runs: a small ResNet from scratch on the built-in dataset
@@ -132,7 +134,8 @@ CUB = dict(
     clip=10.0, neg_margin=0.5)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),                # with pretrained --weights, 'cub' is taken
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),
     'vectors': SHAPES | common.VECTORS | dict(epochs=6, neg_margin=0.5),
     'cub': CUB,
     'cars': CUB,
@@ -156,7 +159,7 @@ def get_args(argv=None):
         help='form similarity: a negative pair less similar than this has zero loss')
     add('--reduction', choices=['mean', 'sum'], default='mean',
         help='form similarity: mean or sum over the pairs of an anchor')
-    # The flags that only one form uses: given with the other form, they are an error.
+    # The flags that only one form uses. Given with the other form, they are an error.
     uses = {'form': dict(distance=['pos_margin', 'neg_margin', 'power'], similarity=['margin', 'reduction'])}
     args = common.parse(parser, DEFAULTS, argv, uses)
     common.require_two_classes(args)
@@ -192,9 +195,9 @@ What differs from the papers
        non-zero loss. So does this script by default, but with a margin of 1 on shapes.
     3. A margin of 0.5 is not the same in both forms. A distance of 0.5 is a cosine similarity of 0.875, and a cosine
        similarity of 0.5 is a distance of 1.
-    4. The paper of Metrix reports AdamW and 100 epochs. The recipes of the benchmarks have Adam and 60 epochs, as its
-       code.
-    5. The Reality Check tunes both margins for each dataset, with BN-Inception. Its released results for CUB have m_pos
+    4. The paper of Metrix reports AdamW and 100 epochs. The recipes of the benchmarks use Adam and 60 epochs, as in
+       its code.
+    5. The Reality Check tunes both margins for each dataset, with BN-Inception. Its released values for CUB are m_pos
        = -0.20 and m_neg = 0.3841. A negative m_pos adds the constant 0.20 to the loss of each positive pair, which
        changes no gradient. But pairs at distance 0 then have a non-zero loss, and count in the mean.
 What differs from the released code (github.com/billpsomas/metrix, b679703)

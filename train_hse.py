@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss
+@common.loss            # float32 inside, also under autocast; checks the labels
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """The mean over the hybrids of L_Hy, HSE Eq. (9), here with a temperature T:
 
@@ -266,13 +266,14 @@ class SuperclassSampler:
 
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
-#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
+#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
+#                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_hse.py` runs: a small ResNet from scratch on the built-in dataset
@@ -292,11 +293,12 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, temperature=0.1, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  hybrids='append', combinations=12)
-# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
-# (dataset or protocol, loss). The later override the earlier.
+# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
+# of the pair of both. The last one that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),               # with pretrained --weights, 'cub' is taken
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),
     'vectors': SHAPES | common.VECTORS,             # refused below: vectors are not images
     'cub': CUB,
     'cars': CUB,

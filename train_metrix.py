@@ -13,8 +13,8 @@ the batch and, with Proxy-Anchor, the proxies of its classes.
     x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v. Either may be
                                      the positive
     y        label      -            (A, M) labels of the mixed examples. In code, y are class labels (B,)
-    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). The lambda of Eq. (13) to (15),
-                                     the share of the positive, is `label`: lam or 1 - lam
+    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). The lambda of Eq. (13) to (15)
+                                     is the share of the positive instead: in code `label`, which is lam or 1 - lam
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
@@ -30,22 +30,23 @@ from torch.distributions import Beta
 import common
 
 
-@common.loss
+@common.loss            # float32 inside, also under autocast; checks the labels
 def labelled_loss(s, label, valid, kind, **hyper):
     """The generic loss, Eq. (7), where y is the label: an example counts as a positive with weight y, and as a negative
     with weight 1 - y.
 
     l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1 - y) rho-(s(a,x)) ) )
 
-    The sums run over the examples of anchor a: clean ones, U(a), or mixed ones, V(a). With clean ones, whose labels are
-    1 and 0, it is Eq. (3); with mixed ones, Eq. (9), which is Eq. (13) for pos-neg pairs. Table 1 has rho, sigma and
-    tau of each loss: rho+ decreases with the similarity, and rho- increases. The functions in TABLE_1, below, compute
-    the two terms sigma+(...) and sigma-(...); their tau is the identity.
+    The sums run over the examples of anchor a:
+        clean ones, U(a), with labels 1 and 0       then this is Eq. (3)
+        mixed ones, V(a), with labels from 0 to 1   then this is Eq. (9); with pos-neg pairs, Eq. (13)
+    Table 1 has rho, sigma and tau of each loss. rho+ decreases with the similarity, and rho- increases. The functions
+    in TABLE_1, below, compute the two terms sigma+(...) and sigma-(...). Their tau is the identity.
 
     s        (A, n) similarities of A anchors and n examples, clean or mixed
     label    (A, n) labels from 0 to 1, for each anchor
     valid    (A, n) bool, whether the example is one of the anchor's
-    kind     key of TABLE_1;  hyper  hyper-parameters of this loss
+    kind     key of TABLE_1;  hyper  hyperparameters of this loss
     returns  (A,), the loss of each anchor; the term of the positives, or of the negatives, is 0 if there are none
     """
     label = label.to(s.dtype)                               # torch does not subtract a mask from 1
@@ -116,7 +117,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """The first term of Eq. (10), the clean loss of a batch z (B, D) with class labels y (B,) -> scalar. For ms and
     contrastive it is the mean of Eq. (3) over the anchors.
 
-    kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyper-parameters
+    kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyperparameters
     proxies  (C, D), for the last two
     epsilon  tolerance of the miner of ms, which drops easy pairs as in train_ms.py; None: no miner
     """
@@ -160,7 +161,7 @@ class MixupConfig(NamedTuple):
 
 class BaseLoss(NamedTuple):
     kind: str                                       # key of TABLE_1, or proxynca_pp
-    hyper: dict                                     # its hyper-parameters
+    hyper: dict                                     # its hyperparameters
     proxies: torch.Tensor = None                    # (C, D)
 
 
@@ -179,7 +180,7 @@ def mixed_loss(base, config, model, levels, y):
     i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))
     if not len(i):                                  # no anchor has a pair: for example, none has a positive
         return z.new_zeros(())
-    # i and j are indices of z, which are the embeddings and, with Proxy-Anchor, the proxies.
+    # i and j are rows of z. With Proxy-Anchor z has the proxies, too, so z replaces the embeddings of the batch here.
     v = mixed_embeddings(config, model, dict(levels, embed=z), i, j, lam)           # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
@@ -215,12 +216,14 @@ def mixed_pairs(config, z, y, anchor, num_images):
              label (A, M)  lam if i is the positive (or the anchor), 1 - lam if it is j; with pos-pos, 1
              valid (A, M)  whether a pair is one of the anchor's; if not, its label means nothing
 
-    For example, take images of classes 0 0 1 0, and pos-neg pairs. Anchor 0 has the positives 1 and 3, and the negative
-    2. So its pairs are (1, 2), with label lam, and (2, 3), with label 1 - lam.
+    For example, take images of classes 0 0 1 1, and pos-neg pairs. Anchor 0 has the positive 1, and the negatives 2 and
+    3. So its pairs are (1, 2) and (1, 3), with label lam. Anchor 3 has the pairs (0, 2) and (1, 2), with label 1 - lam.
+    The pair (1, 2) belongs to both anchors: it is mixed once, and has label lam for anchor 0, 1 - lam for anchor 3.
     """
     E = len(y)
     itself = anchor[:, None] == torch.arange(E, device=y.device)                    # (A, E)  S(a): the anchor
-    image = torch.arange(E, device=y.device) < num_images                           # (E,)
+    # (E,) False for proxies, which can be anchors, but not positives or negatives
+    image = torch.arange(E, device=y.device) < num_images
     positive = (y[anchor][:, None] == y) & image & ~itself                          # (A, E)  P(a) in U+(a), Eq. (5)
     negative = (y[anchor][:, None] != y) & image                                    # (A, E)  N(a) in U-(a), Eq. (6)
     if config.k:
@@ -228,10 +231,10 @@ def mixed_pairs(config, z, y, anchor, num_images):
     # A pair of anchor a has one candidate where first[a] is true, and one where second[a] is true. Both are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
-    # How many anchors mix two candidates. In the upper triangle is each pair once, with i < j.
+    # How many anchors mix two candidates. The upper triangle has each pair once, with i < j.
     mixed_by = first.float().T @ second.float()                                     # (E, E)
     i, j = (mixed_by + mixed_by.T).triu(1).nonzero().unbind(dim=1)                  # (M,), (M,)
-    lam = Beta(config.alpha, config.alpha).sample(i.shape)                          # Eq. (8): (M,) one for each pair
+    lam = Beta(config.alpha, config.alpha).sample(i.shape)      # Eq. (8): (M,) one for a pair, the same for all anchors
     lam = lam.to(y.device, non_blocking=True)
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
     binary = positive | itself                      # (A, E)  the labels before mixing: 1 or 0
@@ -243,7 +246,7 @@ def hardest_negatives(s, negative, k):
     """Marks each anchor's k hardest negatives, those with the highest similarity.  (A, E), (A, E) -> (A, E) bool"""
     s = s.masked_fill(~negative, float('-inf'))
     hardest = s.topk(min(k, s.shape[1]), dim=1).indices                             # (A, k)
-    # An anchor with fewer than k negatives has no others.
+    # If an anchor has fewer than k negatives, topk returns other candidates as well. They are removed here.
     return negative & torch.zeros_like(negative).scatter(1, hardest, True)
 
 
@@ -252,7 +255,7 @@ def mixed_embeddings(config, model, levels, i, j, lam):
     if config.mixup == 'input':
         return model(mix(levels['input'], i, j, lam))       # Eq. (4), f(lam x + (1 - lam) x')
     if config.mixup == 'feature':
-        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the trunk, f_m are pooling and head
+        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the backbone, f_m are pooling and head
         return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
     return mix_embeddings(levels['embed'], i, j, lam)
 
@@ -307,7 +310,7 @@ def positivity_threshold(lam, beta, gamma, m):
     tests/results/fig2.py measures it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
-    beta, gamma > 0, m: hyper-parameters of ms, Eq. (2)
+    beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
     returns  tensor like lam, in float64; -inf for lam = 0, inf for lam = 1
     """
     return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m               # Eq. (24)
@@ -315,13 +318,14 @@ def positivity_threshold(lam, beta, gamma, m):
 
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
-#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
+#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
+#                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_metrix.py` runs: a small ResNet from scratch on the built-in dataset. A batch of 128 images, as in
@@ -331,9 +335,9 @@ SHAPES = dict(
     image_size=32, resize=32, min_crop=1.0,
     epochs=8, batch_size=96, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10)
-# From the paper (Sections 4.1 and B.1, Table 4): network, size of the images, epochs, batches, optimizer, learning
-# rates, weight decay, decay rates (the paper has none for ProxyNCA++ on CUB and Cars; here it is that of ms). The rest
-# is from the released code, see note 9.
+# The paper states network, size of the images, epochs, batches, optimizer, learning rates, weight decay and decay rates
+# (Sections 4.1 and B.1, Table 4). It states no decay rate for ProxyNCA++ on CUB and Cars; here it is that of ms. The
+# rest is from the released code: min_crop, freeze_bn, freeze_epochs, clip, decay_epochs, and proxy_lr_mult.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -341,11 +345,12 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1)
-# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
-# (dataset or protocol, loss). The later override the earlier.
+# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
+# of the pair of both. The last one that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB,
@@ -370,8 +375,8 @@ USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_nega
 
 
 def plan(args):
-    """Prints and returns what the steps may draw: for each type of --mixup, a list of MixupConfigs, one for each set of
-    pairs. Without mixup, it is []."""
+    """Prints and returns the choices from which a step draws: for each type of --mixup a list, which has a MixupConfig
+    for each set of pairs (pos-neg, anc-neg or pos-pos). Without mixup, it returns []."""
     if args.mixup == ['none']:
         return []
     choices = []
@@ -403,9 +408,9 @@ def get_args(argv=None):
     cosine = common.between(-1, 1)
     add('--loss', choices=list(LOSSES), default='ms', help='base loss')
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
-        help='what is mixed; if several are given, each iteration draws one')
+        help='what is mixed; if several are given, each step draws one')
     add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
-        help='which pairs are mixed; both: each iteration draws pos-neg or anc-neg')
+        help='which pairs are mixed; both: each step draws pos-neg or anc-neg')
     add('--hard-negatives', type=common.number_or(common.at_least(1), 'all', 'auto'), default='auto', metavar='K',
         help='number of hardest negatives per anchor that are mixed; auto: 3 for input mixup (1 if it is combined with '
              'feature), otherwise all')
@@ -469,7 +474,7 @@ def main(argv=None):
         z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **loss_params, **hyper)
         if choices:
-            # The type of mixup and the set of pairs are sampled in each iteration, Sections B.4 and B.2.
+            # The type of mixup and the set of pairs are sampled in each step, Sections B.4 and B.2.
             config = random.choice(random.choice(choices))
             levels = dict(input=images, feature=f, embed=z)
             loss = loss + args.strength * mixed_loss(base, config, model, levels, labels)           # Eq. (10)
@@ -480,35 +485,35 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Each pair is mixed once, with one lambda for all anchors. Eq. (8) seems to sample lambda for each pair of each
-       anchor. The pos-pos pairs of Section B.4 also contain both orders of a pair, and a positive with itself. Mixed
-       embeddings are L2-normalized, as in the released code.
+    1. Each pair is mixed once, with the same lambda for all anchors. Eq. (8) seems to sample lambda anew for each
+       anchor. In Section B.4, pos-pos contains both orders of a pair, and each positive with itself; here it does not.
+       Mixed embeddings are L2-normalized, as in the released code.
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
-    4. Proxy-Anchor follows its own paper: s + delta on negatives, where Table 1 has s - m, and no factors 1 / beta and
-       1 / gamma. Its mixed loss is the mean over the classes in the batch; by Eq. (10) it would be divided by all C
-       proxies. Its anc-neg pairs exist in embedding mixup only, because a proxy has no image or feature map. With input
-       mixup, its k hardest negatives are those of each proxy; the paper has them for each example.
-    5. The loss of ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. The positives and negatives of
-       Table 1 are proxies, which input and feature mixup cannot mix, though the paper has results for both. Here a
-       mixed example is a query with an interpolated target: lam CE(v, y_i) + (1 - lam) CE(v, y_j). The
-       pairs are anc-neg, with each image as an anchor, and the loss is the mean over them.
+    4. Proxy-Anchor follows its own paper. It has s + delta on negatives, where Table 1 has s - m, and no factors 1/beta
+       and 1/gamma. Its mixed loss is averaged over the classes in the batch, not over all C proxies as in Eq. (10). Its
+       anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup, the
+       k hardest negatives are those of a proxy; in the paper they are those of an example.
+    5. ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. In Table 1 its positives and negatives are
+       proxies, which input and feature mixup cannot mix, though the paper reports results for both. Here a mixed
+       example is a query with two targets: lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy. The pairs
+       are anc-neg, with each image as an anchor, and the loss is the mean over them.
 What differs from the released code (github.com/billpsomas/metrix: contrastive at 7ce730c, ms with embedding mixup at
-b679703). Both use Adam, one lambda for a batch, and the best epoch on the test set.
-    6.                          here            code for contrastive                  code for ms
-       positives of an anchor   all             the first; with input mixup all       the least similar one
-       anchors of anc-neg       all             those without a positive              (no anc-neg)
-       hard negatives           of the anchor   with input mixup another anchor's (bug)   (none)
-       mixed examples are in    both terms      both terms                            the positive term only
-    7. The code for contrastive has Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, 60 epochs, and
-       averages over all pairs of the batch with non-zero loss; here the mean is over the pairs of an anchor first.
-    8. In the code for ms, the columns of the similarity matrix are mixed examples, but those of the mask that selects
-       from it are images. So most of the selected mixed examples belong to other anchors.
-    9. From the released code are min_crop, frozen epochs, clipping, proxies at 100 times the learning rate, freeze_bn,
-       and a decay every 10 epochs. Not followed here: its commands for contrastive with mixup freeze BatchNorm on SOP
-       and In-Shop, and the backbone for 5 epochs on In-Shop. Those for ms and Proxy-Anchor on SOP and In-Shop have 60
-       epochs, a learning rate of 6e-4, and a decay every 20. Those without mixup on CUB and Cars have 60 epochs and a
-       decay every 5.
+b679703). It has no code for ms with feature mixup, nor for proxies with mixup. It trains with Adam, draws one lambda
+per batch, and reports the epoch that is best on the test set.
+    6.                          here                 code for contrastive               code for ms
+       positives of an anchor   all                  the first; in input mixup all      the least similar one
+       anchors of anc-neg       all                  those without a positive           (no anc-neg)
+       hard negatives           of the anchor        of another anchor in input (bug)   (none)
+       mixed examples are in    both terms           both terms                         the positive term (bug)
+       the mean is over         pairs, then anchors  all pairs with non-zero loss       the mixed examples
+    7. The code for contrastive uses Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, and 60 epochs.
+    8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), so that lam
+       weights the clean positives, too. Its similarity matrix has a column for each mixed example, and its mask one
+       for each image, so most mixed examples of an anchor belong to another one (bug).
+    9. The commands for ms         epochs   learning rate            its sum over the epochs with a learning backbone
+       CUB, Cars, without mixup    60       1e-4, halved every 5      5e-4
+       CUB, Cars, with mixup       100      1e-4, halved every 10    15e-4, as here without mixup, too
 Tables and figures of the paper
     Tables 2, 5: --loss, --mixup. With ms on CUB, Table 2 reports R@1 67.8 without mixup, 71.4 with feature mixup.
     Tables 6 (Cars), 7 (CUB, --dim 128), with --loss contrastive: --mixup, --pairs, --hard-negatives; the last row has

@@ -1,13 +1,13 @@
 """train_ms.py -- Multi-Similarity loss: the harder a pair, the larger its gradient.
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
-arXiv:1904.06627. Equation numbers are those of the paper of Metrix (arXiv:2106.04990), letters those of the MS paper.
+arXiv:1904.06627. The loss is Eq. (2) of the paper of Metrix (arXiv:2106.04990), here with the symbols of the MS paper.
 Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its positives, and one over its negatives.
 log(sum(exp(t))) is close to the largest t, so the hardest pairs have the largest gradients. A miner drops easy pairs.
 
     MS paper   code      flag        in Metrix   meaning
     S          s         -           s           (B, B) cosine similarities of L2-normalized embeddings z
-    alpha      alpha     --alpha     beta (!)    scaling factor of the positives: the larger, the more the hardest count
+    alpha      alpha     --alpha     beta (!)    scaling of the positives: the larger, the more the hard ones dominate
     beta       beta      --beta      gamma       scaling factor of the negatives
     lambda     lam       --lam       m           positives should be above this similarity, negatives below
     epsilon    epsilon   --epsilon   -           tolerance of the miner: the larger, the more pairs it keeps
@@ -19,7 +19,7 @@ import torch
 import common
 
 
-@common.loss
+@common.loss            # float32 inside, also under autocast; checks the labels
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     """Metrix Eq. (2) in the letters of the MS paper, for an anchor a with its positives P(a) and its negatives N(a):
 
@@ -79,7 +79,7 @@ def mine(s, y, epsilon):
     # The hardest positive is the least similar one. Images that are no positives get inf, so they are not the minimum.
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-    # Comparisons with NaN are false, so a pair with NaN is not easy, and the loss shows it.
+    # Comparisons with NaN are false, so a pair with NaN is kept, and the loss becomes NaN.
     easy_positive = s - epsilon >= hardest_negative
     easy_negative = s + epsilon <= hardest_positive
     return positive & ~easy_positive, negative & ~easy_negative
@@ -87,15 +87,16 @@ def mine(s, y, epsilon):
 
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
-#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
+#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
+#                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
 #                    from the image in full size
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head learns
+#     freeze_epochs  number of first epochs in which only the head learns (--freeze-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_ms.py` runs: a small ResNet from scratch on the built-in dataset
@@ -104,8 +105,8 @@ SHAPES = dict(
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
-# The authors' settings, which they released for CUB only: 3,000 iterations, with a decay after every 1,200. An epoch of
-# CUB is 73 iterations (5,864 images / 80), so these are about 41 epochs, with a decay after every 16.
+# The authors' settings, which they released for CUB only: 3,000 steps, with a decay after every 1,200. An epoch of CUB
+# is 73 steps (5,864 images / 80), so these are about 41 epochs, with a decay after every 16.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=227, resize=256, crop_from='resized', min_crop=0.16,
@@ -121,10 +122,11 @@ METRIX = dict(
     clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS | dict(epochs=3),
     'cub': CUB,
-    'cars': CUB | dict(epochs=30, decay_epochs=12),             # our choice: about as many iterations as on CUB
+    'cars': CUB | dict(epochs=30, decay_epochs=12),             # our choice: about as many steps as on CUB
     'sop': METRIX,
     'inshop': METRIX,
     'reality-check': common.PROTOCOL,
@@ -167,11 +169,11 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars lambda is 0.5, as in the released code, and beta is 50, as in two re-implementations (one is in
-       issue 4 of the authors' repository). These two say that the paper's lambda is 1.
+       issue 4 of the authors' repository). By these two, lambda is 1 in the paper; here the code is followed.
     3. Where the settings of a dataset come from:
            CUB          the authors' configuration
-           Cars         that of CUB; 30 epochs of 100 iterations are our choice. In issue 6 of the authors' repository a
-                        user reports R@1 78.4 instead of the paper's 84.1; another advises batches of more than 450.
+           Cars         that of CUB, but 30 epochs of 100 steps, our choice. In issue 6 of the authors' repository a
+                        user reports R@1 78.4 instead of the paper's 84.1. Another advises batches of more than 450.
            SOP, In-Shop Metrix's commands for its MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning
                         rate of 6e-4, 60 epochs. The paper of Metrix reports AdamW, 100 epochs, and learning rates of
                         3e-5 (SOP) and 1e-4 (In-Shop), which is train_metrix.py --mixup none.

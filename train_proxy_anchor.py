@@ -1,10 +1,11 @@
 """train_proxy_anchor.py -- Proxy-Anchor loss: the proxy of each class is an anchor for the whole batch.
 
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
-Each class has a learnable vector, its proxy. The proxy attracts all images of its class in the batch and repels all
-others, Proxy-Anchor Eq. (4). For each proxy, the loss has a log-sum-exp over its positives, and one over its negatives.
-A log-sum-exp is close to the maximum, so the hardest images, which are positives far from the proxy and negatives close
-to it, get the largest gradients, Proxy-Anchor Eq. (6).
+Each class has a learnable vector, its proxy. It is an anchor, with which all images of the batch are compared: it
+attracts its positives, the images of its class, and repels its negatives, all others, Proxy-Anchor Eq. (4). For each
+proxy, the loss has a log-sum-exp over its positives, and one over its negatives. A log-sum-exp is close to the maximum,
+so the hardest images, which are positives far from the proxy and negatives close to it, get the largest gradients,
+Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -12,6 +13,7 @@ to it, get the largest gradients, Proxy-Anchor Eq. (6).
     s(x,p)   s         -         (C, B) cosine similarities
     alpha    alpha     --alpha   scaling factor: the larger, the more the hardest images dominate
     delta    delta     --delta   margin: positives should be above delta, negatives below -delta
+                                 B images in a batch, C classes, D dimensions; common.py lists all letters
 
     python train_proxy_anchor.py [--dataset cub --data data]
 """
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss
+@common.loss            # float32 inside, also under autocast; checks the labels
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     """Proxy-Anchor Eq. (4):
 
@@ -39,7 +41,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     Its gradient is Eq. (6). With h+(x) = exp(-alpha (s(x,p) - delta)) and h-(x) = exp(alpha (s(x,p) + delta)), it is
         dl/ds(x,p) = -alpha / |P+|  *  h+(x) / (1 + sum of h+ over X_p+)    for an image x of the class of p,
         dl/ds(x,p) =  alpha / |P|   *  h-(x) / (1 + sum of h- over X_p-)    for an image x of another class.
-    So the gradient of a positive also depends on the other positives of p, and that of a negative on the others.
+    So the gradient of a positive depends on the other positives of p, too, and that of a negative on its other
+    negatives.
     """
     s = F.normalize(proxies, dim=1) @ z.T                # (C, B): a row for each proxy, a column for each image
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]      # (C, B): image b has class c
@@ -71,13 +74,14 @@ def new_proxies(num_classes, dim):
 
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
-#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
+#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
+#                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_proxy_anchor.py` runs: a small ResNet from scratch on the built-in dataset
@@ -98,7 +102,8 @@ CUB = dict(
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1)
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
     'cars': CUB | dict(decay_epochs=10),

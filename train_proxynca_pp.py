@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss
+@common.loss            # float32 inside, also under autocast; checks the labels
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     """ProxyNCA++ as in the authors' code, where p+ is the positive proxy of x, the proxy of its class:
 
@@ -80,13 +80,14 @@ def new_proxies(num_classes, dim):
 
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance, also in training
-#     resize         test images are resized to this shorter side, and their centre of image_size px is cropped
+#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
+#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
+#                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  in these first epochs the weights of the backbone are frozen: only the head and the proxies learn
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_proxynca_pp.py` runs: a small ResNet from scratch on the built-in dataset
@@ -106,18 +107,19 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
-# Defaults are from the entry of the dataset (with --protocol, of the protocol instead), then of the --loss, then of
-# (dataset or protocol, loss). The later override the earlier.
+# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
+# of the pair of both. The last one that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
-    'folder': SHAPES | common.FOLDER,                                       # with pretrained --weights, 'cub' is taken
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS | dict(epochs=12),
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
     'inshop': SOP | dict(schedule='constant', proxy_lr_mult=1e5),
     # A Metric Learning Reality Check (Musgrave et al., ECCV 2020) counts proxy losses as classification losses, whose
-    # batches have one image per class. The learning rate of the proxies is that of its results for Proxy-NCA on CUB.
+    # batches have one image per class. The learning rate of the proxies is the one in its results for Proxy-NCA on CUB.
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),
@@ -134,7 +136,7 @@ def get_args(argv=None):
         help='temperature of the softmax, which divides squared distances')
     add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
     add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop; SGD has none')
-    uses = {'optimizer': dict(adam=['eps'], adamw=['eps'], rmsprop=['eps'])}
+    uses = {'optimizer': dict(adam=['eps'], adamw=['eps'], rmsprop=['eps'])}        # with sgd, --eps is an error
     return common.parse(parser, DEFAULTS, argv, uses)
 
 
@@ -162,11 +164,11 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Except on In-Shop, the authors train twice. First they train on half of the training classes and measure R@1 on
-       the other half. They record when R@1 stops rising, and when it is highest. Then they train on all training
-       classes, lower the learning rate at the former epochs and stop at the latter. Here the schedule is fixed: 40
-       epochs (80 on SOP and In-Shop), the maximum in their code, and a learning rate that is multiplied by 0.1 after
-       half of them. On In-Shop the learning rate is constant, as in their code.
+    1. Except on In-Shop, the authors train twice. First they train on half of the training classes, and measure R@1 on
+       the other half. They note the epochs after which R@1 stops rising, and the epoch with the highest R@1. Then they
+       train on all training classes, lower the learning rate at the noted epochs, and stop at the best one. Here the
+       schedule is fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code, and a learning rate that is
+       multiplied by 0.1 after half of them. On In-Shop the learning rate is constant, as in their code.
     2. The authors first train only the head and the proxies for 5 epochs, then everything for 40 (or 80). Here the 5
        epochs are part of the 40 (or 80).
     3. The embedding dimension is 512, to compare with the other scripts. The released configurations have 2048 (--dim
@@ -177,17 +179,19 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     5. The released code has a separate optimizer for the 5 epochs in which only the head and the proxies learn. Here it
        is one optimizer, so the running means of Adam carry over.
     6. The released code clips only the gradients of the network. Here those of the proxies are clipped, too. At the
-       start they are at most 2 / (T |p|) = 6.4, with |p| = sqrt(512) / 8, which is below the clip value of 10.
+       start this changes nothing: the gradient of 2 s / T with respect to p has a norm of at most 2 / (T |p|), which
+       is 6.4 for |p| = sqrt(512) / 8, and the clip value is 10.
     7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it is one GPU.
     8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them.
     9. With one class the loss of the released code divides by 0, and with two classes it is wrong. It makes one-hot
        labels by label_binarize of scikit-learn, which then returns a single column.
    10. Proxy-NCA with T = 2 has gradients that are about 18 times smaller at the start than those of ProxyNCA++. On the
-       benchmarks Adam's eps of 1 makes the steps as much smaller, so a fair comparison needs a higher --lr.
+       benchmarks Adam's eps of 1 makes the steps smaller by the same factor, so a fair comparison needs a higher --lr.
    11. Proxy-NCA in other papers:
            Reality Check, Section 1.3   cross-entropy on distances, so the positive proxy is in the denominator. In its
-                                        code the distances are squared, with a scale of 13.98 for CUB: --protocol
-                                        reality-check --temperature 0.0715
+                                        code the distances are squared, with a scale of 13.98 for CUB. This is
+                                        --protocol reality-check --temperature 0.0715. With --loss proxynca, the
+                                        temperature is the same, but the positive proxy is not in the denominator.
            CCL Eq. (9), train_ccl.py    Proxy-NCA with a scale s on the cosine similarities: T = 2 / s
    12. Metrix (Table 1) writes ProxyNCA++ with logits s(x,p) / T and without the positive proxy in the denominator. This
        script and train_metrix.py follow the authors' code.
