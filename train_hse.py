@@ -9,8 +9,8 @@ weak positives could merge unrelated classes (Section 3.3.2).
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
-    Nsize      per_class     --per-class     images per class in a batch, and hybrids per set of classes
-    Cnum       combinations  --combinations  number of sets of `num` classes that are mixed, so H = Nsize Cnum
+    Cnum       combinations  --combinations  how many sets of `num` classes are mixed
+    Nsize      per_class     --per-class     images of each class in a batch, and hybrids of each set: H = Nsize Cnum
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
 
     python train_hse.py [--dataset cub --data data --loss epshn]
@@ -53,8 +53,8 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 
 
 def most_similar(s, allowed):
-    """The largest allowed entry of each row, and whether the row has one. If not, the value is any entry of the row,
-    which is finite, so value * mask is 0 and not NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
+    """The largest allowed entry of each row, and whether the row has one. In a row without one the value is some other
+    entry, which is finite, so that value * mask is 0 and not NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
@@ -260,7 +260,7 @@ class SuperclassSampler:
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
             parts = [members[next(stream)] for members, stream in zip(self.members, streams)]
-            # In random order: --hybrids replace drops the last images, not always those of the same superclass.
+            # In random order, because --hybrids replace drops the last images: they would be of one superclass always.
             yield torch.cat([parts[number] for number in torch.randperm(len(parts))]).tolist()
 
 
@@ -361,7 +361,8 @@ def reject_small_batches(args, superclass_of):
     replace. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
-    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0     # of each that fit in a batch
+    # How many classes of each superclass fit in a batch
+    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
     advice = 'raise --batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids append needs ' \
@@ -422,15 +423,16 @@ What differs from the paper
        is the first column, which is Eq. (9).
     4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
        each class.
-    5. Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, all of one class; Section 4 says random
-       ones. Here they are the last ones, or none (--hybrids append, as in Table 3). With --alpha 0 all images stay.
-    6. For ms on CUB and Cars the paper uses BN-Inception; here it is a ResNet-50. The paper uses the learning rates of
-       the base losses (Section 4); here they come from the released code.
+    5. Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, which are of one class. Section 4 says
+       random ones. Here they are the last ones, or none (--hybrids append, as in Table 3). With --alpha 0 all stay.
+    6. For ms on CUB and Cars the paper uses BN-Inception, this script a ResNet-50. The paper uses the learning rates of
+       the base losses (Section 4). Here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
        block of 250 px (Table 4) needs --image-size 256, where 95% of the pixels come from one source.
-    8. Entries are alpha; batch size / images per class. A dash: not stated. In-Shop is as SOP; npair has dim 64. The
-       paper has no results for contrastive; here alpha is 0.1, and the margin is 0.5 as in the released code. (For
-       EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars; in Table 2 the best have 8 and 16.)
+    8. The table has alpha; batch size / images per class. A dash means that a value is not stated. In-Shop has the
+       values of SOP, and npair 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and its
+       margin 0.5 as in the released code. (For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars,
+       but in Table 2 the best results have 8 and 16.)
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
                        SOP        -; 120 / 5              0.3; 120 / 5         0.3; 120 / 5
@@ -442,15 +444,14 @@ What differs from the paper
          npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
     9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP it may draw
-       one class twice, and with Proxy-Anchor it takes the sources and negatives of a hybrid from ten random images of a
-       superclass. Here, by default, each superclass has two classes in a batch, both sources of its hybrids. So their
-       negatives are of other superclasses.
+       one class twice, and with Proxy-Anchor it takes sources and negatives from ten random images of a superclass.
+       Here a batch of SOP has two classes of each superclass, both sources, so negatives are from other superclasses.
    10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
-       less, and positives above 0.9999. Its N-pair has cosine similarities, as here; Sohn's are not normalized.
+       less, and positives above 0.9999. Its N-pair uses cosine similarities, as here; Sohn's uses inner products.
 Tables and figures of the paper
-    Tables 2 and 3: --loss, --per-class and --alpha 0. EPSHN on CUB has R@1 64.9 without hybrids (--per-class 16), with
-    hybrids 66.9 (16 per class) and 67.4 (8). Table 4: --loss epshn with --kind, --num, --mask-size. Fig. 6: --loss ms
-    --combinations N. Fig. 5: --arch resnet18 --batch-size 128 --per-class N; the text does not name its losses.
+    Tables 2 and 3: --loss, --per-class and --alpha 0. For EPSHN on CUB, R@1 is 64.9 without hybrids (--per-class 16),
+    and 66.9 (16) and 67.4 (8) with them. Table 4: --loss epshn with --kind, --num, --mask-size. Fig. 6: --loss ms
+    --combinations N. Fig. 5, which does not name its loss: --arch resnet18 --batch-size 128 --per-class N.
 """
 
 
