@@ -20,7 +20,10 @@ All files write shapes with these letters. Each script explains its further symb
     N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
     c  channels of features   R  matches of a query               (In Recall@K, K is the number of nearest images.)
 
-Every loss has the decorator `loss` (section 10). It converts half precision to float32, and checks labels.
+Every loss of the scripts has the decorator `loss` (section 10). Inside such a loss all tensors have at least float32,
+autocast is off, and the labels have been checked. With torchrun, several processes share the work. What this needs in
+sections 1 to 4 is in the functions own_share, all_shares, own_positions, gather, average_gradients and from_rank0 of
+section 10. With one process, they return what they are given.
 """
 import argparse
 import copy
@@ -97,9 +100,9 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of two blank inputs. Before it, there is one in training mode: some networks then
-        need larger images, or return several tensors, which should fail here and not in the first step. Buffers and
-        the state of the random generator are restored."""
+        """c, found by a forward pass of two blank inputs. A pass in training mode comes first: in this mode some
+        networks need larger images, or return several tensors, and this should fail here, not in the first step.
+        Buffers and the state of the random generator are restored."""
         device = next(self.trunk.parameters(), torch.empty(0)).device
         x = torch.zeros(2, *input_shape, device=device)
         buffers = [buffer.clone() for buffer in self.trunk.buffers()]
@@ -135,20 +138,16 @@ class Embedder(nn.Module):
     def features(self, x):
         """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
         give (B, c, 1, 1)."""
-        # Only in training with torchrun: every process has the whole batch, but runs the trunk on a part of it. (embed
-        # divides the images itself.)
-        shared = torch.is_grad_enabled() and world_size() > 1 and len(x) % world_size() == 0
-        if shared:
-            x = x.chunk(world_size())[rank()]
-        x = x.to(next(self.trunk.parameters(), x).dtype)    # for a network after .half() or .bfloat16()
+        share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
+        share = share.to(next(self.trunk.parameters(), x).dtype)        # for a network after .half() or .bfloat16()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
-            f = self.trunk(x)
+            f = self.trunk(share)
         if not torch.is_tensor(f) or f.ndim not in (2, 4):
             raise UsageError('the trunk must return one tensor (B, c) or (B, c, h, w), and returned '
                              f'{type(f).__name__} {tuple(getattr(f, "shape", ()))}: use another --arch')
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
-        return gather(at_least_float32(f)) if shared else f
+        return all_shares(f, len(x))                        # (B, c, h, w)
 
     def pool_features(self, f):
         """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max is twice the features."""
@@ -343,8 +342,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. A queue that is too short is first filled up, in
-            random order, with the items that are not in it or, if it has them all, with all items again."""
+            """Removes and returns the first `number` items of a queue. If the queue is too short, the items that it
+            lacks are first appended in random order; if it lacks none, all items."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -359,8 +358,8 @@ class BalancedSampler(Sampler):
 
 class StepBatches:
     """The batch sampler of a training DataLoader. For each image it yields its index and integers that seed its
-    augmentation (section 10). Thus batches and crops follow from --seed, --batch-size and --per-class. The method, the
-    number of workers and processes, and --resume change nothing.
+    augmentation (section 10). So --seed, --batch-size and --per-class determine all batches and crops. The method, the
+    number of workers and processes, and --resume do not affect them.
 
     sampler  yields lists of indices of equal length; its random order comes from torch's global generator
     """
@@ -391,13 +390,8 @@ class StepBatches:
 
     def __iter__(self):
         for step, indices in zip(self.steps, self.batches):
-            if len(indices) % world_size():
-                raise UsageError(f'{world_size()} processes cannot divide a batch of {len(indices)} images evenly: '
-                                 'change --batch-size')
-            size = len(indices) // world_size()
-            positions = range(rank() * size, (rank() + 1) * size)        # of this process
             # The index of an image, and the seed of its augmentation
-            yield [(indices[position], self.seed, CROP, step, position) for position in positions]
+            yield [(indices[position], self.seed, CROP, step, position) for position in own_positions(len(indices))]
 
 
 def make_sampler(args, labels):
@@ -410,11 +404,9 @@ def make_sampler(args, labels):
 def make_loader(images, batch_sampler, device):
     """A DataLoader. Image files are read by one worker process per core, but at most one per 128 files. Images in
     memory and vectors need none."""
-    # The cores that this process may use, which are fewer than the machine has in a container or a batch job
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     workers = images.workers if images.are_files else 0
     if workers is None:
-        workers = min(max(1, cores // world_size()), len(images) // 128)
+        workers = min(own_cores(), len(images) // 128)
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
                       pin_memory=device.type == 'cuda', generator=torch.Generator())     # so the global one is not used
 
@@ -458,8 +450,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train, for
-    which `row` is of the epoch that just ended, evaluated or not."""
+    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train as
+    `log`. Its `row` is that of the epoch that just ended, whether it was evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
@@ -486,8 +478,8 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     if args.resume:
         folder = args.resume
         done, rows, start = load_run(args, about, model, states, per_epoch, total)
-    else:                                                   # the main process makes the folder
-        folder = broadcast_from_rank0(None if rank() else new_folder(args, data))
+    else:
+        folder = from_rank0(new_folder, args, data)
         done, rows, start = -1, [], time.time()             # not even epoch 0 is done
     print_recipe(args, model, data, sampler, epochs, folder)
     for epoch in range(done + 1, epochs + 1):               # epoch 0 is the evaluation before training
@@ -507,7 +499,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - start) / 60
-        row = broadcast_from_rank0(row)                     # with torchrun, all take the row of the main process
+        row = from_rank0(dict, row)                         # with torchrun, all take the row of the main process
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
         if not rank():
@@ -529,7 +521,7 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
     batches.start(epoch, steps)
     losses = []
     start = time.time()
-    # t counts the steps of the run from 0, number those of the epoch from 1.
+    # t counts the steps of the whole run, from 0, and number those of this epoch, from 1.
     for number, (batch, t) in enumerate(zip(loaded(loader), steps), start=1):
         x, y = (gather(part.to(args.device, non_blocking=True)) for part in batch)      # also those of other processes
         for group in optimizer.param_groups:
@@ -566,8 +558,7 @@ def embed(model, images, batch_size=128):
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    size = math.ceil(len(images) / world_size())            # per process; the last processes repeat the last image
-    indices = [min(i, len(images) - 1) for i in range(rank() * size, (rank() + 1) * size)]
+    indices = own_positions(len(images), repeat_last=True)
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), device)
     z = torch.cat([model(x.to(device)).float() for x, _ in loaded(loader)])
     model.train(training)
@@ -585,7 +576,8 @@ def k_nearest(query, gallery, k):
     within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # Images are sorted by class, so without this, the first of equally similar ones would be of one class.
+    # The gallery is shuffled, because its images are sorted by class: the first of equally similar ones would all be of
+    # one class.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     wanted = k + 1 if within else k                                      # one more, for the query itself
@@ -809,7 +801,7 @@ class Images(torch.utils.data.Dataset):
 
     @property
     def num_classes(self):
-        """C: labels are from 0 to C - 1. A set with a gallery has the labels of both, and all their classes count."""
+        """C: labels are from 0 to C - 1. Queries and gallery share one numbering, so C counts the classes of both."""
         return int(self.labels.max()) + 1
 
     @property
@@ -1008,7 +1000,7 @@ def draw_shapes(classes=200, per_class=20, size=64, **transforms):
 class Splits:
     """Training and test set. load_dataset returns one; you can also make your own of Images.
 
-    name  of its runs;  ks  the K of Recall@K, 1 among them
+    name  part of the names of its runs;  ks  the values of K in Recall@K, among them 1
     train, query, gallery  Images, or None if there are none; without a gallery, the queries are also the gallery.
                            With --fold, query is for validation, as in Splits(name, **hold_out(train, fold))
 
@@ -1219,8 +1211,9 @@ def read_folder(root):
 
 
 def find_splits(names):
-    """{split: name} of folders, or of NPZ files without their ending: train, test (or query, if there is a gallery) and
-    gallery. {'unsplit': '.'} if these are not splits: a single class may have such a name."""
+    """Which of these folders (or NPZ files, without their ending) is which split, as {split: name}. Splits are train,
+    test (or query, if there is a gallery) and gallery. {'unsplit': '.'} if there are none: one class may have such a
+    name."""
     names = {name for name in names if not is_hidden(name)}
     found = {'train', 'test', 'query', 'gallery'} & names
     if not ({'train', 'test'} <= found or {'query', 'gallery'} <= found or found and found == names):
@@ -1246,8 +1239,9 @@ def has_runs(path):
 
 
 def images_below(root):
-    """(path, class) of the images in and below a folder. Images in root itself are the class '.' if there is no other;
-    else they are ignored. So are other files, with a warning if they are in the folder of a class."""
+    """(path, class) of the images in and below a folder. If no folder below root has images, those in root itself are
+    one class, '.'. Otherwise these are ignored. Files that are not images are ignored, too, with a warning if they are
+    in the folder of a class."""
     images, others = [], []
 
     def stop(error):
@@ -1370,9 +1364,8 @@ DATASETS = dict(
 
 def dataset_from(args):
     """The dataset that the flags name"""
-    if args.download and not rank():
-        download(args.dataset, args.data)
-    broadcast_from_rank0(None)                              # the others wait for the download
+    if args.download:
+        from_rank0(download, args.dataset, args.data)
     data = load_dataset(args.dataset, args.data, fold=args.fold, **transforms_from(args))
     if not data.train:
         raise UsageError(f'{args.data} has no training set: put training classes into train/, see README')
@@ -1380,8 +1373,9 @@ def dataset_from(args):
 
 
 def build(args, data=None, **options):
-    """The network that the flags name, on their device. `options` are passed to Embedder, as trunk=module for one of
-    your own. With vectors, c and the mean norm come from `data`; without --dim, the head begins as the identity."""
+    """The network that the flags name, on their device. `options` are passed to Embedder, such as trunk=module for a
+    trunk of your own. With vectors, c and the mean norm come from `data`. Without --dim, the head then begins as the
+    identity."""
     shape = (3, args.image_size, args.image_size)
     if args.dataset == 'vectors':
         vectors = data.train.items                                       # (N, c)
@@ -1490,15 +1484,16 @@ def summary(args, data, folder, rows):
 
 
 def show_progress(text, done=False):
-    """Prints a line. Unless it is done, the next one overwrites it, and it is not printed if the output is a file."""
+    """Prints a line. With done=False the next line overwrites this one, and nothing is printed to a file."""
     terminal = getattr(sys.stdout, 'isatty', bool)()        # a stream may lack it, and there may be no stream
     if done or terminal:
         print(f'{text:<79}' if terminal else text, end='\n' if done else '\r', flush=True)
 
 
 def about_data(args, data):
-    """What a checkpoint says about its images: the seen classes, including a validation fold, on which the epoch is
-    selected; and a hash of classes, labels, and names and sizes of files"""
+    """What a checkpoint says about its images: the classes that were seen in training (with --fold, those of the
+    validation block, too, because the epoch was selected on them), and a hash of classes, labels, and names and sizes
+    of files"""
     sets = [images for images in (data.train, data.query, data.gallery) if images]
     content = [(images.classes, images.labels.tolist(),
                 [(os.path.basename(path), os.path.isfile(path) and os.path.getsize(path)) for path in images.paths])
@@ -1557,7 +1552,7 @@ def read_checkpoint(path):
     saved = read_file(best_of(path))
     if not (isinstance(saved, dict) and {'script', 'args', 'transform', 'embedder', 'model'} <= saved.keys()):
         raise UsageError(f'{path} is not a checkpoint of these scripts')
-    saved['args'].setdefault('data', 'data')                # as --data; a checkpoint for others may not have it
+    saved['args'].setdefault('data', 'data')                # the default of --data; see load_checkpoint on its deletion
     return saved
 
 
@@ -1638,9 +1633,17 @@ def atomic_write(path):
 
 # ---- 9. command line -------------------------------------------------------------------------------
 
-# A training recipe is a dict of defaults for flags. Each script has its own, in DEFAULTS, and these three are parts of
-# them: what a folder of images without pretrained weights, and vectors, have in place of the values of shapes; and
-# Section 3.1 of the Reality Check.
+# The value of a flag is decided in this order, and the later overrides the earlier:
+#   1. its default in FLAGS, or in get_args of the script;
+#   2. `flags` of the dataset in DATASETS, for flags that are not part of a training recipe;
+#   3. the script's DEFAULTS, its training recipes: the entry of the dataset (or protocol), of the --loss, of both;
+#   4. what follows from other flags, in the function `recipe`: a typed image size scales --resize, for example;
+#   5. with --resume, the flags of the run;
+#   6. what was typed.
+# Then parse raises UsageError for flags that have no effect, and for what would give a wrong result.
+
+# Parts of the scripts' DEFAULTS. FOLDER and VECTORS replace values of shapes: for a folder of images without pretrained
+# weights, and for vectors. PROTOCOL is Section 3.1 of the Reality Check.
 FOLDER = dict(image_size=64, resize=64, min_crop=0.5, epochs=10, batch_size=64, per_class=4, freeze_epochs=0)
 VECTORS = FOLDER | dict(arch='none', pool='avg', dim=None, freeze_bn=True, epochs=5, batch_size=100, per_class=5,
                         lr=1e-3, schedule='constant')
@@ -1863,7 +1866,7 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
 def recipe(asked, DEFAULTS):
     """The defaults that follow from the flags {flag: value} that were asked for"""
     dataset = asked.get('dataset', 'shapes')
-    if dataset == 'folder' and asked.get('weights', 'none') != 'none':      # photographs for pretrained weights
+    if dataset == 'folder' and asked.get('weights', 'none') != 'none':      # it is like CUB: fine-tuning on photographs
         dataset = 'cub'
     name, loss = asked.get('protocol') or dataset, asked.get('loss')
     row = DATASETS[dataset].get('flags', {})
@@ -1948,8 +1951,8 @@ def at_least_float32(t):
 
 def loss(function):
     """A decorator for losses. Half precision among the arguments becomes float32, all floating-point tensors get the
-    widest type among them, and autocast is off inside. Labels y of embeddings z (B, D) must be B integers, from 0 to
-    C - 1 where another argument is a tensor (C, D), of one vector for each class."""
+    widest type among them, and autocast is off inside. Labels y of embeddings z (B, D) must be B integers. If another
+    argument has one vector per class, (C, D), they must be from 0 to C - 1."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -2046,8 +2049,8 @@ def seeded(*seeds):
 
 # torchrun starts a script several times, once for each GPU. Each process loads a part of each batch, and the parts are
 # gathered. Each runs the trunk on its part, or on all images if they cannot be divided evenly, as with a varying number
-# of mixed images. The feature maps are gathered, and every process computes the loss of the whole batch. So no script
-# needs to know. The main process, of rank 0, prints and writes.
+# of mixed images. The feature maps are gathered, and every process computes the loss of the whole batch. So the scripts
+# need no code for several processes. The main process, of rank 0, prints and writes.
 
 
 def world_size():
@@ -2069,12 +2072,41 @@ def init_distributed(device):
             sys.stdout = open(os.devnull, 'w')
 
 
-def broadcast_from_rank0(value):
-    """The value that the main process has; the others wait for it."""
-    box = [value]
+def from_rank0(function, *args):
+    """What a function returns in the main process, which alone calls it. The others wait."""
+    box = [None if rank() else function(*args)]
     if world_size() > 1:
         distributed.broadcast_object_list(box)
     return box[0]
+
+
+def own_cores():
+    """Cores that this process may use, at least 1. In a container or a batch job these are not all of the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    return max(1, cores // world_size())
+
+
+def own_positions(number, repeat_last=False):
+    """Which of `number` images are those of this process. All processes have equally many: if the number cannot be
+    divided, the last image is repeated, or UsageError is raised."""
+    size = math.ceil(number / world_size())
+    if number % world_size() and not repeat_last:
+        raise UsageError(f'{world_size()} processes cannot divide a batch of {number} images evenly: change '
+                         '--batch-size')
+    return [min(i, number - 1) for i in range(rank() * size, (rank() + 1) * size)]
+
+
+def own_share(x):
+    """The images of a batch on which this process runs the trunk: a part in training, if it can be divided evenly; else
+    all, as in embed, where each process has images of its own.  (B, ...) -> (B or B / world size, ...)"""
+    if not torch.is_grad_enabled() or len(x) % world_size():
+        return x
+    return x.chunk(world_size())[rank()]
+
+
+def all_shares(f, size):
+    """The feature maps of a batch of this size, from the shares of all processes"""
+    return f if len(f) == size else gather(at_least_float32(f))
 
 
 def gather(part):

@@ -48,7 +48,8 @@ def test_other_datasets_are_not_downloaded(tmp_path):
 
 def test_the_main_process_downloads_before_the_others_load(monkeypatch):
     order = []
-    monkeypatch.setattr(common, 'broadcast_from_rank0', lambda value: order.append('wait'))
+    monkeypatch.setattr(common, 'world_size', lambda: 2)
+    monkeypatch.setattr(common.distributed, 'broadcast_object_list', lambda box: order.append('wait'))
     monkeypatch.setattr(common, 'download', lambda *args: order.append('download'))
     data = SimpleNamespace(train=True)
     monkeypatch.setattr(common, 'load_dataset', lambda *args, **options: order.append('load') or data)
