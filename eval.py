@@ -4,9 +4,10 @@ The metrics and their rules are explained at common.retrieval_metrics. They are 
 mean cosines. R@1 is what the Reality Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is
 one JSON object, for programs.
 
-The images are the test set of the training dataset, or of --dataset and --data: test/, or query/ with gallery/, or else
-the second half of the classes. --whole evaluates all images of a folder. If the network was trained on some of the
-classes, there is a warning, because the metrics are inflated.
+By default, the test set of the dataset that the network was trained on is evaluated, otherwise that of --dataset and
+--data. In a folder of images the test set is test/, or query/ with gallery/. Without these folders it is the second
+half of the classes. --whole evaluates all images of a folder. If the network was trained on some of the classes, there
+is a warning, because the metrics are inflated.
 
 --embed saves embeddings. --query ranks all images of --data by their similarity to a photo. --data is a folder, or a
 file that --embed wrote with the same network; then only the photo is embedded:
@@ -30,9 +31,9 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it. The threshold is the one with the highest balanced accuracy on the test images.
                         As it is chosen on them, the accuracy is optimistic.
-    copies              number of test images whose nearest training image has a cosine above 0.9999: probable
-                        duplicates (train-test leakage); or all images, if the embeddings have collapsed. A large JPEG
-                        file, decoded at a reduced size, may differ more from its duplicate in another format
+    copies              number of test images whose nearest training image has a cosine above 0.9999. They are probable
+                        duplicates (train-test leakage), unless the embeddings have collapsed. A large JPEG file,
+                        decoded at a reduced size, may differ more from its duplicate in another format
 With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, alignment
 if no two queries have the same class, and the threshold if no query has a match.
 

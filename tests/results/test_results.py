@@ -1,9 +1,11 @@
 """The results page: commands, runs and tables."""
 import json
+import math
 import re
 import shutil
 from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import patches
 import pytest
@@ -125,19 +127,50 @@ def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, cap
 
 # ---- changed losses
 
-def test_patches_change_the_mixed_loss_as_they_say(monkeypatch):
-    """ms with embedding mixup, on twelve vectors of four classes"""
-    z, y, hyper = unit(12, 5), torch.arange(12) // 3, dict(beta=18.0, gamma=75.0, m=0.77)
-    config, real = train_metrix.MixupConfig('embed', 'pos-neg', None, 2.0), train_metrix.mixed_loss
-
-    def value(mixed_loss, hyper=hyper):
+def patched(name, pairs, z, y, hyper):
+    """Clean loss plus 0.4 times the mixed loss of ms with embedding mixup, with a patch"""
+    with mock.patch.multiple(train_metrix, **patches.PATCHES[name]()):
+        clean = train_metrix.clean_loss('ms', z, y, epsilon=0.39, **hyper)
         torch.manual_seed(0)
-        return mixed_loss(train_metrix.BaseLoss('ms', hyper), config, None, dict(embed=z), y).item()
-    assert value(patches.softer(real)) == value(real, dict(beta=2.0, gamma=10.0, m=0.3)) != value(real)
-    pushed = value(patches.push(real))
-    monkeypatch.setattr(train_metrix, 'labelled_loss', lambda s, y, valid, kind, **hyper: train_metrix.TABLE_1[kind](
-        s, y * valid, (1 - y) * valid, **hyper)[1])
-    assert pushed == pytest.approx(value(real)), 'the negative term only'
+        config = train_metrix.MixupConfig('embed', pairs, None, 2.0)
+        return clean + 0.4 * train_metrix.mixed_loss(train_metrix.BaseLoss('ms', hyper), config, None, dict(embed=z), y)
+
+
+@pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
+@pytest.mark.parametrize('name', patches.PATCHES)
+def test_patches_change_the_mixed_loss_as_they_say(name, pairs):
+    """Against loops over twelve vectors of five classes, one of which has a single vector"""
+    z, y, m, beta, gamma = unit(12, 5), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4]), 0.3, 3.0, 4.0
+    torch.manual_seed(0)
+    config = train_metrix.MixupConfig('embed', pairs, None, 2.0)
+    i, j, lam, label, valid = train_metrix.mixed_pairs(config, z, y, torch.arange(12), 12)
+    s, v = z @ z.T, z @ train_metrix.mix_embeddings(z, i, j, lam).T
+
+    def term(scale, similarities, weights):                 # 1 + the sum of an exponential loss
+        return sum(weight * math.exp(scale * (each - m)) for each, weight in zip(similarities, weights))
+
+    total = 0
+    for a in range(12):
+        P = [p for p in range(12) if y[p] == y[a] and p != a]
+        N = [n for n in range(12) if y[n] != y[a]]
+        kept_p = [s[a, p] for p in P if s[a, p] - 0.39 < max(s[a, n] for n in N)]
+        kept_n = [s[a, n] for n in N if P and s[a, n] + 0.39 > min(s[a, p] for p in P)]
+        pull, push = term(-beta, kept_p, [1] * 99), term(gamma, kept_n, [1] * 99)
+        V = [k for k in range(len(i)) if valid[a, k]]
+        if name == 'hardest' and pairs == 'pos-neg' and P:
+            least = min(P, key=lambda p: s[a, p])
+            V = [k for k in V if least in (i[k], j[k])]
+        shares = [label[a, k].item() for k in V]
+        scales = dict(softer=(2.0, 10.0)).get(name, (beta, gamma))
+        mixed = [term(scale, v[a, V].tolist(), weights)
+                 for scale, weights in zip((-scales[0], scales[1]), (shares, [1 - share for share in shares]))]
+        if name == 'shared':
+            total += math.log1p(pull + 0.4 * mixed[0]) / beta + math.log1p(push + 0.4 * mixed[1]) / gamma
+        else:
+            total += math.log1p(pull) / beta + math.log1p(push) / gamma + 0.4 * math.log1p(mixed[1]) / scales[1]
+            total += 0 if name == 'push' else 0.4 * math.log1p(mixed[0]) / scales[0]
+    hyper = dict(beta=beta, gamma=gamma, m=m)
+    assert patched(name, pairs, z, y, hyper).item() == pytest.approx(total / 12, rel=1e-5)
 
 
 def test_a_patch_replaces_the_mixed_loss_while_the_script_runs(monkeypatch):
@@ -145,5 +178,5 @@ def test_a_patch_replaces_the_mixed_loss_while_the_script_runs(monkeypatch):
     monkeypatch.setattr(train_metrix, 'main', lambda flags: (flags, train_metrix.mixed_loss is real))
     assert patches.main(['push', '--seed', '3']) == (['--seed', '3'], False) and train_metrix.mixed_loss is real
     for words in ([], ['pull'], ['--seed']):
-        with pytest.raises(common.UsageError, match='patches are push, softer'):
+        with pytest.raises(common.UsageError, match='patches are push, softer, shared, hardest'):
             patches.main(words)
