@@ -7,10 +7,18 @@ Everything that is specific to a method is in its train_*.py. Sections 1 to 4 ar
     3. training       optimizer, learning rate, the loop; the training step is in train_epoch
     4. evaluation     Recall@K, R-precision, MAP@R
 
-The others can be skipped: 5. images, a torch Dataset with two transforms; 6. shapes, the built-in dataset; 7. datasets:
-their training and test sets; 8. runs: logs, checkpoints, and what is printed; 9. command line: flags, and how recipes
-become their defaults; 10. devices, processes and randomness; 11. errors. The Reality Check is a paper (Musgrave et al.,
-A Metric Learning Reality Check, ECCV 2020): its metrics are in section 4, its protocol in section 9.
+The others can be skipped:
+
+    5. images         a torch Dataset with two transforms
+    6. shapes         the built-in dataset
+    7. datasets       which images are for training and which for the test
+    8. runs           logs, checkpoints, and what is printed
+    9. command line   flags, and how recipes become their defaults
+   10. devices, processes and randomness
+   11. errors
+
+The Reality Check is a paper (Musgrave et al., A Metric Learning Reality Check, ECCV 2020). Its metrics are in section
+4, its protocol is in section 9.
 
 All files write shapes with these letters. Each script explains its further symbols in a table.
 
@@ -514,8 +522,8 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
 
 
 def train_epoch(args, loader, step, optimizer, epoch, steps, total):
-    """Trains for `steps`, a range of the `total` steps of the run. Returns a part of the row: loss; no_positive, the
-    fraction of the anchors that have no positive in their batch; and images_per_second."""
+    """Trains for `steps`, a range of the `total` steps of the run. Returns a part of the row: loss, images_per_second,
+    and no_positive, which is the fraction of the anchors that have no positive in their batch."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     batches = loader.batch_sampler
     batches.start(epoch, steps)
@@ -2097,8 +2105,8 @@ def own_positions(number, repeat_last=False):
 
 
 def own_share(x):
-    """The images of a batch on which this process runs the trunk: a part in training, if it can be divided evenly; else
-    all, as in embed, where each process has images of its own.  (B, ...) -> (B or B / world size, ...)"""
+    """The images of a batch on which this process runs the trunk. In training these are a part, if the batch can be
+    divided evenly. Otherwise they are all, as in embed, where each process has images of its own."""
     if not torch.is_grad_enabled() or len(x) % world_size():
         return x
     return x.chunk(world_size())[rank()]

@@ -2,9 +2,9 @@
 
 Hadsell, Chopra, LeCun. Dimensionality Reduction by Learning an Invariant Mapping. CVPR 2006
 Two images of one class are a positive pair and attract each other. Two images of different classes are a negative pair
-and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, write it with
-distances (A Metric Learning Reality Check, 2020), Reality Check Eq. (1); with squared distances (Hybrid Species
-Embedding, 2023), HSE Eq. (2); and with cosine similarities (It Takes Two to Tango, 2022), Metrix Eq. (1).
+and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, write the loss
+differently. A Metric Learning Reality Check (2020) uses distances, Reality Check Eq. (1). Hybrid Species Embedding
+(2023) uses squared distances, HSE Eq. (2). Metrix (2022) uses cosine similarities, Metrix Eq. (1).
 
     paper             code         flag           meaning
     d_p, d_n          d            -              (B, B) distances between L2-normalized embeddings z, from 0 to 2

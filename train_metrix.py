@@ -4,9 +4,9 @@ Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to T
 ICLR 2022. arXiv:2106.04990. In metric learning, labels are relative to an anchor a: 1 for its positives, 0 for its
 negatives. Metrix mixes two examples, as images, features or embeddings, Metrix Eq. (4), and their labels, Eq. (8). A
 positive mixed with a negative has the label lambda: in the loss of a, it counts as a positive with weight lambda, and
-as a negative with weight 1 - lambda. The pairs that are mixed for a are pos-neg, a positive and a negative of a;
-anc-neg, a itself and a negative; or pos-pos, two positives, with label 1. The E candidates for mixing are the images of
-the batch and, with Proxy-Anchor, the proxies of its classes.
+as a negative with weight 1 - lambda. The pairs that are mixed for a are of one of three kinds: a pos-neg pair is a
+positive and a negative of a, an anc-neg pair is a itself and a negative, a pos-pos pair is two positives, with label 1.
+The E candidates for mixing are the images of the batch and, with Proxy-Anchor, the proxies of its classes.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates

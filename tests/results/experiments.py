@@ -90,7 +90,8 @@ EXPERIMENTS = [
         'The changed losses are in patches.py.',
         {f'{mixup}, {name}': f'train_metrix.py --mixup {mixup} {schedule}'
          for name, schedule in (('long', LONG), ('short', SHORT)) for mixup in ('none', 'feature')} | {
-            name: f'tests/results/patches.py {name} --mixup feature {LONG}' for name in ('shared', 'hardest', 'push')} | {
+            name: f'tests/results/patches.py {name} --mixup feature {LONG}'
+            for name in ('shared', 'hardest', 'push')} | {
             f'{mixup}, {flags}': f'train_metrix.py --mixup {mixup} --{flags} {LONG}'
             for flags in ('m 0.5', 'per-class 5') for mixup in ('none', 'feature')},
         seeds(3), f'{CUB} {RESNET18} --lr 3.3e-05 --eval-every 4',
