@@ -12,8 +12,8 @@ L_center, the squared distance to this centre, keeps pulling.
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center
 
-For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| is 8.0 where the
-cosines with both centres are equal, and only 0.6 where c_y.x is larger by 0.2. That of L_center is always 2.
+For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y) is
+8.0 where both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of L_center is always 2.
 
     python train_ccl.py [--dataset cub --data data]
 """
@@ -30,7 +30,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     L_contrast = -log p_y,   p_y = exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x))
     L_center   = ||x - c_y||^2 = 2 - 2 c_y.x
 
-    Note 1, at the end of this file, has the flags of other equations of the paper.
+    Note 1, at the end of this file, says which flags give other equations of the paper.
 
     z          (B, D) L2-normalized embeddings (main applies dropout to them, so their length can differ from 1)
     y          (B,)   class labels, 0 to C - 1
@@ -169,10 +169,10 @@ def corrupt_labels(labels, noise, generator=None):
     labels     (N,) 0 to C - 1
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
                                0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3.
-               longtail:RATE   random classes, as many as have together at most a fraction RATE of the images, are
-                               dissolved: their images are cut into clusters of 5, and each cluster gets the label of
-                               a random remaining class. For example, with 0.25, class 1 joins class 3, and 0 0 1 1 2
-                               2 3 3 becomes 0 0 3 3 2 2 3 3.
+               longtail:RATE   random classes are dissolved, as many as together have at most a fraction RATE of the
+                               images. Each is cut into clusters of 5 images, and all images of a cluster get the label
+                               of one random remaining class. For example, with 0.25, class 1 is one cluster and joins
+                               class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3.
     generator  None is torch's global one
     returns    (N,) labels, 0 to C - 1; with longtail, no image has the label of a dissolved class
     """
@@ -246,13 +246,14 @@ def main(argv=None):
     if args.label_noise != 'none':
         generator = torch.Generator().manual_seed(args.seed)
         data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
-        data.train = data.train.subset(torch.arange(len(data.train)))    # numbers the classes that are left, from 0
+        # All images, but subset numbers the classes that still have images from 0.
+        data.train = data.train.subset(torch.arange(len(data.train)))
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
     # Centres begin with length 1. The gradient with respect to a centre scales as 1 / length, and so does the angle by
-    # which a step of a given size turns the centre. So with SGD, random normal centres, of length sqrt(512) = 23, would
-    # turn 512 times more slowly.
+    # which a step of a given size turns the centre. So with SGD the angle scales as 1 / length^2. Random normal
+    # centres, of length sqrt(512), would turn 512 times more slowly.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -267,7 +268,7 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
-        dropped = F.dropout(z, args.dropout)                             # note 5; steps are in training only
+        dropped = F.dropout(z, args.dropout)                             # note 5; F.dropout always drops
         if args.loss == 'proxynca':
             return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.loss == 'center_loss':
@@ -291,7 +292,7 @@ What differs from the paper
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is no proper softmax.
     4. Not stated in the paper     here
-         lambda of Table 2         2, as in Section 4.4 and Fig. 4. In Fig. 5 it has the R@1 that Table 2 has for SOP.
+         lambda of Table 2         2, as in Section 4.4 and Fig. 4. By Section 4.5.1 it gives the R@1 of SOP in Table 2.
          m of CCL*                 choose a --margin: the default, 0, is CCL
          mu of (14)                0.9
          how the centres start     random, of length 1
@@ -307,10 +308,10 @@ What differs from the paper
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
     8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop,
-       epochs, schedule and the jitter on CUB are from it. The following is not: that code freezes BatchNorm on all
-       datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on CUB, and squashes
-       Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no weight decay on
-       biases and BatchNorm. It reports its best epoch on the test set.
+       epochs, schedule and the jitter on CUB are from it. In other points it is not followed: it freezes BatchNorm on
+       all datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on CUB, and
+       squashes Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no weight
+       decay on biases and BatchNorm. It reports its best epoch on the test set.
 Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1

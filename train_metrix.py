@@ -13,8 +13,9 @@ The E candidates for mixing are the images of the batch and, with Proxy-Anchor, 
     x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v. Either may be
                                      the positive
     y        label      -            (A, M) labels of the mixed examples. In code, y are class labels (B,)
-    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). The lambda of Eq. (13) to (15)
-                                     is the share of the positive instead: in code `label`, which is lam or 1 - lam
+    lambda   lam        --alpha      (M,) in Eq. (8): share of candidate i, from Beta(alpha, alpha)
+    lambda   label      -            (A, M) in Eq. (13) to (15): share of the positive, which is lam if the positive is
+                                     i, and 1 - lam if it is j
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
@@ -40,8 +41,8 @@ def labelled_loss(s, label, valid, kind, **hyper):
     The sums run over the examples of anchor a:
         clean ones, U(a), with labels 1 and 0       then this is Eq. (3)
         mixed ones, V(a), with labels from 0 to 1   then this is Eq. (9); with pos-neg pairs, Eq. (13)
-    Table 1 has rho, sigma and tau of each loss. rho+ decreases with the similarity, and rho- increases. The functions
-    in TABLE_1, below, compute the two terms sigma+(...) and sigma-(...). Their tau is the identity.
+    Table 1 has rho, sigma and tau of each loss. The functions in TABLE_1, below, compute the two terms sigma+(...) and
+    sigma-(...) of three of its rows. There rho+ decreases with the similarity, rho- does not, and tau is the identity.
 
     s        (A, n) similarities of A anchors and n examples, clean or mixed
     label    (A, n) labels from 0 to 1, for each anchor
@@ -67,8 +68,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    positives (weights above 0), and the second by the number of its terms that are not 0, because most negatives are
-    below the margin.
+    examples whose weight y is above 0 (of the mixed ones of pos-neg pairs, these are all). The second sum is divided by
+    the number of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -136,6 +137,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     if epsilon is not None:                         # the miner of train_ms.py, which drops easy pairs
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
+        # not <, because a comparison with NaN is false: so a pair with NaN is kept, and the loss becomes NaN
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
     # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
@@ -180,7 +182,7 @@ def mixed_loss(base, config, model, levels, y):
     i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))
     if not len(i):                                  # no anchor has a pair: for example, none has a positive
         return z.new_zeros(())
-    # i and j are rows of z. With Proxy-Anchor z has the proxies, too, so z replaces the embeddings of the batch here.
+    # i and j are rows of z, which with Proxy-Anchor has the proxies, too. So z is the level embed, not the batch alone.
     v = mixed_embeddings(config, model, dict(levels, embed=z), i, j, lam)           # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
@@ -208,7 +210,8 @@ def candidates_and_anchors(z, y, proxies=None):
 def mixed_pairs(config, z, y, anchor, num_images):
     """Eq. (8): which pairs of candidates are mixed, with which label for each anchor
 
-    config   a MixupConfig: `pairs` chooses the set of pairs of an anchor, M(a) in the paper; `k` limits its negatives
+    config   a MixupConfig: `pairs` chooses the set of pairs of an anchor, M(a) in the paper (here M is the number of
+             all pairs); `k` limits its negatives
     z, y     (E, D) candidates and their classes (E,); the first num_images are images, the others proxies
     anchor   (A,) the anchors, as indices of candidates
     returns  i, j (M,)     the pairs of all anchors, each once, with i < j
@@ -231,11 +234,13 @@ def mixed_pairs(config, z, y, anchor, num_images):
     # A pair of anchor a has one candidate where first[a] is true, and one where second[a] is true. Both are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
-    # How many anchors mix two candidates. The upper triangle has each pair once, with i < j.
+    # mixed_by[p, q] is the number of anchors with p in `first` and q in `second`. Only whether it is 0 matters. In the
+    # sum with its transpose, p and q may be in either order. The upper triangle has each pair once, with i < j.
     mixed_by = first.float().T @ second.float()                                     # (E, E)
     i, j = (mixed_by + mixed_by.T).triu(1).nonzero().unbind(dim=1)                  # (M,), (M,)
     lam = Beta(config.alpha, config.alpha).sample(i.shape)      # Eq. (8): (M,) one for a pair, the same for all anchors
     lam = lam.to(y.device, non_blocking=True)
+    # The positive may be i or j, because i < j sorts by index.
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
     binary = positive | itself                      # (A, E)  the labels before mixing: 1 or 0
     label = lam * binary[:, i] + (1 - lam) * binary[:, j]                           # Eq. (8), mix(y, y')
@@ -262,7 +267,8 @@ def mixed_embeddings(config, model, levels, i, j, lam):
 
 def mix(x, i, j, lam):
     """lam x_i + (1 - lam) x_j for M pairs.  x (B, ...), i, j, lam (M,) -> (M, ...)"""
-    lam = lam.view(-1, *[1] * (x.dim() - 1)).to(x.dtype)                            # (M, 1, ..., 1), to fit x
+    shape = [-1] + [1] * (x.dim() - 1)
+    lam = lam.view(shape).to(x.dtype)                                               # (M, 1, ..., 1), to fit x
     # On a CPU, index_select accumulates its gradient in a fixed order, so equal seeds give equal runs. x[i] does not.
     return lam * x.index_select(0, i) + (1 - lam) * x.index_select(0, j)            # Eq. (4), mix
 
@@ -306,13 +312,15 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The right-hand side of Eq. (24), Appendix A.2. If an anchor has only one mixed example v, ms attracts it while
-    s(a, v) is below this value. So the probability that v is attracted, Eq. (25), is the CDF of s(a, v) at this value;
-    tests/results/fig2.py measures it.
+    s(a, v) is below this value. So the probability that v is attracted, Eq. (25), is the share of all anchors and mixed
+    examples with this lambda whose s(a, v) is below it. The paper prints this as Eq. (11), too; tests/results/fig2.py
+    measures it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
     returns  tensor like lam, in float64; -inf for lam = 0, inf for lam = 1
     """
+    # logit(lam) = ln(lam / (1 - lam))
     return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m               # Eq. (24)
 
 
@@ -365,8 +373,8 @@ DEFAULTS = {
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
-# The flags that a loss, a type of mixup or a set of pairs uses. Given with another one, they are an error. The alpha of
-# proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
+# The flags that a loss, a type of mixup or a set of pairs uses. Given with another one, they are an error. OTHER stands
+# for all that are not named. The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -491,7 +499,7 @@ What differs from the paper
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor follows its own paper. It has s + delta on negatives, where Table 1 has s - m, and no factors 1/beta
-       and 1/gamma. Its mixed loss is averaged over the classes in the batch, not over all C proxies as in Eq. (10). Its
+       and 1/gamma. Its mixed loss is averaged over the classes in the batch; by Eq. (10) it would be all C proxies. Its
        anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup, the
        k hardest negatives are those of a proxy; in the paper they are those of an example.
     5. ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. In Table 1 its positives and negatives are
@@ -499,21 +507,22 @@ What differs from the paper
        example is a query with two targets: lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy. The pairs
        are anc-neg, with each image as an anchor, and the loss is the mean over them.
 What differs from the released code (github.com/billpsomas/metrix: contrastive at 7ce730c, ms with embedding mixup at
-b679703). It has no code for ms with feature mixup, nor for proxies with mixup. It trains with Adam, draws one lambda
-per batch, and reports the epoch that is best on the test set.
-    6.                          here                 code for contrastive               code for ms
-       positives of an anchor   all                  the first; in input mixup all      the least similar one
-       anchors of anc-neg       all                  those without a positive           (no anc-neg)
-       hard negatives           of the anchor        of another anchor in input (bug)   (none)
-       mixed examples are in    both terms           both terms                         the positive term (bug)
-       the mean is over         pairs, then anchors  all pairs with non-zero loss       the mixed examples
-    7. The code for contrastive uses Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1, and 60 epochs.
+b679703). For ms it has embedding mixup only, for proxies no mixup. It trains with Adam, draws one lambda per batch, and
+reports the epoch that is best on the test set.
+    6.                          here                code for contrastive                 code for ms
+       positives of an anchor   all                 the first; in input mixup all        the least similar one
+       anchors of anc-neg       all                 those without a positive             (no anc-neg)
+       hard negatives           of each anchor      of the first anchor, in input (bug)  (none)
+       mixed examples count in  both terms          both terms                           the positive term (bug)
+       a mean is taken of       anchors (note 2)    non-zero values of each term         mixed examples
+    7. The code for contrastive uses Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1 in input mixup,
+       and 60 epochs.
     8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), so that lam
-       weights the clean positives, too. Its similarity matrix has a column for each mixed example, and its mask one
-       for each image, so most mixed examples of an anchor belong to another one (bug).
-    9. The commands for ms         epochs   learning rate            its sum over the epochs with a learning backbone
-       CUB, Cars, without mixup    60       1e-4, halved every 5      5e-4
-       CUB, Cars, with mixup       100      1e-4, halved every 10    15e-4, as here without mixup, too
+       weights the clean positives, too. Its similarity matrix has a row and a column for each mixed example, but its
+       mask is set at the indices of images. So most mixed examples are not used, others with a wrong anchor (bug).
+    9. Its commands for ms on CUB   epochs   learning rate           sum of the rates while the backbone learns
+       without mixup                60       1e-4, halved every 5     5e-4
+       with mixup                   100      1e-4, halved every 10   15e-4; this script uses it without mixup as well
 Tables and figures of the paper
     Tables 2, 5: --loss, --mixup. With ms on CUB, Table 2 reports R@1 67.8 without mixup, 71.4 with feature mixup.
     Tables 6 (Cars), 7 (CUB, --dim 128), with --loss contrastive: --mixup, --pairs, --hard-negatives; the last row has

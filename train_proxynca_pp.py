@@ -11,7 +11,7 @@ those of the paper of Proxy-Anchor, arXiv:2003.13911.
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, or 2 for Proxy-NCA
+    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, or 2 for Eq. (1) as printed
 
     python train_proxynca_pp.py [--dataset cub --data data]
 """
@@ -98,8 +98,8 @@ SHAPES = dict(
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10)
 # The released configurations, except schedule and dim (notes 1 to 3). They set Adam's eps to 1. Adam divides its step
 # by eps + sqrt(v), where v is a running mean of squared gradients. With eps = 1 and small gradients the divisor is
-# about 1, and a step is the learning rate times the gradient, as in SGD. So the learning rates of the proxies are 240
-# to 2,400.
+# about 1, and Adam acts as SGD with momentum. It no longer scales small gradients up, so learning rates must be large:
+# those of the proxies are 240 to 2,400.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='max', dim=512, freeze_bn=False,
     image_size=256, resize=288, min_crop=0.08,
@@ -179,8 +179,8 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     5. The released code has a separate optimizer for the 5 epochs in which only the head and the proxies learn. Here it
        is one optimizer, so the running means of Adam carry over.
     6. The released code clips only the gradients of the network. Here those of the proxies are clipped, too. At the
-       start this changes nothing: the gradient of 2 s / T with respect to p has a norm of at most 2 / (T |p|), which
-       is 6.4 for |p| = sqrt(512) / 8, and the clip value is 10.
+       start this changes nothing: the gradient of a logit 2 s / T with respect to p has a norm of at most 2 / (T |p|),
+       6.4 for |p| = sqrt(512) / 8. Cross-entropy weights it by at most 1, and the clip value is 10.
     7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it is one GPU.
     8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them.
     9. With one class the loss of the released code divides by 0, and with two classes it is wrong. It makes one-hot
@@ -189,9 +189,8 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
        benchmarks Adam's eps of 1 makes the steps smaller by the same factor, so a fair comparison needs a higher --lr.
    11. Proxy-NCA in other papers:
            Reality Check, Section 1.3   cross-entropy on distances, so the positive proxy is in the denominator. In its
-                                        code the distances are squared, with a scale of 13.98 for CUB. This is
-                                        --protocol reality-check --temperature 0.0715. With --loss proxynca, the
-                                        temperature is the same, but the positive proxy is not in the denominator.
+                                        code the distances are squared, with a scale of 13.98 for CUB. So run
+                                        --protocol reality-check --temperature 0.0715 with the default --loss.
            CCL Eq. (9), train_ccl.py    Proxy-NCA with a scale s on the cosine similarities: T = 2 / s
    12. Metrix (Table 1) writes ProxyNCA++ with logits s(x,p) / T and without the positive proxy in the denominator. This
        script and train_metrix.py follow the authors' code.

@@ -11,8 +11,9 @@ class Experiment(NamedTuple):
     rows: dict              # {name: command without python, the shared flags and the repeat}
     repeats: list           # each command is run with each of these flags
     flags: str = ''         # of all commands
-    differences: list = []  # (row, row that is subtracted), or (row, row, difference of R@1 that the paper reports)
+    differences: list = []  # (row, row that is subtracted), or (row, row, difference in R@1 that the paper reports)
     columns: tuple = ('R@1 before', 'R@1', 'MAP@R before', 'MAP@R', 's+', 's-')     # keys of results.COLUMNS
+    papers: dict = {}       # {row: R@1 that its paper reports}
 
     def command(self, row):
         return f'{self.rows[row]} {self.flags}'.strip()
@@ -30,10 +31,11 @@ SMALL = f'{CUB} {RESNET18} --epochs 6 --eval-every 6'
 # Metrix's commands for ms on CUB, with a fifth of their epochs. Those without mixup have the short schedule.
 LONG = '--epochs 20 --decay-epochs 2'
 SHORT = '--epochs 12 --decay-epochs 1'
-LARGE = f'{CUB} --weights data/resnet50_v1.pth --arch resnet50_v1'
-FOUR = '--epochs 4 --decay-epochs 2 --eval-every 4'
+MIXUP = f'{CUB} {RESNET18} --lr 3.3e-05 --eval-every 4'
+STEP, FROZEN = '--schedule step', '--freeze-backbone-epochs 1 --eval-every 4'
+BY_EPOCH = tuple(f'R@1 after {epoch}' for epoch in (4, 8, 12, 16, 20))
 FLOWERS = ('--dataset folder --data data/flowers --weights data/resnet18.pth --arch resnet18 --image-size 96 '
-           f'{FOUR} --freeze-backbone-epochs 1 --lr 3.3e-05')
+           '--epochs 4 --decay-epochs 2 --eval-every 4 --freeze-backbone-epochs 1 --lr 3.3e-05')
 
 EXPERIMENTS = [
     Experiment(
@@ -43,13 +45,39 @@ EXPERIMENTS = [
          'hse': 'train_hse.py', 'metrix, none': 'train_metrix.py --mixup none'},
         seeds(10), differences=[('metrix', 'metrix, none'), ('hse', 'ms'), ('proxy_anchor', 'ms')]),
     Experiment(
-        'resnet50', 'CUB, ResNet-50, 224 px. Each script with its recipe of CUB, but fewer epochs. Proxy-Anchor was '
-        'ended after nine of its twelve, and had photographs in full size.',
-        {'proxy_anchor': 'train_proxy_anchor.py --epochs 12 --decay-epochs 4 --eval-every 3',
-         'contrastive': f'train_contrastive.py {FOUR}', 'metrix': f'train_metrix.py {FOUR} --mixup feature',
-         'metrix, none': f'train_metrix.py {FOUR} --mixup none'},
-        seeds(1), LARGE, [('metrix', 'metrix, none', 3.6)],
-        ('epochs', 'R@1 before', 'R@1', 'R@2', 'R@4', 'R@8', 'RP', 'MAP@R before', 'MAP@R')),
+        'resnet50', 'CUB, ResNet-50, 224 px (ProxyNCA++ and CCL 256). Each script with its recipe of CUB, and its '
+        'schedule shortened in proportion to the epochs. `proxynca_pp` was ended after 15 of 20 epochs, `hse, no '
+        'hybrids` after 18 of 22, where `hse` has 63.1. `proxy_anchor, full size` has photographs in full size, and '
+        'was ended after 9 of 12 epochs.',
+        {row: f'{script} --epochs {epochs} --freeze-backbone-epochs {frozen} --eval-every {every}'
+              + (f' --decay-epochs {decay}' if decay else '')
+         for row, script, epochs, frozen, every, decay in (
+             ('proxy_anchor', 'train_proxy_anchor.py', 25, 5, 7, 5),
+             ('proxy_anchor, full size', 'train_proxy_anchor.py', 12, 1, 3, 4),
+             ('contrastive', 'train_contrastive.py', 20, 3, 5, 8),
+             ('ms', 'train_ms.py', 20, 0, 5, 8),
+             ('proxynca_pp', 'train_proxynca_pp.py', 20, 3, 5, 10),
+             ('ccl', 'train_ccl.py', 18, 0, 5, None),
+             ('metrix', 'train_metrix.py --mixup feature', 27, 3, 7, 4),
+             ('metrix, none', 'train_metrix.py --mixup none', 27, 3, 7, 4),
+             ('hse', 'train_hse.py', 22, 3, 6, 4),
+             ('hse, no hybrids', 'train_hse.py --alpha 0', 22, 3, 6, 4))},
+        seeds(1), '--dataset cub --data data --arch resnet50_v1 --weights data/resnet50_v1.pth',
+        [('metrix', 'metrix, none', 3.6)], ('epochs', 'R@1 before', 'R@1', 'best R@1', 'R@8', 'MAP@R'),
+        {'proxy_anchor': 69.7, 'proxy_anchor, full size': 69.7, 'contrastive': 64.7, 'ms': 65.7, 'proxynca_pp': 69.0,
+         'ccl': 71.8, 'metrix': 71.4, 'metrix, none': 67.8, 'hse': 67.6, 'hse, no hybrids': 65.7}),
+    Experiment(
+        'heads', 'CUB. Only a linear head learns, on the pooled features of the frozen ResNet-50, which features.py '
+        'writes. Each script with its recipe of vectors, one thread per run.',
+        {'contrastive': 'train_contrastive.py', 'ms': 'train_ms.py', 'proxy_anchor': 'train_proxy_anchor.py',
+         'proxynca_pp': 'train_proxynca_pp.py', 'ccl': 'train_ccl.py', 'ccl, lam 0': 'train_ccl.py --lam 0'} | {
+            f'metrix {loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup}'
+            for loss in ('ms', 'contrastive', 'proxy_anchor', 'proxynca_pp') for mixup in ('none', 'feature', 'embed')},
+        seeds(10), '--dataset vectors --data data/heads',
+        [*((f'metrix {loss}, {mixup}', f'metrix {loss}, none', paper) for loss, papers in (
+            ('ms', (3.6, 2.4)), ('contrastive', (2.7, 1.7)), ('proxy_anchor', (1.5, 0.9)), ('proxynca_pp', (1.3, 1.1)))
+           for mixup, paper in zip(('feature', 'embed'), papers)),
+         ('ccl', 'ccl, lam 0', 0.7), ('proxy_anchor', 'ms', 2.7)]),
     Experiment(
         'recipes', 'CUB, ResNet-18, 112 px. Each script with its recipe of CUB, but fewer epochs.',
         {'contrastive': 'train_contrastive.py --decay-epochs 3 --lr 0.0001',
@@ -94,11 +122,15 @@ EXPERIMENTS = [
             for name in ('shared', 'hardest', 'push')} | {
             f'{mixup}, {flags}': f'train_metrix.py --mixup {mixup} --{flags} {LONG}'
             for flags in ('m 0.5', 'per-class 5') for mixup in ('none', 'feature')},
-        seeds(3), f'{CUB} {RESNET18} --lr 3.3e-05 --eval-every 4',
+        seeds(3), MIXUP,
         [('feature, long', 'none, long', 3.6), ('feature, short', 'none, short'), ('none, long', 'none, short'),
          ('feature, long', 'none, short'),
          *((patch, 'none, long') for patch in ('shared', 'hardest', 'push')),
          *((f'feature, {flags}', f'none, {flags}') for flags in ('m 0.5', 'per-class 5'))]),
+    Experiment(
+        'late', 'The runs of `mixup` by epoch: does mixup pay late?',
+        {f'{mixup}, long': f'train_metrix.py --mixup {mixup} {LONG}' for mixup in ('none', 'feature')},
+        seeds(3), MIXUP, [('feature, long', 'none, long')], BY_EPOCH),
     Experiment(
         'mixup_shapes', 'shapes, ms. The same questions. The recipe of shapes has 4 images per class; per-class 0 are '
         'random batches.',
@@ -106,14 +138,18 @@ EXPERIMENTS = [
             patch: f'tests/results/patches.py {patch}' for patch in ('shared', 'hardest', 'push', 'softer')} | {
             f'{mixup}, {name}': f'train_metrix.py{flag} {flags}'
             for name, flags in (('m 0.5', '--m 0.5'), ('per-class 0', '--per-class 0'),
-                                ('short', f'--schedule step {SHORT} --freeze-backbone-epochs 1 --eval-every 4'),
-                                ('long', f'--schedule step {LONG} --freeze-backbone-epochs 1 --eval-every 4'))
+                                ('short', f'{STEP} {SHORT} {FROZEN}'), ('long', f'{STEP} {LONG} {FROZEN}'))
             for mixup, flag in (('none', ' --mixup none'), ('feature', ''))},
         seeds(5), differences=[
             ('feature', 'none'), *((patch, 'none') for patch in ('shared', 'hardest', 'push', 'softer')),
             ('push', 'feature'), ('softer', 'feature'),
             *((f'feature, {name}', f'none, {name}') for name in ('m 0.5', 'per-class 0', 'short', 'long')),
             ('none, long', 'none, short'), ('feature, long', 'none, short')]),
+    Experiment(
+        'late_shapes', 'The runs of `mixup_shapes` by epoch.',
+        {'none, long': f'train_metrix.py --mixup none {STEP} {LONG} {FROZEN}',
+         'feature, long': f'train_metrix.py {STEP} {LONG} {FROZEN}'},
+        seeds(5), differences=[('feature, long', 'none, long')], columns=BY_EPOCH),
     Experiment(
         'noise', "shapes, with wrong training labels. The paper's differences, in Table 3, are between CCL and "
         'the NSoftmax of another paper, with Inception.',

@@ -104,6 +104,10 @@ def last(key):
     return lambda rows: rows[-1][key]
 
 
+def after(epoch):
+    return lambda rows: next(row['R@1'] for row in rows if row['epoch'] == epoch)
+
+
 def best(rows):
     """Highest R@1 after an epoch"""
     return max(row['R@1'] for row in rows[1:])
@@ -114,6 +118,7 @@ COLUMNS = {
     'epochs': (last('epoch'), 0), 'R@1 before': (before('R@1'), 1),
     **{key: (last(key), 1) for key in ('R@1', 'R@2', 'R@4', 'R@8', 'RP')},
     'MAP@R before': (before('MAP@R'), 1), 'MAP@R': (last('MAP@R'), 1), 's+': (last('s+'), 2), 's-': (last('s-'), 2),
+    **{f'R@1 after {epoch}': (after(epoch), 1) for epoch in (4, 7, 8, 12, 14, 16, 20, 21)},
     'best R@1': (best, 1), 'best - last': (lambda rows: best(rows) - rows[-1]['R@1'], 1)}
 
 
@@ -151,16 +156,17 @@ def table(experiment, found):
     difference. Without runs, there is no line."""
     if not any(found.values()):
         return []
-    paper = ['paper'] if any(len(difference) > 2 for difference in experiment.differences) else []
+    paper = ['paper'] if experiment.papers or any(len(each) > 2 for each in experiment.differences) else []
     header = ['', 'runs', *experiment.columns, *paper, 'command']
     lines = [header, ['---'] * len(header)]
     for row, command in experiment.rows.items():
         if found[row]:
             cells = [cell(numbers(found, column, row), column) for column in experiment.columns]
-            lines.append([row, len(found[row]), *cells, *[''] * len(paper), f'`{command}`'])
+            reported = [experiment.papers.get(row, '')] * len(paper)
+            lines.append([row, len(found[row]), *cells, *reported, f'`{command}`'])
     for row, base, *reported in experiment.differences:
         values = {column: numbers(found, column, row, base) for column in experiment.columns}
-        count = len(values['R@1'])
+        count = max(map(len, values.values()))
         if count:
             cells = [cell(differences, column, bold=True) for column, differences in values.items()]
             lines.append([f'{row} - {base}', count, *cells, *(reported or [''] * len(paper)), ''])
