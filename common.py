@@ -269,24 +269,33 @@ def load_weights(trunk, weights, classifier):
     return trunk
 
 
+def dicts_in(saved):
+    """A dict and the dicts that it contains, at any depth"""
+    yield saved
+    for value in saved.values():
+        if isinstance(value, dict):
+            yield from dicts_in(value)
+
+
 def find_weights(saved, wanted, file):
-    """{name: value} in the dict of `saved`, at any depth, and with the prefix of its names, for which most names are
-    `wanted`. Raises UsageError if no name is."""
-    tables, prefixes = [saved], Counter()
-    for number, table in enumerate(tables):                 # it grows while it is read
-        tables += [value for value in table.values() if isinstance(value, dict)]
-        for name in map(str, table):
-            ends = [name.split('.', n)[-1] for n in range(name.count('.') + 1)]         # of a.b.c: a.b.c, b.c, c
-            prefixes.update((number, name.removesuffix(end)) for end in ends if end in wanted)
-    if not prefixes:
-        names = [str(name) for table in tables for name in table]
-        raise UsageError(f'{file} has no weights of this network, such as {", ".join(list(wanted)[:3])}; it has '
-                         f'{len(names)} other names, such as {", ".join(names[:5])}')
-    number, prefix = best = max(prefixes, key=prefixes.get)
-    if list(prefixes.values()).count(prefixes[best]) > 1:
-        warn(f'{file} has several such networks; the first is used, with the prefix {prefix or "of no name"}')
-    named = {str(name): value for name, value in tables[number].items()}
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    """{name without its prefix: value} of the network in `saved`. The first of the wanted names shows in which dict it
+    is, and with which prefix. If there are several networks, it is the one with most of the wanted names."""
+    first = next(iter(wanted))
+    prefixes, networks, names = [], [], []
+    for table in dicts_in(saved):
+        table = {str(name): value for name, value in table.items()}
+        names += table
+        for prefix in [name.removesuffix(first) for name in table if f'.{name}'.endswith(f'.{first}')]:
+            prefixes.append(prefix)
+            networks.append({name.removeprefix(prefix): table[name] for name in table if name.startswith(prefix)})
+    if not networks:
+        raise UsageError(f'{file} has no {first}, the first weight of this --arch, with any prefix; it has '
+                         f'{len(names)} names, such as {", ".join(names[:5])}')
+    fitting = [len(network.keys() & wanted.keys()) for network in networks]
+    best = fitting.index(max(fitting))
+    if fitting.count(max(fitting)) > 1:
+        warn(f'{file} has several such networks; the first is used, with the prefix {prefixes[best] or "(none)"}')
+    return networks[best]
 
 
 def timm_model(arch):
@@ -350,8 +359,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. If the queue is too short, the items that it
-            lacks are first appended in random order; if it lacks none, all items."""
+            """Removes and returns the first `number` items of a queue. If the queue is too short, items are first
+            appended in random order: those that are not in the queue or, if all are, all items again."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -618,6 +627,7 @@ def search_with_ties(query, gallery, k):
             break
         number = min(8 * number, len(gallery))
     tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) queries with equal cosines, mostly few
+    # Sorted by position and then, in a stable way, by cosine: so equal cosines stay in the order of their positions.
     positions, by_position = index[tied].sort(dim=1)
     cosines, by_cosine = s[tied].gather(1, by_position).sort(dim=1, descending=True, stable=True)
     s[tied], index[tied] = cosines, positions.gather(1, by_cosine)
