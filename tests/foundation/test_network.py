@@ -195,7 +195,7 @@ def test_of_several_networks_in_a_file_the_first_is_used_and_named(small, tmp_pa
     assert torch.equal(trunk.conv1.weight, student['conv1.weight'])
     assert 'x.pth has several such networks; the first is used, with the prefix net.' in capsys.readouterr().err
     torch.save({'mine': {'layer.weight': torch.zeros(3)}}, tmp_path / 'x.pth')
-    with pytest.raises(UsageError, match='has no conv1.weight, the first weight .*; it has 2 names, such as mine, layer'):
+    with pytest.raises(UsageError, match='has no conv1.weight, the first .*; it has 2 names, such as mine, layer'):
         Embedder(dim=4, weights=tmp_path / 'x.pth')
 
 
