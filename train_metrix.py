@@ -14,8 +14,7 @@ The E candidates for mixing are the images of the batch and, with Proxy-Anchor, 
                                      the positive
     y        label      -            (A, M) labels of the mixed examples. In code, y are class labels (B,)
     lambda   lam        --alpha      (M,) in Eq. (8): share of candidate i, from Beta(alpha, alpha)
-    lambda   label      -            (A, M) in Eq. (13) to (15): share of the positive, which is lam if the positive is
-                                     i, and 1 - lam if it is j
+    lambda   label      -            (A, M) in Eq. (13) to (15): share of the positive, lam for i and 1 - lam for j
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
