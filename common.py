@@ -173,7 +173,7 @@ class Embedder(nn.Module):
             raise UsageError(f'the head takes {self.linear.in_features} features, and got {p.shape[1]}: it was built '
                              'for inputs of another shape')
         weight, bias = map(at_least_float32, (self.linear.weight, self.linear.bias))
-        z = F.linear(self.norm(p), weight, bias)
+        z = F.linear(self.norm(p).to(weight.dtype), weight, bias)
         return F.normalize(z, dim=1) if self.normalize else z
 
     def head(self, f):
@@ -572,12 +572,12 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
 def embed(model, images, batch_size=128):
     """Embeddings of a whole set, with its test transform -> (N, D) float32 on the CPU, in the order of the images.
     `model` is any module with weights that turns images (B, 3, S, S) into (B, D)."""
-    device = next(model.parameters()).device
+    weight = next(model.parameters())
     training = model.training
     model.eval()
     indices = own_positions(len(images), repeat_last=True)
-    loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), device)
-    z = torch.cat([model(x.to(device)).float() for x, _ in loaded(loader)])
+    loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), weight.device)
+    z = torch.cat([model(x.to(weight)).float() for x, _ in loaded(loader)])         # on its device, in its precision
     model.train(training)
     return gather(z)[:len(images)].cpu()
 

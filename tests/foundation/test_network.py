@@ -62,6 +62,12 @@ def test_a_network_in_another_precision_embeds(small, dtype):
     """As after model.half(). The images may be in float32; pooling, head and embeddings are at least float32."""
     model, images = small_embedder(layer_norm=True).eval(), numbered(3)
     images.transform = common.make_test_transform(32, 32)
+    own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 4)).to(dtype)
+    assert common.embed(own, images).shape == (6, 4)
+    vectors = torch.randn(6, 9, dtype=torch.float64)
+    for head in (Embedder('none', 5, input_shape=(9,)), Embedder('none', 5, input_shape=(9,)).to(dtype)):
+        for items in (vectors, vectors.to(dtype)):
+            assert common.embed(head, common.Images(items, range(6))).shape == (6, 5)
     before, x = common.embed(model, images), images[4][0][None]
     after = common.embed(model.to(dtype), images)
     assert F.cosine_similarity(before, after).min() > 0.999
