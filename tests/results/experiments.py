@@ -75,10 +75,10 @@ EXPERIMENTS = [
          'ccl': 'train_ccl.py --lr 1e-4', 'ccl, lam 0': 'train_ccl.py --lam 0 --lr 1e-4'} | {
             f'metrix {loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup} --lr {lr}'
             for loss, lr in (('ms', '1e-4'), ('contrastive', '1e-4'), ('proxy_anchor', '3e-4'), ('proxynca_pp', '3e-4'))
-            for mixup in ('none', 'feature')},
+            for mixup in ('none', 'embed')},
         seeds(10), '--dataset vectors --data data/heads --eval-every 100',
-        [*((f'metrix {loss}, feature', f'metrix {loss}, none', paper) for loss, paper in (
-            ('ms', 3.6), ('contrastive', 2.7), ('proxy_anchor', 1.5), ('proxynca_pp', 1.3))),
+        [*((f'metrix {loss}, embed', f'metrix {loss}, none', paper) for loss, paper in (
+            ('ms', 2.4), ('contrastive', 1.7), ('proxy_anchor', 0.9), ('proxynca_pp', 1.1))),
          ('ccl', 'ccl, lam 0', 0.7), ('proxy_anchor', 'ms', 2.7)]),
     Experiment(
         'recipes', 'CUB, ResNet-18, 112 px. Each script with its recipe of CUB, but fewer epochs.',
