@@ -378,7 +378,8 @@ LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gam
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
 USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_negatives', 'strength', 'alpha']},
-        'pairs': {'pos-pos': [], common.OTHER: ['hard_negatives']}}
+        'pairs': {'pos-pos': [], common.OTHER: ['hard_negatives']},
+        'strength': {0: [], common.OTHER: ['pairs', 'hard_negatives', 'alpha']}}
 
 
 def plan(args):

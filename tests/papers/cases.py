@@ -246,7 +246,7 @@ CASES = {
                 '--hard-negatives': '0 1.5 some < 1 all auto'},
         no_effect=['--loss proxynca_pp --epsilon 0.1', '--reduction sum', '--temperature 1',
                    '--loss contrastive --beta 3', '--loss proxy_anchor --m 0.2', '--mixup none --hard-negatives 2',
-                   '--mixup none --alpha 1', '--mixup none --strength 1'],
+                   '--mixup none --alpha 1', '--mixup none --strength 1', '--strength 0 --alpha 1'],
         rates=[('', [0.01]), ('--loss proxy_anchor', [0.01, 0.1]),
                ('--loss proxynca_pp --proxy-lr-mult 7', [0.01, 0.07])],
         starts=[('--loss proxy_anchor', 'proxies', (2 / 6) ** 0.5), ('--loss proxynca_pp', 'proxies', (2 / 6) ** 0.5)]),
