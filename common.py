@@ -147,8 +147,10 @@ class Embedder(nn.Module):
         """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
         give (B, c, 1, 1)."""
         share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
-        share = share.to(next(self.trunk.parameters(), x).dtype)        # for a network after .half() or .bfloat16()
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
+        dtype = next(self.trunk.parameters(), x).dtype      # another one than float32 after .half() or .bfloat16()
+        share = share.to(dtype) if x.is_floating_point() else share
+        bf16 = self.precision == 'bf16' and dtype == torch.float32
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
             f = self.trunk(share)
         if not torch.is_tensor(f) or f.ndim not in (2, 4):
             raise UsageError('the trunk must return one tensor (B, c) or (B, c, h, w), and returned '
@@ -172,8 +174,8 @@ class Embedder(nn.Module):
         if p.shape[1] != self.linear.in_features:
             raise UsageError(f'the head takes {self.linear.in_features} features, and got {p.shape[1]}: it was built '
                              'for inputs of another shape')
-        weight, bias = map(at_least_float32, (self.linear.weight, self.linear.bias))
-        z = F.linear(self.norm(p).to(weight.dtype), weight, bias)
+        p = self.norm(p).to(next(self.linear.parameters(), p).dtype)    # another one after .half() or .double()
+        z = at_least_float32(self.linear(p))
         return F.normalize(z, dim=1) if self.normalize else z
 
     def head(self, f):
@@ -279,7 +281,7 @@ def dicts_in(saved):
 
 def find_weights(saved, wanted, file):
     """{name without its prefix: value} of the network in `saved`. The first of the wanted names shows in which dict it
-    is, and with which prefix. If there are several networks, it is the one with most of the wanted names."""
+    is, and with which prefix. If there are several networks, it is the one whose names fit best."""
     first = next(iter(wanted))
     prefixes, networks, names = [], [], []
     for table in dicts_in(saved):
@@ -291,7 +293,7 @@ def find_weights(saved, wanted, file):
     if not networks:
         raise UsageError(f'{file} has no {first}, the first weight of this --arch, with any prefix; it has '
                          f'{len(names)} names, such as {", ".join(names[:5])}')
-    fitting = [len(network.keys() & wanted.keys()) for network in networks]
+    fitting = [len(network.keys() & wanted.keys()) - len(network.keys() - wanted.keys()) for network in networks]
     best = fitting.index(max(fitting))
     if fitting.count(max(fitting)) > 1:
         warn(f'{file} has several such networks; the first is used, with the prefix {prefixes[best] or "(none)"}')
@@ -625,7 +627,7 @@ def search_with_ties(query, gallery, k):
         # A search finds any of several equal cosines. If the k-th equals the last one, there may be more of them.
         if number == len(gallery) or (s[:, k - 1] > s[:, -1]).all():
             break
-        number = min(8 * number, len(gallery))
+        number = min(k + 64 if number == k + 1 else 8 * number, len(gallery))
     tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) queries with equal cosines, mostly few
     # Sorted by position and then, in a stable way, by cosine: so equal cosines stay in the order of their positions.
     positions, by_position = index[tied].sort(dim=1)
@@ -843,18 +845,18 @@ def number_classes(labels, classes, count):
     values = labels.tolist() if hasattr(labels, 'tolist') else labels            # a tensor is slow to iterate over
     labels = np.asarray(labels)
     try:
+        if labels.dtype.kind in 'OU' and labels.shape == (count,):
+            labels = np.array([plain(value) if isinstance(value, str) else value for value in values], object)
         if labels.shape != (count,) or any(value is None or value != value for value in values):
             raise UsageError(f'{count} images need as many labels, none of them missing; these are {labels.shape}')
         if classes is None:
-            if labels.dtype.kind in 'OU':
-                labels = np.array([plain(value) if isinstance(value, str) else value for value in values], object)
             classes, labels = np.unique(labels, return_inverse=True)
         elif not {*labels.tolist()} <= {*range(len(classes))}:
             raise UsageError(f'with {len(classes)} classes, labels are positions from 0 to {len(classes) - 1}')
     except TypeError as error:                              # they cannot be compared
         kinds = ', '.join(sorted({type(value).__name__ for value in values}))
         raise UsageError(f'labels are of one type, as text or numbers, and these are of several: {kinds}') from error
-    return torch.as_tensor(labels).long(), list(map(plain, classes))
+    return torch.as_tensor(np.asarray(labels, np.int64)), list(map(plain, classes))
 
 
 def plain(name):
@@ -1117,7 +1119,7 @@ def read_splits(name, root, whole, options):
 def check_files(paths):
     """Raises ValueError if images are missing, or are listed twice."""
     missing = [path for path in paths if not os.path.isfile(path)]
-    twice = [path for path, times in Counter(paths).items() if times > 1]
+    twice = [path for path, times in Counter(map(os.path.abspath, paths)).items() if times > 1]
     for wrong, text in ((missing, 'are missing'), (twice, 'are listed twice')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
@@ -1978,7 +1980,7 @@ def loss(function):
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
         if 'z' in given and 'y' in given:
-            check_labels(**given)
+            given['y'] = check_labels(**given)
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
         dtype = reduce(torch.promote_types, (t.dtype for t in tensors.values()), torch.float32)
         given |= {name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()}
@@ -1988,12 +1990,13 @@ def loss(function):
 
 
 def check_labels(z, y, **others):
-    """Raises UsageError if y are not the class labels of embeddings z, see loss. On a CUDA device, the range of the
-    labels is an assertion that runs there, because the CPU would have to wait for it: wrong labels end the process with
-    a CUDA error, after the text is printed."""
+    """The labels y of embeddings z as int64. Raises UsageError if they are not labels, see loss. On a CUDA device, the
+    range of the labels is an assertion that runs there, because the CPU would have to wait for it: wrong labels end
+    the process with a CUDA error, after the text is printed."""
     if not (torch.is_tensor(y) and y.shape == z.shape[:1] and not y.is_floating_point()):
         raise UsageError(f'labels are a tensor of {len(z)} integers, one for each embedding, and not '
                          f'{getattr(y, "dtype", type(y).__name__)} {tuple(np.shape(y))}')
+    y = y.long()
     for C in {len(t) for t in others.values() if torch.is_tensor(t) and t.ndim == 2}:
         text = f'with {C} classes, labels are from 0 to {C - 1}'
         in_range = ((y >= 0) & (y < C)).all()
@@ -2001,6 +2004,7 @@ def check_labels(z, y, **others):
             torch._assert_async(in_range, text)
         elif not in_range:
             raise UsageError(f'{text}, and these are from {y.min()} to {y.max()}')
+    return y
 
 
 def pick_device(name):
@@ -2117,7 +2121,7 @@ def own_positions(number, repeat_last=False):
 def own_share(x):
     """The images of a batch on which this process runs the trunk. In training these are a part, if the batch can be
     divided evenly. Otherwise they are all, as in embed, where each process has images of its own."""
-    if not torch.is_grad_enabled() or len(x) % world_size():
+    if world_size() == 1 or not torch.is_grad_enabled() or len(x) % world_size():
         return x
     return x.chunk(world_size())[rank()]
 

@@ -245,9 +245,11 @@ def main(argv=None):
     data = common.dataset_from(args)
     if args.label_noise != 'none':
         generator = torch.Generator().manual_seed(args.seed)
-        data.train.labels = corrupt_labels(data.train.labels, args.label_noise, generator)
-        # All images, but subset numbers the classes that still have images from 0.
-        data.train = data.train.subset(torch.arange(len(data.train)))
+        labels = corrupt_labels(data.train.labels, args.label_noise, generator)
+        # The classes that still have images are numbered from 0. Dissolved ones come last: their images are seen, too.
+        kept, data.train.labels = labels.unique(return_inverse=True)
+        dissolved = {*range(len(data.train.classes))} - {*kept.tolist()}
+        data.train.classes = [data.train.classes[c] for c in [*kept.tolist(), *sorted(dissolved)]]
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')

@@ -249,7 +249,7 @@ MISTAKES['embedder'] = {
     'not normalized': ('F.normalize(z, dim=1) if self.normalize else z', 'z'),
     'always normalized': (' if self.normalize else z', ''),
     'normalized over the batch': ('F.normalize(z, dim=1)', 'F.normalize(z, dim=0)'),
-    'LayerNorm left out': ('F.linear(self.norm(p)', 'F.linear(p'),
+    'LayerNorm left out': ('self.norm(p).to', 'p.to'),
     'the maximum replaces the average': ("if 'avg' in self.pool", "if self.pool == 'avg'"),
     'maximum for average': ('F.adaptive_avg_pool2d', 'F.adaptive_max_pool2d'),
     'pooled in half precision': ('f = at_least_float32(f)', ''),

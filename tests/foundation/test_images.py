@@ -131,6 +131,11 @@ def test_labels_are_names_or_integers_one_for_each_image():
     for labels in (['a'] * 4, [[1], [2], [3]], torch.tensor([0.0, 1.0, float('nan')]), ['a', None, 'b'], None):
         with pytest.raises(UsageError, match='^3 images need as many labels, none of them missing'):
             Images(items, labels)
+    assert Images(items, np.array([2, 0, 2], object), classes=['x', 'y', 'z']).labels.tolist() == [2, 0, 2]
+    tuples = np.empty(3, object)
+    tuples[:] = [('a', 1), ('b', 2), ('a', 1)]
+    with pytest.raises(UsageError, match='^3 images need as many labels, none of them missing'):
+        Images(items, tuples)
     for labels in (['b', 1, 'b'], np.array([2, 'a', 2], object)):
         with pytest.raises(UsageError, match='^labels are of one type, .*, and these are of several: int, str$'):
             Images(items, labels)

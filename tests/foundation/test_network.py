@@ -68,8 +68,14 @@ def test_a_network_in_another_precision_embeds(small, dtype):
     for head in (Embedder('none', 5, input_shape=(9,)), Embedder('none', 5, input_shape=(9,)).to(dtype)):
         for items in (vectors, vectors.to(dtype)):
             assert common.embed(head, common.Images(items, range(6))).shape == (6, 5)
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
     before, x = common.embed(model, images), images[4][0][None]
+    calls = []
+    model.linear.register_forward_hook(lambda *_: calls.append(1))
+    model.precision = 'bf16'
     after = common.embed(model.to(dtype), images)
+    assert calls, 'the head is called, so that hooks and adapters of it run'
     assert F.cosine_similarity(before, after).min() > 0.999
     assert torch.allclose(model(x), model(x.to(dtype)), atol=1e-2) and model(x).dtype == max(
         dtype, torch.float32, key=lambda kind: torch.finfo(kind).bits)

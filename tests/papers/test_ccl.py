@@ -264,7 +264,8 @@ def test_label_noise_follows_from_the_seed_and_dissolved_classes_have_no_centre(
     held = before_training(train_ccl, '--label-noise', 'symmetric:0', *flags[2:], '5').data.train
     for path, label in zip(one.data.train.paths, one.data.train.labels.tolist()):
         name = one.data.train.classes[label]
-        assert name in path or held.classes[held.labels[held.paths.index(path)]] not in one.data.train.classes
+        assert name in path or held.classes[held.labels[held.paths.index(path)]] not in one.data.train.present
+    assert {*one.data.train.classes} == {*held.classes}, 'a checkpoint names all classes whose images were seen'
     assert torch.equal(one.data.query.labels, before_training(train_ccl).data.query.labels), 'the test set has no noise'
 
 
