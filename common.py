@@ -31,7 +31,7 @@ All files write shapes with these letters. Each script explains its further symb
 Every loss of the scripts has the decorator `loss` (section 10). Inside such a loss all tensors have at least float32,
 autocast is off, and the labels have been checked. With torchrun, several processes share the work. What this needs in
 sections 1 to 4 is in the functions own_share, all_shares, own_positions, gather, average_gradients and from_rank0 of
-section 10. With one process, they return what they are given.
+section 10. With one process, they change nothing.
 """
 import argparse
 import copy
@@ -542,7 +542,7 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
     start = time.time()
     # t counts the steps of the whole run, from 0, and number those of this epoch, from 1.
     for number, (batch, t) in enumerate(zip(loaded(loader), steps), start=1):
-        x, y = (gather(part.to(args.device, non_blocking=True)) for part in batch)      # also those of other processes
+        x, y = (gather(to_device(part, args.device)) for part in batch)         # also those of other processes
         for group in optimizer.param_groups:
             initial = group.setdefault('initial_lr', group['lr'])       # set once, in step 0
             group['lr'] = initial * learning_rate_factor(t, args, len(loader), total)
@@ -1961,6 +1961,12 @@ def require_two_classes(args):
 #                    because gradients of BatchNorm are wrong in it in many releases of torch (issue 175189)
 #   a notebook       start in a folder that is kept, because checkpoints are in runs/ below it; after an interruption,
 #                    main(['--resume', 'runs/first']) continues a run with the flags --name first
+
+
+def to_device(t, device):
+    """A tensor on a torch.device. On CUDA the CPU does not wait for the copy. On the GPU of a Mac it has to: there the
+    source may be released before it is read, which gives other values without an error (torch issue 189690)."""
+    return t.to(device, non_blocking=device.type == 'cuda')
 
 
 def at_least_float32(t):

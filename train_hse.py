@@ -101,7 +101,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
             members = (y == c).nonzero()[:, 0]
             columns.append(members[torch.arange(per_class) % len(members)])                 # (per_class,)
         sources.append(torch.stack(columns, dim=1))                                         # (per_class, num)
-    sources = torch.cat(sources).to(images.device, non_blocking=True)                       # (H, num)
+    sources = common.to_device(torch.cat(sources), images.device)                           # (H, num)
     return blend(images[sources], kind, axis, mask_size), sources
 
 
@@ -145,7 +145,7 @@ def blend(parts, kind, axis, mask_size):
     if source_index.max() < num - 1:                # the last source has no pixel
         raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
                                 'larger images, a smaller --num or, with gridmask, a smaller --mask-size')
-    source_index = source_index.to(parts.device, non_blocking=True)[None, None, None]       # (1, 1, 1, height, width)
+    source_index = common.to_device(source_index, parts.device)[None, None, None]           # (1, 1, 1, height, width)
     return parts.take_along_dim(source_index, dim=1).squeeze(1)                             # (H, 3, S, S), broadcast
 
 

@@ -238,7 +238,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     mixed_by = first.float().T @ second.float()                                     # (E, E)
     i, j = (mixed_by + mixed_by.T).triu(1).nonzero().unbind(dim=1)                  # (M,), (M,)
     lam = Beta(config.alpha, config.alpha).sample(i.shape)      # Eq. (8): (M,) one for a pair, the same for all anchors
-    lam = lam.to(y.device, non_blocking=True)
+    lam = common.to_device(lam, y.device)
     # The positive may be i or j, because i < j sorts by index.
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
     binary = positive | itself                      # (A, E)  the labels before mixing: 1 or 0

@@ -1,5 +1,6 @@
 """Sampling of batches, and loading of images."""
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,3 +91,11 @@ def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, c
         with pytest.raises(UsageError) as raised:
             read()
         assert str(raised.value).startswith(f'cannot read the image {broken}') and '\n' not in str(raised.value)
+
+
+@pytest.mark.parametrize('kind, waits', [('cuda', False), ('mps', True), ('cpu', True)])
+def test_the_cpu_waits_for_a_copy_unless_it_is_to_cuda(kind, waits):
+    """On a Mac, a source that is released before it is read gives other values."""
+    t = Mock()
+    common.to_device(t, torch.device(kind))
+    t.to.assert_called_once_with(torch.device(kind), non_blocking=not waits)
