@@ -492,7 +492,6 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
     states = dict(optimizer=optimizer, loss_params=nn.ParameterDict(loss_params or {}))
-    trainable = [weight for weight in model.trunk.parameters() if weight.requires_grad]     # not those a user froze
     about = about_data(args, data)
     if args.resume:
         folder = args.resume
@@ -508,13 +507,8 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch:
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
             model.train()
-            try:
-                for weight in trainable:
-                    weight.requires_grad_(epoch > args.freeze_epochs)
+            with frozen(model.trunk) if epoch <= args.freeze_epochs else nullcontext():
                 row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
-            finally:                                        # for the next call of train, also after Ctrl-C
-                for weight in trainable:
-                    weight.requires_grad_(True)
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - start) / 60
@@ -530,6 +524,20 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
             log(folder, row, rows)
         show_row(row)                                       # last, because printing may fail
     return summary(args, data, folder, rows)
+
+
+@contextmanager
+def frozen(module):
+    """Inside `with`, the weights of a module are not trained. After it, also after Ctrl-C, they are as before: a user
+    may have frozen some of them."""
+    trainable = [weight for weight in module.parameters() if weight.requires_grad]
+    try:
+        for weight in trainable:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in trainable:
+            weight.requires_grad_(True)
 
 
 def train_epoch(args, loader, step, optimizer, epoch, steps, total):
@@ -1629,7 +1637,7 @@ def untrusted_file(path):
     except Exception as error:
         name = type(error).__name__
         text = ' '.join(str(error).split())[:300]
-        if name == 'UnpicklingError':                       # the message of torch recommends to open it all the same
+        if name == 'UnpicklingError' or 'weights_only' in text:     # torch recommends to open it all the same
             text = 'it is not a file of torch, or contains more than plain weights and could run any code'
         raise UsageError(f'{path} cannot be used; is it corrupted, or from another script? {name}: {text}') from error
 
