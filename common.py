@@ -29,9 +29,9 @@ All files write shapes with these letters. Each script explains its further symb
     c  channels of features   R  matches of a query               (In Recall@K, K is the number of nearest images.)
 
 Every loss of the scripts has the decorator `loss` (section 10). Inside such a loss all tensors have at least float32,
-autocast is off, and the labels have been checked. With torchrun, several processes share the work. What this needs in
-sections 1 to 4 is in the functions own_share, all_shares, own_positions, gather, average_gradients and from_rank0 of
-section 10. With one process, they change nothing.
+autocast is off, and labels y of embeddings z have been checked. With torchrun, several processes share the work. What
+this needs in sections 1 to 4 is in the functions own_share, all_shares, own_positions, gather, average_gradients and
+from_rank0 of section 10. With one process, they change nothing.
 """
 import argparse
 import copy

@@ -2,18 +2,18 @@
 
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
-with a softmax over the centres. It almost stops pulling once an image is clearly nearest to the centre of its class.
+with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest.
 L_center, the squared distance to this centre, keeps pulling.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
-    c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is that of the class of x
+    c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is the one of the class of x
     s = 1/tau  s        --s       scaling factor: inverse temperature (in other scripts, s are the similarities)
     m          margin   --margin  margin on the cosine c_y.x
-    lambda     lam      --lam     weight of L_center
+    lambda     lam      --lam     weight of L_center; in Eq. (7), of its second term
 
 For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y) is
-8.0 where both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of L_center is always 2.
+8.0 where both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of lambda L_center is always 2 lambda.
 
     python train_ccl.py [--dataset cub --data data]
 """
@@ -40,19 +40,19 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     returns    scalar, >= 0 for L2-normalized z. With one class, L_contrast is 0.
     """
     c = F.normalize(centers, dim=1)                                      # (C, D)
-    positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C): 1 in the column of the class of x
+    positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
     # (B,)  L_contrast. Without smoothing it is -log p_y: Eq. (2), (8), (10); with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    center_term = 2 - 2 * (z * c[y]).sum(dim=1)                          # (B,)  L_center: Eq. (2), (3), (4)
+    center_term = 2 - 2 * (z * c[y]).sum(dim=1)                          # (B,)  L_center, note 1: Eq. (2), (3), (4)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
 
 def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     """1 - epsilon for the class y, epsilon / (C - 1) for each other class.  (B,) -> (B, C)
 
-    Section 4.2, where C is called N, and epsilon is `smoothing`. label_smoothing of torch differs: it divides epsilon
+    Section 4.2; its N is C here, and its epsilon is `smoothing`. label_smoothing of torch differs: it divides epsilon
     among all C classes, y included.
     """
     other = smoothing / max(num_classes - 1, 1)
@@ -74,7 +74,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
     if len(centers) == 1:
         return -logits.mean()
-    positive = F.one_hot(y, len(centers)).bool()                         # (B, C): one True in each row
+    positive = F.one_hot(y, len(centers)).bool()                         # (B, C)
     others = logits.masked_fill(positive, float('-inf'))                 # exp(-inf) = 0, Eq. (9): j != y
     logit = logits.gather(1, y[:, None])[:, 0]                           # (B,) s c_y.x
     return (others.logsumexp(dim=1) - logit).mean()                      # Eq. (9): -log(a / b) = log b - log a
@@ -169,10 +169,10 @@ def corrupt_labels(labels, noise, generator=None):
     labels     (N,) 0 to C - 1
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
                                0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3.
-               longtail:RATE   random classes are dissolved, as many as together have at most a fraction RATE of the
-                               images. Each is cut into clusters of 5 images, and all images of a cluster get the label
-                               of one random remaining class. For example, with 0.25, class 1 is one cluster and joins
-                               class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3.
+               longtail:RATE   classes are dissolved in random order, as long as together they have at most a fraction
+                               RATE of the images. Each is cut into clusters of 5 images, and all images of a cluster
+                               get the label of one random remaining class. For example, with 0.25, class 1 is one
+                               cluster and joins class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3.
     generator  None is torch's global one
     returns    (N,) labels, 0 to C - 1; with longtail, no image has the label of a dissolved class
     """
@@ -198,14 +198,15 @@ def corrupt_labels(labels, noise, generator=None):
 
 
 def label_noise(text):
-    """An argparse type: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999"""
+    """An argparse type: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. argparse turns the ValueError
+    of any other text into a message with __name__, below."""
     kind, rate = text.split(':')
     if kind not in ('symmetric', 'longtail'):
         raise ValueError
     return f'{kind}:{common.between(0, 0.999)(rate)}'
 
 
-label_noise.__name__ = 'symmetric:RATE or longtail:RATE'                # the name in argparse's error message
+label_noise.__name__ = 'symmetric:RATE or longtail:RATE'
 
 # The flags that each loss uses; given with another loss, they are an error.
 USES = dict(
@@ -223,7 +224,8 @@ def get_args(argv=None):
         help='ccl: Eq. (5); proxynca: Eq. (9); center_loss: Eq. (7); stop_grad, cluster: note 6')
     add('--s', type=common.at_least(1e-3, float), default=16.0, help='scaling factor, the inverse temperature 1/tau')
     add('--margin', type=common.between(0, 2), default=0.0, help='m, margin on the cosine with the centre of the class')
-    add('--lam', type=common.at_least(0, float), default=2.0, help='lambda, weight of L_center')
+    add('--lam', type=common.at_least(0, float), default=2.0,
+        help='lambda, weight of L_center; with center_loss, that of Eq. (7)')
     add('--smoothing', type=common.between(0, 0.999), default=0.1, help='epsilon, label smoothing')
     add('--mu', type=common.between(0, 1), default=0.9, help='loss cluster: weight of the old centre')
     add('--center-lr-mult', type=common.at_least(0, float), default=1.0,
@@ -246,16 +248,17 @@ def main(argv=None):
     if args.label_noise != 'none':
         generator = torch.Generator().manual_seed(args.seed)
         labels = corrupt_labels(data.train.labels, args.label_noise, generator)
-        # The classes that still have images are numbered from 0. Dissolved ones come last: their images are seen, too.
+        # Classes that still have images are numbered from 0. The names of dissolved ones come last: the network sees
+        # their images, so an evaluation has to count these classes as seen.
         kept, data.train.labels = labels.unique(return_inverse=True)
         dissolved = {*range(len(data.train.classes))} - {*kept.tolist()}
         data.train.classes = [data.train.classes[c] for c in [*kept.tolist(), *sorted(dissolved)]]
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
-    # Centres begin with length 1. The gradient with respect to a centre scales as 1 / length, and so does the angle by
-    # which a step of a given size turns the centre. So with SGD the angle scales as 1 / length^2. Random normal
-    # centres, of length sqrt(512), would turn 512 times more slowly.
+    # With SGD, the angle by which a step turns a centre scales as 1 / length^2: the gradient scales as 1 / length, and
+    # so does the angle of a step of a given size. Centres begin with length 1; those of randn, of length sqrt(512),
+    # would turn 512 times more slowly.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -270,7 +273,7 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
-        dropped = F.dropout(z, args.dropout)                             # note 5; F.dropout always drops
+        dropped = F.dropout(z, args.dropout)                             # note 5; F.dropout drops by default
         if args.loss == 'proxynca':
             return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.loss == 'center_loss':
@@ -278,7 +281,7 @@ def main(argv=None):
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,
                                        stop_grad=args.loss == 'stop_grad')
         if args.loss == 'cluster':
-            # The centres may change in place before backward, which needs only their normalized copy.
+            # In place before backward: allowed, because the loss has a copy of the centres, the normalized ones.
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 
@@ -292,7 +295,7 @@ What differs from the paper
            (2), 2nd line    a part of the loss  L_center. The text calls it (3), a number that is not printed.
            (11)             --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
-    3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is no proper softmax.
+    3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is not a softmax.
     4. Not stated in the paper     here
          lambda of Table 2         2, as in Section 4.4 and Fig. 4. By Section 4.5.1 it gives the R@1 of SOP in Table 2.
          m of CCL*                 choose a --margin: the default, 0, is CCL

@@ -3,8 +3,8 @@
 Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Learning. ICCV 2023.
 Images of two to four classes, the source classes, are mixed into a hybrid, which gets no label. Each image of a source
 class is a weak positive of the hybrid. The hybrid loss L_Hy, HSE Eq. (9), pulls the hybrid to its nearest weak positive
-and pushes it from the nearest image of any other class. It pulls to the nearest one only: pulling a hybrid to all its
-weak positives could merge unrelated classes (Section 3.3.2).
+and pushes it away from the nearest image of any other class. It pulls it only to the nearest one: pulling a hybrid to
+all its weak positives could merge unrelated classes (Section 3.3.2).
 
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # float32 inside, also under autocast; checks the labels
+@common.loss            # float32 inside, also under autocast
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """The mean over the hybrids of L_Hy, HSE Eq. (9), here with a temperature T:
 
@@ -53,15 +53,15 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 
 
 def most_similar(s, allowed):
-    """The largest allowed entry of each row, and whether the row has one. In a row without one the value is some other
-    entry, which is finite, so that value * mask is 0 and not NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
+    """The largest allowed entry of each row, and whether the row has one. If it has none, the value is an arbitrary
+    entry, which the caller multiplies by 0: -inf * 0 would be NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
     index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
     return s.gather(1, index).squeeze(1), allowed.any(dim=1)
 
 
 def weak_positives_and_negatives(y, sources):
-    """Masks of the images that are weak positives of each hybrid, and of those that are negatives. The sources are weak
-    positives, too.  y (B,), sources (H, num) -> (H, B), (H, B) bool"""
+    """Masks of the images that are weak positives of each hybrid, and of those that are negatives. The source images
+    are weak positives themselves.  y (B,), sources (H, num) -> (H, B), (H, B) bool"""
     same = y[sources][:, :, None] == y                                   # (H, num, B)
     weak_positive = same.any(dim=1)                                      # Eq. (8): the same class as one of the sources
     return weak_positive, ~weak_positive                                 # Eq. (7): all others
@@ -88,8 +88,8 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     images, labels  (B, 3, S, S), (B,); in any order
     kind            cutmix: `num` strips of about equal size, stacked vertically or side by side (axis);
                     mixup: the mean; gridmask: square blocks of mask_size pixels, from the sources in turn
-    superclasses    (B,) or None. If given, as on SOP, only classes of one superclass are mixed, and a superclass with
-                    fewer than `num` classes in the batch is skipped.
+    superclasses    (B,) or None. If given, as on SOP, the classes of a set are of one superclass, and a superclass
+                    with fewer than `num` classes in the batch is skipped.
     generator       for the choice of classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
@@ -185,8 +185,8 @@ def contrastive_loss(z, y, neg_margin=0.5):
     pairs are averaged separately, over the pairs with non-zero loss, as in train_contrastive.py."""
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s                    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    # sqrt has an infinite gradient at 0, and where() does not stop it. So d2 is clamped first, and d is the constant 0
-    # where d2 is within rounding error of 0.
+    # sqrt has an infinite gradient at 0, and where() would make NaN of it, as 0 * inf. So sqrt gets values >= floor
+    # only. Where d2 is within rounding error of 0, d is 0 and has no gradient.
     floor = 16 * torch.finfo(d2.dtype).eps
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
@@ -228,7 +228,7 @@ def npair_loss(z, y):
     positive, and the second images of the other classes are its negatives. The loss is the cross-entropy over cosine
     similarities, averaged over the P classes that have at least two images in the batch."""
     same = y[:, None] == y                                               # (B, B)
-    rank = same.tril(-1).sum(dim=1)                 # (B,) how many earlier images of the batch have the same class
+    rank = same.tril(-1).sum(dim=1)                 # (B,) which image of its class it is: 0, 1, 2, ...
     second = (rank == 1).nonzero()[:, 0]                                 # (P,)
     first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) one in each row, of the same class
     s = z[first] @ z[second].T                                           # (P, P)
@@ -256,11 +256,12 @@ class SuperclassSampler:
         return self.batches
 
     def __iter__(self):
-        # repeat: the sampler of a small superclass is started again when it ends before the epoch does.
+        # Endless batches of each superclass: a sampler that ends is started again.
         streams = [chain.from_iterable(repeat(sampler)) for sampler in self.samplers]
         for _ in range(self.batches):
             parts = [members[next(stream)] for members, stream in zip(self.members, streams)]
-            # In random order, because --hybrids replace drops the last images: they would be of one superclass always.
+            # In random order, because --hybrids replace drops the last images, which would always be of the last
+            # superclass.
             yield torch.cat([parts[number] for number in torch.randperm(len(parts))]).tolist()
 
 
@@ -283,8 +284,8 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10,
     temperature=1.0, mask_size=16)
-# Batches are those of Tables 2 and 3 (note 8). The rest is from the commands in the released code, and is used here for
-# all base losses.
+# Batches and dim are those of Tables 2 and 3, as far as these state them (note 8); mask_size is from Table 4. The rest
+# is from the commands in the released code, and is used here for all base losses.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -299,7 +300,7 @@ DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
     'folder': SHAPES | common.FOLDER | dict(temperature=0.1),
-    'vectors': SHAPES | common.VECTORS,             # refused below: vectors are not images
+    'vectors': SHAPES | common.VECTORS,             # rejected below: vectors are not images
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
@@ -365,8 +366,8 @@ def reject_small_batches(args, superclass_of):
     fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
-    advice = 'raise --batch-size, or lower --num, --combinations or --per-class (above 0); --hybrids append needs ' \
-             'fewer, and --alpha 0 makes no hybrids'
+    advice = 'raise --batch-size; or lower --num, --combinations or --per-class, which must be above 0; or take ' \
+             '--hybrids append or --alpha 0'
     needed = replaced + args.num + 1
     if available.sum() < needed:
         raise common.UsageError(f'hybrids need {needed} classes in a batch, and there are {available.sum()}: {advice}')
@@ -380,9 +381,9 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     labels, superclasses, num_classes = data.train.labels, data.train.superclasses, data.train.num_classes
-    # A fold may have too few classes of some superclass, so superclasses are ignored with --fold.
+    # Without superclasses, all classes are in one. With --fold, too, because a fold may have few classes of some.
     if superclasses is None or args.fold:
-        superclasses = torch.zeros_like(labels)                             # (N,), one superclass
+        superclasses = torch.zeros_like(labels)                             # (N,)
     superclass_of = labels.new_zeros(num_classes)                           # (C,)
     superclass_of[labels] = superclasses
     if args.alpha > 0:
@@ -402,10 +403,12 @@ def main(argv=None):
     def step(images, labels):
         if args.alpha == 0:
             return base_loss(model(images), labels)
-        if args.hybrids == 'replace':               # the last classes leave the batch, before sources are chosen
+        # Batches are class by class (common.BalancedSampler), so `combinations` whole classes leave the batch.
+        if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        y = labels.cpu()                            # waits for the GPU, but only for the end of the step before
+        # Sources are chosen on the CPU, which waits for the labels, until the GPU has ended the step before.
+        y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])
         z, h = model(torch.cat([images, hybrids])).tensor_split([len(images)])              # (B, D), (H, D)
@@ -416,7 +419,7 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Eq. (9) has no temperature. The released code divides by 0.1, and its values of alpha belong to that. On shapes
+    1. Eq. (9) has no temperature. The released code divides by 0.1, and its values of alpha belong to this. On shapes
        the default is 1: with 0.1, R@1 is more than 20 points lower there (tests/results/README.md).
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
@@ -428,7 +431,7 @@ What differs from the paper
     6. For ms on CUB and Cars the paper uses BN-Inception, this script a ResNet-50. The paper uses the learning rates of
        the base losses (Section 4). Here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
-       block of 250 px (Table 4) needs --image-size 256, where 95% of the pixels come from one source.
+       block of 250 px (Table 4) needs an --image-size above 250; with 256, 95% of the pixels are from one source.
     8. The table has alpha; batch size / images per class. A dash means that a value is not stated. In-Shop has the
        values of SOP, and npair 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and its
        margin 0.5 as in the released code. (For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars,

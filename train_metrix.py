@@ -10,11 +10,11 @@ The E candidates for mixing are the images of the batch and, with Proxy-Anchor, 
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
-    x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v. Either may be
-                                     the positive
-    y        label      -            (A, M) labels of the mixed examples. In code, y are class labels (B,)
-    lambda   lam        --alpha      (M,) in Eq. (8): share of candidate i, from Beta(alpha, alpha)
-    lambda   label      -            (A, M) in Eq. (13) to (15): share of the positive, lam for i and 1 - lam for j
+    x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v, i < j
+    lambda   lam        --alpha      (M,) share of candidate i in v, from Beta(alpha, alpha)
+    y        label      -            (A, M) label of v for each anchor: the share of its positive (or of itself) in v.
+                                     In the paper x is the positive, so this is lambda; here it is lam, or 1 - lam if
+                                     the positive is j. In code, y are class labels (B,)
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
@@ -30,7 +30,7 @@ from torch.distributions import Beta
 import common
 
 
-@common.loss            # float32 inside, also under autocast; checks the labels
+@common.loss            # float32 inside, also under autocast
 def labelled_loss(s, label, valid, kind, **hyper):
     """The generic loss, Eq. (7), where y is the label: an example counts as a positive with weight y, and as a negative
     with weight 1 - y.
@@ -41,7 +41,8 @@ def labelled_loss(s, label, valid, kind, **hyper):
         clean ones, U(a), with labels 1 and 0       then this is Eq. (3)
         mixed ones, V(a), with labels from 0 to 1   then this is Eq. (9); with pos-neg pairs, Eq. (13)
     Table 1 has rho, sigma and tau of each loss. The functions in TABLE_1, below, compute the two terms sigma+(...) and
-    sigma-(...) of three of its rows. There rho+ decreases with the similarity, rho- does not, and tau is the identity.
+    sigma-(...) of three of its rows. There rho+ decreases with the similarity, rho- increases with it (or is constant,
+    below a margin), and tau is the identity.
 
     s        (A, n) similarities of A anchors and n examples, clean or mixed
     label    (A, n) labels from 0 to 1, for each anchor
@@ -49,15 +50,15 @@ def labelled_loss(s, label, valid, kind, **hyper):
     kind     key of TABLE_1;  hyper  hyperparameters of this loss
     returns  (A,), the loss of each anchor; the term of the positives, or of the negatives, is 0 if there are none
     """
-    label = label.to(s.dtype)                               # torch does not subtract a mask from 1
+    label = label.to(s.dtype)                               # a mask becomes 1 and 0: 1 - mask is an error in torch
     # Eq. (7), (3), (9), (13)
     pull, push = TABLE_1[kind](s, label * valid, (1 - label) * valid, **hyper)                  # (A,), (A,)
     return pull + push
 
 
 # ---- Table 1. Each function is one of its rows; notes 2 and 4 say what differs. Its arguments, all (A, n), are
-# similarities s and the weights of the examples: `positive` is y and `negative` is 1 - y, and both are 0 for examples
-# that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
+# similarities s and the weights of the examples, or masks: `positive` is y and `negative` is 1 - y, and both are 0 for
+# examples that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
 
 
 def contrastive(s, positive, negative, m=0.5, reduction='mean'):
@@ -67,8 +68,8 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    examples whose weight y is above 0 (of the mixed ones of pos-neg pairs, these are all). The second sum is divided by
-    the number of its terms that are not 0, because examples below the margin add nothing.
+    examples whose weight y is above 0: the positives, or of mixed examples all of the anchor. The second sum is divided
+    by the number of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -127,7 +128,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
         pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
-        # Proxy-Anchor Eq. (4): |P+| is the number of classes in the batch, and |P| is C
+        # Proxy-Anchor Eq. (4): |P+| is the number of classes in the batch, and |P| is C (note 3 of train_proxy_anchor)
         return pull.sum() / positive.any(dim=1).sum() + push.mean()
     s = z @ z.T                                                                                 # (B, B)
     same = y[:, None] == y                                                                      # (B, B)
@@ -136,7 +137,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     if epsilon is not None:                         # the miner of train_ms.py, which drops easy pairs
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-        # not <, because a comparison with NaN is false: so a pair with NaN is kept, and the loss becomes NaN
+        # ~(a >= b) and not a < b: a comparison with NaN is false, so a pair with NaN is kept, and the loss becomes NaN
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
     # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
@@ -175,20 +176,20 @@ def mixed_loss(base, config, model, levels, y):
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
-    z = common.at_least_float32(levels['embed'])                                    # (B, D)
-    z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                       # (E, D), (E,), (A,)
+    z = common.at_least_float32(levels['embed'])    # (B, D); the decorator does not look into dicts
+    cand_z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                  # (E, D), (E,), (A,)
     # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
-    i, j, lam, label, valid = mixed_pairs(config, z, cand_y, anchor, len(y))
+    i, j, lam, label, valid = mixed_pairs(config, cand_z, cand_y, anchor, len(y))
     if not len(i):                                  # no anchor has a pair: for example, none has a positive
         return z.new_zeros(())
-    # i and j are rows of z, which with Proxy-Anchor has the proxies, too. So z is the level embed, not the batch alone.
-    v = mixed_embeddings(config, model, dict(levels, embed=z), i, j, lam)           # Eq. (4): (M, D)
+    # i and j are candidates. Only embedding mixup can mix proxies, so only this level includes them.
+    v = mixed_embeddings(config, model, dict(levels, embed=cand_z), i, j, lam)      # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
-        loss_i = F.cross_entropy(logits, y[i], reduction='none')                    # (M,)
-        loss_j = F.cross_entropy(logits, y[j], reduction='none')                    # (M,)
+        loss_i = F.cross_entropy(logits, cand_y[i], reduction='none')               # (M,)
+        loss_j = F.cross_entropy(logits, cand_y[j], reduction='none')               # (M,)
         return (lam * loss_i + (1 - lam) * loss_j).mean()
-    return labelled_loss(z[anchor] @ v.T, label, valid, base.kind, **base.hyper).mean()         # Eq. (9)
+    return labelled_loss(cand_z[anchor] @ v.T, label, valid, base.kind, **base.hyper).mean()    # Eq. (9)
 
 
 def candidates_and_anchors(z, y, proxies=None):
@@ -233,10 +234,10 @@ def mixed_pairs(config, z, y, anchor, num_images):
     # A pair of anchor a has one candidate where first[a] is true, and one where second[a] is true. Both are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
-    # mixed_by[p, q] is the number of anchors with p in `first` and q in `second`. Only whether it is 0 matters. In the
-    # sum with its transpose, p and q may be in either order. The upper triangle has each pair once, with i < j.
-    mixed_by = first.float().T @ second.float()                                     # (E, E)
-    i, j = (mixed_by + mixed_by.T).triu(1).nonzero().unbind(dim=1)                  # (M,), (M,)
+    # mixes[p, q]: whether some anchor has p in `first` and q in `second`. The matrix product counts such anchors.
+    mixes = first.float().T @ second.float() > 0                                    # (E, E)
+    # The order of p and q does not matter: the upper triangle has each pair once, with i < j.
+    i, j = (mixes | mixes.T).triu(1).nonzero().unbind(dim=1)                        # (M,), (M,)
     lam = Beta(config.alpha, config.alpha).sample(i.shape)      # Eq. (8): (M,) one for a pair, the same for all anchors
     lam = common.to_device(lam, y.device)
     # The positive may be i or j, because i < j sorts by index.
@@ -265,7 +266,7 @@ def mixed_embeddings(config, model, levels, i, j, lam):
 
 
 def mix(x, i, j, lam):
-    """lam x_i + (1 - lam) x_j for M pairs.  x (B, ...), i, j, lam (M,) -> (M, ...)"""
+    """lam x_i + (1 - lam) x_j for M pairs.  x (n, ...), i, j, lam (M,) -> (M, ...)"""
     shape = [-1] + [1] * (x.dim() - 1)
     lam = lam.view(shape).to(x.dtype)                                               # (M, 1, ..., 1), to fit x
     # On a CPU, index_select accumulates its gradient in a fixed order, so equal seeds give equal runs. x[i] does not.
@@ -273,7 +274,7 @@ def mix(x, i, j, lam):
 
 
 def mix_embeddings(z, i, j, lam):
-    """Embedding mixup: lam f(x) + (1 - lam) f(x'), then L2-normalized (note 1).  z (B, D) -> (M, D)"""
+    """Embedding mixup: lam f(x) + (1 - lam) f(x'), then L2-normalized (note 1).  z (E, D) -> (M, D)"""
     return F.normalize(mix(common.at_least_float32(z), i, j, lam), dim=1)           # Eq. (4)
 
 
@@ -310,10 +311,10 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 
 def positivity_threshold(lam, beta, gamma, m):
-    """The right-hand side of Eq. (24), Appendix A.2. If an anchor has only one mixed example v, ms attracts it while
-    s(a, v) is below this value. So the probability that v is attracted, Eq. (25), is the share of all anchors and mixed
-    examples with this lambda whose s(a, v) is below it. The paper prints this as Eq. (11), too; tests/results/fig2.py
-    measures it.
+    """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
+    attracts it while s(a, v) is below this value. The probability of that, Eq. (25), which is also printed as Eq. (11),
+    is the share of all pairs of an anchor and a mixed example with this lambda that are below it. Training does not use
+    the threshold; tests/results/fig2.py measures this share.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
@@ -372,8 +373,9 @@ DEFAULTS = {
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
-# The flags that a loss, a type of mixup or a set of pairs uses. Given with another one, they are an error. OTHER stands
-# for all that are not named. The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
+# Which flags have an effect with which values of --loss, --mixup, --pairs and --strength: typed with another value, a
+# flag is an error. OTHER stands for all values that are not named. The alpha of proxy_anchor is --proxy-alpha, because
+# --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -383,9 +385,9 @@ USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_nega
 
 
 def plan(args):
-    """Prints and returns the choices from which a step draws: for each type of --mixup a list, which has a MixupConfig
-    for each set of pairs (pos-neg, anc-neg or pos-pos). Without mixup, it returns []."""
-    if args.mixup == ['none']:
+    """Returns, and prints, a list for each type of --mixup, with a MixupConfig for each set of pairs (pos-neg, anc-neg
+    or pos-pos). A step draws one of the lists, and from it one of the configs. Without mixup, it returns []."""
+    if args.mixup == ['none'] or args.strength == 0:
         return []
     choices = []
     for mixup in args.mixup:
@@ -395,7 +397,8 @@ def plan(args):
             pairs = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
-        # How many negatives. auto: all, but for input mixup k = 3 (Section B.2), or 1 beside feature mixup (Table 6)
+        # How many negatives. auto: 3 in input mixup (Section B.2), or 1 if --mixup has feature as well (Table 6); the
+        # other types take all
         if args.pairs == 'pos-pos' or args.hard_negatives == 'all':
             k = None
         elif args.hard_negatives != 'auto':
@@ -444,7 +447,7 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    if 'proxy' not in args.loss:
+    if 'proxy' not in args.loss:                    # proxies of other classes are negatives of a batch of one class
         common.require_two_classes(args)
     if 'input' in args.mixup and args.dataset == 'vectors':
         raise common.UsageError('--mixup input mixes images; --dataset vectors has none: use --mixup feature')
@@ -478,7 +481,8 @@ def main(argv=None):
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
 
     def step(images, labels):
-        f = model.features(images)                                      # (B, c, h, w), for both losses
+        # Both are used twice, in the clean and in the mixed loss.
+        f = model.features(images)                                      # (B, c, h, w)
         z = model.head(f)                                               # (B, D)
         loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **loss_params, **hyper)
         if choices:
@@ -501,33 +505,33 @@ What differs from the paper
     4. Proxy-Anchor follows its own paper. It has s + delta on negatives, where Table 1 has s - m, and no factors 1/beta
        and 1/gamma. Its mixed loss is averaged over the classes in the batch; by Eq. (10) it would be all C proxies. Its
        anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup, the
-       k hardest negatives are those of a proxy; in the paper they are those of an example.
+       k hardest negatives are those of a proxy, its anchor; in the paper they are those of an example.
     5. ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. In Table 1 its positives and negatives are
        proxies, which input and feature mixup cannot mix, though the paper reports results for both. Here a mixed
-       example is a query with two targets: lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy. The pairs
-       are anc-neg, with each image as an anchor, and the loss is the mean over them.
+       example is a query with two targets: lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy, averaged
+       over the mixed examples. The pairs are anc-neg, with each image as an anchor.
 What differs from the released code (github.com/billpsomas/metrix: contrastive at 7ce730c, ms with embedding mixup at
-b679703). For ms it has embedding mixup only, for proxies no mixup. It trains with Adam, draws one lambda per batch, and
-reports the epoch that is best on the test set.
-    6.                          here                code for contrastive                 code for ms
-       positives of an anchor   all                 the first; in input mixup all        the least similar one
-       anchors of anc-neg       all                 those without a positive             (no anc-neg)
-       hard negatives           of each anchor      of the first anchor, in input (bug)  (none)
-       mixed examples count in  both terms          both terms                           the positive term (bug)
-       a mean is taken of       anchors (note 2)    non-zero values of each term         mixed examples
-    7. The code for contrastive uses Euclidean distances with a margin of 0.5 (a cosine of 0.875), k = 1 in input mixup,
-       and 60 epochs.
-    8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), so that lam
-       weights the clean positives, too. Its similarity matrix has a row and a column for each mixed example, but its
-       mask is set at the indices of images. So most mixed examples are not used, others with a wrong anchor (bug).
+b679703). Feature mixup exists there for contrastive only; Proxy-Anchor has no mixup, and ProxyNCA++ is missing. The
+code trains with Adam, draws one lambda per batch, and reports the epoch that is best on the test set.
+    6.                          here                code for contrastive                      code for ms
+       positives of an anchor   all                 the first; in input mixup all             the least similar one
+       anchors of anc-neg       all                 those without a positive                  (no anc-neg)
+       hard negatives           of each anchor      in input mixup, of the first one (bug)    those that the miner keeps
+       terms with mixed ones    both                both                                      the positive one (bug)
+       means are over           anchors (note 2)    non-zero values of each term              mixed examples
+    7. The code for contrastive has 60 epochs, k = 1 in input mixup, and a Euclidean margin of 0.5 (a cosine of 0.875).
+    8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed): lam weights
+       the clean ones instead of the mixed ones. Its similarity matrix has a row and a column for each mixed example,
+       but its mask is set at the indices of images. So most mixed examples are not used, and the others count in the
+       loss of a wrong anchor (bug).
     9. Its commands for ms on CUB   epochs   learning rate           sum of the rates while the backbone learns
-       without mixup                60       1e-4, halved every 5     5e-4
-       with mixup                   100      1e-4, halved every 10   15e-4; this script uses it without mixup as well
+       without mixup                60       1e-4, halved every 5    5e-4
+       with mixup                   100      1e-4, halved every 10   15e-4
+       The paper has 100 epochs for both (Section B.1). Here both have the schedule of the second row.
 Tables and figures of the paper
-    Tables 2, 5: --loss, --mixup. With ms on CUB, Table 2 reports R@1 67.8 without mixup, 71.4 with feature mixup.
-    Tables 6 (Cars), 7 (CUB, --dim 128), with --loss contrastive: --mixup, --pairs, --hard-negatives; the last row has
-    --mixup input feature embed. Fig. 6 (Cars): --strength. Fig. 2: tests/results/fig2.py. Section 4.3: eval.py
-    --analyse. Left out: neg-neg pairs (Section 3.5), the other methods of Table 3.
+    --loss and --mixup choose a cell of Tables 2 and 5. --loss contrastive with --mixup, --pairs and --hard-negatives is
+    a row of Table 6 (Cars) or 7 (CUB, --dim 128); its last row has --mixup input feature embed. Fig. 6 is --strength.
+    tests/results/fig2.py measures Fig. 2, eval.py --analyse Section 4.3. Left out: neg-neg pairs (Section 3.5).
 """
 
 

@@ -163,8 +163,8 @@ MISTAKES['mixed_pairs'] = {
     'anchors are the batch': ('(y[anchor][:, None] == y)', '(y[:len(anchor), None] == y)'),
     'each pair twice': ('.triu(1)', ''),
     'all negatives': ('if config.k:', 'if config.k is None:'),
-    'pairs that no anchor uses': ('(mixed_by + mixed_by.T)', 'torch.ones(E, E)'),
-    'only pairs whose first candidate comes first': ('(mixed_by + mixed_by.T)', 'mixed_by'),
+    'pairs that no anchor uses': ('(mixes | mixes.T)', 'torch.ones(E, E)'),
+    'only pairs whose first candidate comes first': ('(mixes | mixes.T)', 'mixes'),
 }
 MISTAKES['mix_features'] = {
     'all mixed maps in forward': (
