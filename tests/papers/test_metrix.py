@@ -597,7 +597,8 @@ BOTH = ['pos-neg', 'anc-neg']
 
 
 @pytest.mark.parametrize('flags, expected', [
-    ('', [('feature', BOTH, None)]), ('--mixup none', []), ('--mixup input', [('input', BOTH, 3)]),
+    ('', [('feature', BOTH, None)]), ('--mixup none', []), ('--strength 0', []),
+    ('--mixup input', [('input', BOTH, 3)]),
     ('--loss contrastive --mixup input feature embed',                              # the last row of Table 6
      [('input', BOTH, 1), ('feature', BOTH, None), ('embed', BOTH, None)]),
     ('--mixup input embed --hard-negatives 7', [('input', BOTH, 7), ('embed', BOTH, 7)]),
