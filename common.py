@@ -516,11 +516,8 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
         if not rank():
-            # best.pt is first: if the process is killed before it writes last.pt, --resume repeats the epoch.
             about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
-            if args.fold and epoch > 0 and best_row(rows) is row:            # the best epoch so far
-                save_checkpoint(folder / 'best.pt', args, model, states, **about)
-            save_checkpoint(folder / 'last.pt', args, model, states, **about)
+            save_epoch(folder, args, model, states, about)
             log(folder, row, rows)
         show_row(row)                                       # last, because printing may fail
     return summary(args, data, folder, rows)
@@ -1564,6 +1561,14 @@ def save_checkpoint(path, args, model, states=None, **more):
     with atomic_write(path) as file:
         torch.save(dict(script=args.script, args=saved_flags(args), torch=str(torch.__version__), transform=transform,
                         embedder=model.config, model=model.state_dict(), **more), file)
+
+
+def save_epoch(folder, args, model, states, about):
+    """Writes last.pt and, with --fold, best.pt if no earlier epoch was as good."""
+    # best.pt is first: if the process is killed before it writes last.pt, --resume repeats the epoch.
+    if args.fold and about['epoch'] > 0 and best_row(about['rows'])['epoch'] == about['epoch']:
+        save_checkpoint(folder / 'best.pt', args, model, states, **about)
+    save_checkpoint(folder / 'last.pt', args, model, states, **about)
 
 
 def best_of(path):
