@@ -50,9 +50,9 @@ def test_a_folder_is_graded_with_a_table_and_texts(tmp_path, capsys):
     handout.main(['grade', 'positivity_threshold', str(tmp_path / 'in'), '--csv', str(tmp_path / 'grades.csv'),
                   '--feedback', str(tmp_path / 'texts')])
     right, wrong, broken = [line.split('/in/')[1] for line in capsys.readouterr().out.splitlines()]
-    assert right == 'a.py: metrix_eq24 4/4, in all 4/4'
-    assert wrong.startswith('b.py: metrix_eq24 ') and 'in all 4/4' not in wrong
-    assert broken.startswith('c.py: metrix_eq24 0/4, in all 0/4 (SyntaxError')
+    assert right == 'a.py: metrix_eq24 3/3, in all 3/3'
+    assert wrong.startswith('b.py: metrix_eq24 ') and 'in all 3/3' not in wrong
+    assert broken.startswith('c.py: metrix_eq24 0/3, in all 0/3 (SyntaxError')
     assert len((tmp_path / 'grades.csv').read_text().splitlines()) == 4
     text = next((tmp_path / 'texts').glob('*in-b.txt')).read_text()
     assert 'test_metrix_eq24_by_hand\n    AssertionError: Metrix Eq. (24), lambda 0.5' in text

@@ -10,8 +10,6 @@ from worked import Largest, expect
 import common
 import eval as evaluation
 
-EVAL = ['--device', 'cpu', '--precision', 'fp32']
-
 
 def squared(degrees):
     """Squared distance of two points on the unit circle, by their angle in degrees"""

@@ -59,14 +59,6 @@ def test_a_flag_without_effect_is_rejected(script, flags):
         __import__(script).get_args(['--checkpoint', 'a'] * (script == 'eval') + flags.split())
 
 
-@pytest.mark.parametrize('flags', [
-    '--optimizer sgd --momentum 0.9', '--optimizer rmsprop --momentum 0.9', '--schedule step --decay-epochs 3',
-    '--dataset cub --decay-rate 0.3', '--fold 0/4 --patience 3', '--weights none', '--no-flip', '--freeze-epochs 1',
-    '--dataset vectors --pool max'])
-def test_a_flag_with_an_effect_is_accepted(flags):
-    train_ms.get_args(flags.split())
-
-
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_the_seed_decides_the_network_that_a_script_starts_from(before_training, script):
     first, same, other = (before_training(__import__(script), '--seed', seed).model.linear.weight for seed in '774')

@@ -2,7 +2,6 @@
 import os
 import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -66,16 +65,6 @@ def test_the_printed_recipe_is_the_one_used(run, small, capsys):
     assert (args['freeze_bn'], args['resize'], args['lr'], args['seed'], args['per_class']) == (True, 40, 0.03, 3, 2)
     run(train_ms, '--name', 'f', '--fold', '0/3', '--batch-size', '64')
     assert '1 epochs of 2 batches of 8 images' in capsys.readouterr().out, 'of the classes that there are'
-
-
-def test_a_progress_line_is_overwritten_by_the_next(monkeypatch, capsys):
-    common.show_progress('x')
-    common.show_progress('y', done=True)
-    assert capsys.readouterr().out == 'y\n', 'a file gets the last line only'
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
-    common.show_progress('x' * 50)
-    common.show_progress('y' * 20, done=True)
-    assert capsys.readouterr().out == f'{"x" * 50:<79}\r{"y" * 20:<79}\n'
 
 
 def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, capsys):

