@@ -28,10 +28,10 @@ All files write shapes with these letters. Each script explains its further symb
     N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
     c  channels of features   R  matches of a query               (In Recall@K, K is the number of nearest images.)
 
-Every loss of the scripts has the decorator `loss` (section 10). Inside such a loss all tensors have at least float32,
-autocast is off, and labels y of embeddings z have been checked. With torchrun, several processes share the work. What
-this needs in sections 1 to 4 is in the functions own_share, all_shares, own_positions, gather, average_gradients and
-from_rank0 of section 10. With one process, they change nothing.
+Every loss of the scripts has the decorator `loss` (section 10). Inside such a loss, floating-point arguments have at
+least float32, autocast is off, and labels y of embeddings z have been checked. With torchrun, several processes share
+the work. What this needs in sections 1 to 4 is in the functions own_share, all_shares, own_positions, gather,
+average_gradients, rank and from_rank0 of section 10. With one process, they change nothing.
 """
 import argparse
 import copy
@@ -111,7 +111,7 @@ class Embedder(nn.Module):
         """c, found by a forward pass of two blank inputs. A pass in training mode comes first: in this mode some
         networks need larger images, or return several tensors, and this should fail here, not in the first step.
         Buffers and the state of the random generator are restored."""
-        device = next(self.trunk.parameters(), torch.empty(0)).device
+        device = next(self.trunk.parameters(), torch.empty(0)).device       # a trunk for vectors has no parameters
         x = torch.zeros(2, *input_shape, device=device)
         buffers = [buffer.clone() for buffer in self.trunk.buffers()]
         try:
@@ -147,8 +147,8 @@ class Embedder(nn.Module):
         """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
         give (B, c, 1, 1)."""
         share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
-        dtype = next(self.trunk.parameters(), x).dtype      # another one than float32 after .half() or .bfloat16()
-        share = share.to(dtype) if x.is_floating_point() else share
+        dtype = next(self.trunk.parameters(), x).dtype      # not float32 after .half() or .bfloat16()
+        share = share.to(dtype) if x.is_floating_point() else share     # uint8 is not normalized: the trunk rejects it
         bf16 = self.precision == 'bf16' and dtype == torch.float32
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
             f = self.trunk(share)
@@ -174,7 +174,7 @@ class Embedder(nn.Module):
         if p.shape[1] != self.linear.in_features:
             raise UsageError(f'the head takes {self.linear.in_features} features, and got {p.shape[1]}: it was built '
                              'for inputs of another shape')
-        p = self.norm(p).to(next(self.linear.parameters(), p).dtype)    # another one after .half() or .double()
+        p = self.norm(p).to(next(self.linear.parameters(), p).dtype)    # not float32 after .half() or .double()
         z = at_least_float32(self.linear(p))
         return F.normalize(z, dim=1) if self.normalize else z
 
@@ -216,7 +216,7 @@ def make_trunk(arch, weights='none', image_size=224):
                          'nor timm:NAME')
     with made(arch, weights):
         if arch != name and weights == 'imagenet':
-            raise ValueError(f'torchvision has those of {name} only')
+            raise ValueError(f'torchvision has weights of {name} only')
         network = torchvision.models.get_model(name, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
         if arch != name:
             for stage in (network.layer2, network.layer3, network.layer4):
@@ -361,8 +361,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. If the queue is too short, items are first
-            appended in random order: those that are not in the queue or, if all are, all items again."""
+            """Removes and returns the first `number` items of a queue. While it is too short, the items that it lacks
+            are appended in random order, or all items again if it lacks none."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -409,7 +409,7 @@ class StepBatches:
 
     def __iter__(self):
         for step, indices in zip(self.steps, self.batches):
-            # The index of an image, and the seed of its augmentation
+            # The index of an image, and the seed of its augmentation; CROP is a constant of section 10
             yield [(indices[position], self.seed, CROP, step, position) for position in own_positions(len(indices))]
 
 
@@ -427,7 +427,7 @@ def make_loader(images, batch_sampler, device):
     if workers is None:
         workers = min(own_cores(), len(images) // 128)
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
-                      pin_memory=device.type == 'cuda', generator=torch.Generator())     # so the global one is not used
+                      pin_memory=device.type == 'cuda', generator=torch.Generator())     # not torch's global one
 
 
 def loaded(loader):
@@ -470,7 +470,7 @@ def make_optimizer(args, groups, **options):
 
 def write_log(folder, row, rows):
     """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train as
-    `log`. Its `row` is that of the epoch that just ended, whether it was evaluated or not."""
+    `log`. Its `row`, unused here, is that of the epoch that just ended, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
@@ -515,7 +515,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         row = from_rank0(dict, row)                         # with torchrun, all take the row of the main process
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
-        if not rank():
+        if rank() == 0:
             about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
             save_epoch(folder, args, model, states, about)
             log(folder, row, rows)
@@ -545,9 +545,9 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
     batches.start(epoch, steps)
     losses = []
     start = time.time()
-    # t counts the steps of the whole run, from 0, and number those of this epoch, from 1.
+    # `t` counts the steps of the whole run, from 0; `number` counts those of this epoch, from 1.
     for number, (batch, t) in enumerate(zip(loaded(loader), steps), start=1):
-        x, y = (gather(to_device(part, args.device)) for part in batch)         # also those of other processes
+        x, y = (gather(to_device(part, args.device)) for part in batch)         # the whole batch, from all processes
         for group in optimizer.param_groups:
             initial = group.setdefault('initial_lr', group['lr'])       # set once, in step 0
             group['lr'] = initial * learning_rate_factor(t, args, len(loader), total)
@@ -582,7 +582,7 @@ def embed(model, images, batch_size=128):
     weight = next(model.parameters())
     training = model.training
     model.eval()
-    indices = own_positions(len(images), repeat_last=True)
+    indices = own_positions(len(images), repeat_last=True)               # with torchrun, equally many each
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), weight.device)
     z = torch.cat([model(x.to(weight)).float() for x, _ in loaded(loader)])         # on its device, in its precision
     model.train(training)
@@ -629,7 +629,8 @@ def search_with_ties(query, gallery, k):
         else:
             with torch.autocast(query.device.type, enabled=False):
                 s, index = (query @ gallery.T).topk(number, dim=1)
-        # A search finds any of several equal cosines. If the k-th equals the last one, there may be more of them.
+        # A search finds any of several equal cosines. If the k-th equals the last one, some may be left out: mostly a
+        # few, and very many if the embeddings have collapsed.
         if number == len(gallery) or (s[:, k - 1] > s[:, -1]).all():
             break
         number = min(k + 64 if number == k + 1 else 8 * number, len(gallery))
@@ -675,8 +676,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     present = torch.bincount(gallery_labels, minlength=int(labels.max()) + 1)           # (C,) images of each class
     own = int(within)                                                    # a query is not a match of itself
     matches = present[query_labels] - own                                # (N,) R of each query
-    depth = min(max(*ks, int(matches.max())), len(gallery) - own)        # K for R@K, R for RP and MAP@R
-    found = Counter()                                                    # {k: number of queries with a match among k}
+    depth = int(min(max(*ks, matches.max()), len(gallery) - own))        # K for R@K, R for RP and MAP@R
+    found = Counter()                                                    # {k: queries with a match among the k nearest}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
     for rows, _, index in search(query, None if within else gallery, depth):            # b queries at a time
         hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
@@ -1047,10 +1048,15 @@ class Splits:
         self.name = name
         self.train = train
         self.query = query
-        self.gallery = gallery or query
+        self.gallery = query if gallery is None else gallery
         self.ks = ks
+        for split, images in dict(train=train, query=query, gallery=gallery).items():
+            if images is not None and not len(images):
+                raise UsageError(f'{split} has no images; without this split, pass None')
         if gallery and not query:
             raise UsageError('there is a gallery, but there are no queries')
+        if 1 not in ks:
+            raise UsageError(f'the K of Recall@K include 1, and these are {ks}')
         if gallery and query.classes != gallery.classes:    # a class has one number in both
             classes = sorted({*query.classes, *gallery.classes})
             self.query, self.gallery = copy.copy(query), copy.copy(gallery)       # they may be part of other Splits
@@ -1540,6 +1546,7 @@ def load_run(args, about, model, states, per_epoch, total):
         if done > total or done < total and done % per_epoch:
             raise UsageError(f'{args.resume} has {done} steps done, {per_epoch} an epoch, and cannot continue with '
                              'these --steps and --epochs; start a new run')
+        from_rank0(write_log, args.resume, None, saved['rows'])         # it may have ended before it wrote the log
         return saved['epoch'], saved['rows'], time.time() - 60 * saved['minutes']
 
 
@@ -1611,7 +1618,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
         precision = 'fp32'
     if saved['embedder']['arch'] == 'module' and trunk is None:
         raise UsageError(f'the trunk of {path} was made in Python: common.load_checkpoint(path, trunk=module) loads it')
-    with untrusted_file(path):
+    with untrusted_file(path), torch.random.fork_rng(devices=[]):       # weights are random first
         model = Embedder(weights='none', trunk=trunk, precision=pick_precision(precision, device), **saved['embedder'])
         model.load_state_dict(saved['model'])
         model.args = saved['args']
@@ -1920,6 +1927,9 @@ def saved_recipe(parser, typed, asked):
     typed that may not change."""
     reject(typed, ['name'], '--resume')
     run = asked['resume']
+    if not (run / 'last.pt').is_file():
+        raise UsageError(f'there is no run {run}, or it ended before its first checkpoint: then delete it and start '
+                         'again')
     saved = read_checkpoint(run / 'last.pt')
     if saved['script'] != Path(parser.prog).stem:
         raise UsageError(f'{run} was made by {saved["script"]}.py, not by {parser.prog}')
@@ -1955,8 +1965,11 @@ def reject(typed, flags, because):
         raise UsageError(f'{typed[flag]} has no effect with {because}')
 
 
-def require_two_classes(args):
-    """Raises UsageError if batches have one class only, for a loss that compares classes."""
+def require_pairs(args):
+    """Raises UsageError if batches have no positive pairs, or no negative ones, for a loss over pairs."""
+    if args.per_class == 1:
+        raise UsageError('--per-class 1 gives batches without positive pairs, which this loss needs: raise it, or take '
+                         '0 for random batches')
     if args.per_class and args.batch_size // args.per_class < 2:
         raise UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one class, '
                          'but this loss compares classes: raise --batch-size')
@@ -2012,6 +2025,8 @@ def check_labels(z, y, **others):
     """The labels y of embeddings z as int64. Raises UsageError if they are not labels, see loss. On a CUDA device, the
     range of the labels is an assertion that runs there, because the CPU would have to wait for it: wrong labels end
     the process with a CUDA error, after the text is printed."""
+    if z.ndim != 2:
+        raise UsageError(f'embeddings are (B, D), and these are {tuple(z.shape)}')
     if not (torch.is_tensor(y) and y.shape == z.shape[:1] and not y.is_floating_point()):
         raise UsageError(f'labels are a tensor of {len(z)} integers, one for each embedding, and not '
                          f'{getattr(y, "dtype", type(y).__name__)} {tuple(np.shape(y))}')

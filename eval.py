@@ -327,6 +327,8 @@ def score_seed(args, runs):
     for run in runs:
         model = common.load_checkpoint(run.path, args.device, args.precision)
         data = load_test_set(args, model, *place_of_test_set(args, [run.args]))
+        if why := common.why_meaningless(data):
+            raise UsageError(f'{why}, so there is nothing to measure')
         z, gallery = common.embed_test(model, data)
         row = common.score(data, z, gallery)
         print(f'{run.path}: R@1 {row["R@1"]:.2f}, MAP@R {row["MAP@R"]:.2f}', flush=True)
@@ -452,6 +454,10 @@ def evaluate_one(args):
         return answer_queries(args, model)
     name, folder = place_of_test_set(args, [model.args])
     data = load_test_set(args, model, name, folder)
+    inputs = [common.best_of(path), *(Path(folder).glob('*.npz') if name == 'vectors' else [])]
+    for output in {args.embed, args.sheet} - {None}:
+        if output.resolve() in {file.resolve() for file in inputs}:
+            raise UsageError(f'{output} is an input, and would be replaced: name another file')
     examples = training_images(model, args.workers) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = dict(checkpoint=str(path), dataset=name)

@@ -143,8 +143,8 @@ CUB = dict(
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
-# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
-# of the pair of both. The last one that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
+# loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
@@ -248,6 +248,9 @@ def main(argv=None):
     if args.label_noise != 'none':
         generator = torch.Generator().manual_seed(args.seed)
         labels = corrupt_labels(data.train.labels, args.label_noise, generator)
+        if torch.equal(labels, data.train.labels) and not args.label_noise.endswith(':0.0'):
+            raise common.UsageError(f'--label-noise {args.label_noise} changes no label: with so few images, take a '
+                                    'higher rate')
         # Classes that still have images are numbered from 0. The names of dissolved ones come last: the network sees
         # their images, so an evaluation has to count these classes as seen.
         kept, data.train.labels = labels.unique(return_inverse=True)

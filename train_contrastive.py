@@ -162,7 +162,7 @@ def get_args(argv=None):
     # The flags that only one form uses. Given with the other form, they are an error.
     uses = {'form': dict(distance=['pos_margin', 'neg_margin', 'power'], similarity=['margin', 'reduction'])}
     args = common.parse(parser, DEFAULTS, argv, uses)
-    common.require_two_classes(args)
+    common.require_pairs(args)
     return args
 
 

@@ -294,8 +294,8 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, temperature=0.1, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  hybrids='append', combinations=12)
-# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
-# of the pair of both. The last one that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
+# loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
@@ -350,7 +350,7 @@ def reject_impossible_hybrids(args):
     if args.dataset == 'vectors':
         raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: use another script')
     if args.loss != 'proxy_anchor':
-        common.require_two_classes(args)
+        common.require_pairs(args)
     # A dry run with 0 hybrids: blend raises UsageError if a source would have no pixel.
     blend(torch.empty(0, args.num, 3, args.image_size, args.image_size), args.kind, args.axis, args.mask_size)
 

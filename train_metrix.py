@@ -12,7 +12,7 @@ The E candidates for mixing are the images of the batch and, with Proxy-Anchor, 
     a        anchor     -            (A,) indices of the anchors among the candidates
     x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v, i < j
     lambda   lam        --alpha      (M,) share of candidate i in v, from Beta(alpha, alpha)
-    y        label      -            (A, M) label of v for each anchor: the share of its positive (or of itself) in v.
+    y        label      -            (A, M) label of v for each anchor: the share of positives (or of itself) in v.
                                      In the paper x is the positive, so this is lambda; here it is lam, or 1 - lam if
                                      the positive is j. In code, y are class labels (B,)
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
@@ -57,7 +57,7 @@ def labelled_loss(s, label, valid, kind, **hyper):
 
 
 # ---- Table 1. Each function is one of its rows; notes 2 and 4 say what differs. Its arguments, all (A, n), are
-# similarities s and the weights of the examples, or masks: `positive` is y and `negative` is 1 - y, and both are 0 for
+# similarities s, and the weights `positive` = y and `negative` = 1 - y (a mask has the weights 1 and 0). Both are 0 for
 # examples that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
 
 
@@ -68,7 +68,7 @@ def contrastive(s, positive, negative, m=0.5, reduction='mean'):
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    examples whose weight y is above 0: the positives, or of mixed examples all of the anchor. The second sum is divided
+    examples whose weight y is above 0: the positives, or all mixed examples of the anchor. The second sum is divided
     by the number of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
@@ -137,7 +137,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     if epsilon is not None:                         # the miner of train_ms.py, which drops easy pairs
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-        # ~(a >= b) and not a < b: a comparison with NaN is false, so a pair with NaN is kept, and the loss becomes NaN
+        # With `<` in place of ~(... >= ...), a pair with NaN would be dropped, since a comparison with NaN is false.
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
     # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
@@ -146,7 +146,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
 
 @common.loss
 def proxy_logits(v, proxies, temperature=1 / 9):
-    """Logits of ProxyNCA++, 2 v.p / T, for queries v (M, D) and proxies (C, D), L2-normalized to p -> (M, C). Their
+    """Logits of ProxyNCA++, 2 v.p / T, for queries v (M, D); p are the proxies (C, D), L2-normalized. -> (M, C). Their
     softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p."""
     return 2 / temperature * v @ F.normalize(proxies, dim=1).T
 
@@ -175,14 +175,17 @@ def mixed_loss(base, config, model, levels, y):
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
+    # common.loss does not look into `levels` and `base`.
+    z = common.at_least_float32(levels['embed'])                                    # (B, D)
+    y = common.check_labels(z, y, proxies=base.proxies)
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
-    z = common.at_least_float32(levels['embed'])    # (B, D); the decorator does not look into dicts
     cand_z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                  # (E, D), (E,), (A,)
     # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, cand_z, cand_y, anchor, len(y))
     if not len(i):                                  # no anchor has a pair: for example, none has a positive
-        return z.new_zeros(())
-    # i and j are candidates. Only embedding mixup can mix proxies, so only this level includes them.
+        return 0 * z.sum()
+    # i and j index candidates, images first, so they index images and feature maps, too. Proxies are mixed only as
+    # embeddings.
     v = mixed_embeddings(config, model, dict(levels, embed=cand_z), i, j, lam)      # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
@@ -231,7 +234,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     negative = (y[anchor][:, None] != y) & image                                    # (A, E)  N(a) in U-(a), Eq. (6)
     if config.k:
         negative = hardest_negatives(z[anchor] @ z.T, negative, config.k)
-    # A pair of anchor a has one candidate where first[a] is true, and one where second[a] is true. Both are (A, E).
+    # Anchor a mixes each candidate of first[a] with each of second[a]. Both masks are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
     # mixes[p, q]: whether some anchor has p in `first` and q in `second`. The matrix product counts such anchors.
@@ -282,8 +285,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     """Feature mixup: pooled features of mixed maps.  f (B, c, h, w), i, j, lam (M,), pool avg, max or avg+max -> (M, c)
 
     In two plain lines, for avg+max, this is
-        mixed = mix(f, i, j, lam)                                                   # (M, c, h, w)
-        return mixed.mean(dim=(2, 3)) + mixed.amax(dim=(2, 3))
+        mixed = mix(f, i, j, lam).flatten(2)                                        # (M, c, h w)
+        return mixed.mean(dim=2) + mixed.max(dim=2).values
     But with a ResNet-50 at 224 px and a batch of 100, the mixed maps of all pairs would take 2 GB. The lines below have
     the same result and gradient, and need not be read. They compute some mixed maps at a time, without gradient, only
     to find the position of each channel's maximum. The values there are taken from the two clean maps, and mixed.
@@ -312,9 +315,9 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
-    attracts it while s(a, v) is below this value. The probability of that, Eq. (25), which is also printed as Eq. (11),
-    is the share of all pairs of an anchor and a mixed example with this lambda that are below it. Training does not use
-    the threshold; tests/results/fig2.py measures this share.
+    attracts it while s(a, v) is below this value. The probability of that, Eq. (25), the same as Eq. (11), is the share
+    of the pairs (a, v) with this lambda whose s(a, v) is below it. Training does not use the threshold;
+    tests/results/fig2.py measures this share.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
@@ -353,8 +356,8 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1)
-# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
-# of the pair of both. The last one that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
+# loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
@@ -373,8 +376,8 @@ DEFAULTS = {
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
-# Which flags have an effect with which values of --loss, --mixup, --pairs and --strength: typed with another value, a
-# flag is an error. OTHER stands for all values that are not named. The alpha of proxy_anchor is --proxy-alpha, because
+# {flag: {its value: [the flags that it uses]}}; OTHER stands for all values that are not named. A typed flag that only
+# another value uses is an error, such as --delta with --loss ms. The alpha of proxy_anchor is --proxy-alpha, because
 # --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
@@ -399,11 +402,9 @@ def plan(args):
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
         # How many negatives. auto: 3 in input mixup (Section B.2), or 1 if --mixup has feature as well (Table 6); the
         # other types take all
-        if args.pairs == 'pos-pos' or args.hard_negatives == 'all':
-            k = None
-        elif args.hard_negatives != 'auto':
+        if args.hard_negatives not in ('auto', 'all'):
             k = args.hard_negatives
-        elif mixup == 'input':
+        elif args.hard_negatives == 'auto' and mixup == 'input' and args.pairs != 'pos-pos':
             k = 1 if 'feature' in args.mixup else 3
         else:
             k = None
@@ -447,8 +448,12 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    if 'proxy' not in args.loss:                    # proxies of other classes are negatives of a batch of one class
-        common.require_two_classes(args)
+    if 'proxy' not in args.loss:                    # with proxies, one class is enough: other proxies are its negatives
+        common.require_pairs(args)
+    least = 2 if args.loss == 'proxy_anchor' else 3
+    if args.pairs == 'pos-pos' and 0 < args.per_class < least:
+        raise common.UsageError('--pairs pos-pos mixes two positives of an anchor: take --per-class 0 or at least '
+                                f'{least}')
     if 'input' in args.mixup and args.dataset == 'vectors':
         raise common.UsageError('--mixup input mixes images; --dataset vectors has none: use --mixup feature')
     if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and args.mixup != ['embed']:
@@ -503,7 +508,7 @@ What differs from the paper
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor follows its own paper. It has s + delta on negatives, where Table 1 has s - m, and no factors 1/beta
-       and 1/gamma. Its mixed loss is averaged over the classes in the batch; by Eq. (10) it would be all C proxies. Its
+       and 1/gamma. Its mixed loss is averaged over the classes in the batch; by Eq. (10) it would be over all C. Its
        anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup, the
        k hardest negatives are those of a proxy, its anchor; in the paper they are those of an example.
     5. ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. In Table 1 its positives and negatives are
@@ -518,12 +523,11 @@ code trains with Adam, draws one lambda per batch, and reports the epoch that is
        anchors of anc-neg       all                 those without a positive                  (no anc-neg)
        hard negatives           of each anchor      in input mixup, of the first one (bug)    those that the miner keeps
        terms with mixed ones    both                both                                      the positive one (bug)
-       means are over           anchors (note 2)    non-zero values of each term              mixed examples
+       means are over           anchors             non-zero values of each term              mixed examples
     7. The code for contrastive has 60 epochs, k = 1 in input mixup, and a Euclidean margin of 0.5 (a cosine of 0.875).
     8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed): lam weights
-       the clean ones instead of the mixed ones. Its similarity matrix has a row and a column for each mixed example,
-       but its mask is set at the indices of images. So most mixed examples are not used, and the others count in the
-       loss of a wrong anchor (bug).
+       the clean ones instead of the mixed ones. Its similarity matrix is over mixed examples, but its mask is set at
+       the indices of images. So most mixed examples are not used, and the others have a wrong anchor (bug).
     9. Its commands for ms on CUB   epochs   learning rate           sum of the rates while the backbone learns
        without mixup                60       1e-4, halved every 5    5e-4
        with mixup                   100      1e-4, halved every 10   15e-4

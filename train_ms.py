@@ -145,7 +145,7 @@ def get_args(argv=None):
     add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.1,
         help='tolerance of the miner: the larger, the more pairs it keeps; off: no miner')
     args = common.parse(parser, DEFAULTS, argv)
-    common.require_two_classes(args)
+    common.require_pairs(args)
     return args
 
 

@@ -107,8 +107,8 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
-# A flag's default is looked up in the entries of the dataset (or, with --protocol, of the protocol), of the --loss, and
-# of the pair of both. The last one that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
+# loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.

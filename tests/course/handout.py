@@ -224,7 +224,7 @@ def results(exercise, files, script, *options):
             return {}, 'the process ended early'
         tests, why = {}, ''
         for case in ElementTree.parse(report).iter('testcase'):
-            failed = next((part for part in case if part.tag in ('failure', 'error')), None)
+            failed = next((part for part in case if part.tag in ('failure', 'error', 'skipped')), None)
             reason = '' if failed is None else failed.get('message', '') or 'it failed'
             if case.get('name').startswith('test_'):
                 name = case.get('name').split('[')[0]       # a point for all its parameters
@@ -259,7 +259,8 @@ def points(tests, every, name):
 def scripts_in(paths, script):
     """The files to grade. In a folder these are the scripts with this name at any depth, and its own .py files."""
     for path in map(Path, paths):
-        yield from [path] if path.is_file() else sorted({*path.rglob(script), *path.glob('*.py')})
+        found = [path] if path.is_file() else sorted({*path.rglob(script), *path.glob('*.py')})
+        yield from filter(Path.is_file, found)
 
 
 def grade(name, paths, table=None, feedback=None):
@@ -270,8 +271,8 @@ def grade(name, paths, table=None, feedback=None):
         raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
     for path in scripts_in(paths, exercise.script):
         try:
-            tests, why = results(exercise, files, submission(exercise, path.read_text()))
-        except (SyntaxError, ValueError) as error:
+            tests, why = results(exercise, files, submission(exercise, path.read_text('utf-8-sig')))
+        except Exception as error:                          # one odd submission must not end the grading
             tests, why = {}, f'{type(error).__name__}: {error}'
         counted = points(tests, every, name)
         total = [sum(column) for column in zip(*counted.values())]
@@ -283,6 +284,7 @@ def grade(name, paths, table=None, feedback=None):
             text = '\n\n'.join([f'{name}: {total[0]} of {total[1]} points', *filter(None, [why]), *failed]) + '\n'
             write(feedback, {os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-'): text})
     if table:
+        Path(table).parent.mkdir(parents=True, exist_ok=True)
         with open(table, 'w', newline='') as file:
             csv.writer(file).writerows([['file', 'equation', 'points', 'of', 'remark'], *rows])
 

@@ -42,18 +42,19 @@ def test_starter_code_is_written_to_an_empty_folder_outside_the_project(tmp_path
 
 def test_a_folder_is_graded_with_a_table_and_texts(tmp_path, capsys):
     """Other exercises are restored: a student who did not write them loses no points."""
-    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in/train_metrix.py').mkdir(parents=True)               # a folder, not a script
     wrong = changed(METRIX, ['positivity_threshold'], ('+ m', '- m'))
     for name, text in {'a': handout.stub_out(METRIX, ['ms', 'labelled_loss']), 'b': wrong,
-                       'c': 'def f(:'}.items():
+                       'c': 'def f(:', 'd': METRIX.replace(LINE, f'import pytest; pytest.skip()\n    {LINE}')}.items():
         (tmp_path / f'in/{name}.py').write_text(text)
-    handout.main(['grade', 'positivity_threshold', str(tmp_path / 'in'), '--csv', str(tmp_path / 'grades.csv'),
+    handout.main(['grade', 'positivity_threshold', str(tmp_path / 'in'), '--csv', str(tmp_path / 'new/grades.csv'),
                   '--feedback', str(tmp_path / 'texts')])
-    right, wrong, broken = [line.split('/in/')[1] for line in capsys.readouterr().out.splitlines()]
+    right, wrong, broken, skipped = [line.split('/in/')[1] for line in capsys.readouterr().out.splitlines()]
     assert right == 'a.py: metrix_eq24 3/3, in all 3/3'
     assert wrong.startswith('b.py: metrix_eq24 ') and 'in all 3/3' not in wrong
     assert broken.startswith('c.py: metrix_eq24 0/3, in all 0/3 (SyntaxError')
-    assert len((tmp_path / 'grades.csv').read_text().splitlines()) == 4
+    assert skipped == 'd.py: metrix_eq24 0/3, in all 0/3'
+    assert len((tmp_path / 'new/grades.csv').read_text().splitlines()) == 5
     text = next((tmp_path / 'texts').glob('*in-b.txt')).read_text()
     assert 'test_metrix_eq24_by_hand\n    AssertionError: Metrix Eq. (24), lambda 0.5' in text
     assert 'expected  0.77' in text

@@ -193,7 +193,8 @@ def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, t
     ('--query x/pile/0.jpg --dataset shapes', '--query searches a folder of images, and not shapes: add --dataset'),
     ('--query x/pile/0.jpg --dataset vectors --data x', '--query searches a folder of images, and not vectors'),
     ('--data x/single --whole --sheet x.png', 'an image grid needs at least one image besides the query'),
-    ('--sheet .', 'could not write .: '), ('--top 3', '--top has no effect with no image grid')])
+    ('--sheet .', 'could not write .: '), ('--sheet runs/mine/last.pt', 'runs/mine/last.pt is an input'),
+    ('--top 3', '--top has no effect with no image grid')])
 def test_mistakes_with_pictures(run, small, tmp_path, flags, message):
     run(train_ms, '--name', 'mine', '--epochs', '0')
     make_folder(tmp_path / 'x', ['pile'], per_class=2)
@@ -210,6 +211,9 @@ def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path,
     found = evaluation.main([*flags, '--query', 'x/pile/0.jpg', '--top', '9'])['nearest']
     assert sorted(result['path'] for result in found) == [f'x/pile/{i}.jpg' for i in range(5)]
     assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(checkpoint='runs/mine', dataset='folder')
+    run(train_ms, '--name', 'other', '--seed', '1')
+    with pytest.raises(common.UsageError, match='all test images have the same class, so there is nothing to measure'):
+        evaluation.main(['--checkpoint', 'runs/mine', 'runs/other', *flags[2:], '--whole'])
     assert np.load('x.npz')['embeddings'].shape == (5, 16)
     assert 'all test images have the same class, so there is nothing to measure' in capsys.readouterr().err
 

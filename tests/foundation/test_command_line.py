@@ -84,11 +84,12 @@ def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('line', ['train_contrastive', 'train_ms', 'train_metrix', 'train_hse --loss epshn'])
-def test_a_batch_of_one_class_is_rejected_if_the_loss_compares_classes(line):
+def test_batches_without_positive_or_negative_pairs_are_rejected_if_the_loss_needs_them(line):
     script, *flags = line.split()
     get_args = __import__(script).get_args
-    with pytest.raises(UsageError, match='--batch-size 4 with --per-class 4 is a batch of one class'):
-        get_args([*flags, '--batch-size', '4', '--per-class', '4'])
+    for size, message in ('4', '--batch-size 4 with --per-class 4 is a batch of one'), ('1', '--per-class 1 gives'):
+        with pytest.raises(UsageError, match=message):
+            get_args([*flags, '--batch-size', '4', '--per-class', size])
     assert get_args([*flags, '--batch-size', '8', '--per-class', '4']).per_class == 4
 
 
@@ -152,7 +153,7 @@ def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
         flag = flags.split()[0]
         with pytest.raises(UsageError, match=f'made with another {flag}; start a new run'):
             train_ms.main(['--resume', 'runs/x', *flags.split()])
-    for flags, message in ('runs/x --name y', '--name has no effect with --resume'), ('nowhere', 'no file nowhere/'):
+    for flags, message in ('runs/x --name y', '--name has no effect with --resume'), ('nowhere', 'no run nowhere'):
         with pytest.raises(UsageError, match=message):
             train_ms.main(['--resume', *flags.split()])
     torch.save(saved | dict(script='train_other'), 'runs/x/last.pt')

@@ -226,6 +226,14 @@ def test_a_wrong_files_txt_is_rejected_in_one_line(listed, old, new, message):
         assert '\n' not in str(raised.value)
 
 
+def test_empty_splits_and_recall_without_1_are_rejected():
+    images, empty = common.Images(torch.eye(4), [0, 0, 1, 1]), common.Images([], [])
+    for options, message in ((dict(gallery=empty), 'gallery has no images'), (dict(train=empty), 'train has no images'),
+                             (dict(ks=(2, 4)), 'the K of Recall@K include 1')):
+        with pytest.raises(UsageError, match=message):
+            common.Splits('mine', query=images, **options)
+
+
 def test_a_folder_with_only_train_has_no_test_set(tmp_path):
     """A fold holds out some of the training classes."""
     make_folder(tmp_path / 'train', 'abcd', per_class=2)

@@ -32,7 +32,9 @@ def checkpoint(path, **options):
     dict(layer_norm=True), dict(normalize=False), dict(arch='resnet34'), dict(pool='max')])
 def test_a_loaded_checkpoint_is_the_saved_network(tmp_path, small, options):
     model = checkpoint(tmp_path / 'x.pt', **options)
+    state = torch.get_rng_state()
     again = common.load_checkpoint(tmp_path / 'x.pt', precision='fp32')
+    assert torch.equal(state, torch.get_rng_state())
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x), again(x)) and options.items() <= again.config.items() and again.classes == ['a', 'b']
     saved = common.read_checkpoint(tmp_path / 'x.pt')
@@ -111,3 +113,6 @@ def test_a_truncated_log_is_restored_when_the_run_is_resumed(run, small):
     train_ms.main(['--resume', 'runs/my [best] run', '--epochs', '2', '--device', 'cpu'])
     assert log_of('my [best] run')[:2] == records and len(log_of('my [best] run')) == 3
     assert os.listdir('runs') == ['my [best] run']
+    Path('runs/my [best] run/log.jsonl').unlink()                       # interrupted after its last checkpoint
+    train_ms.main(['--resume', 'runs/my [best] run', '--device', 'cpu'])
+    assert len(log_of('my [best] run')) == 3

@@ -264,6 +264,11 @@ def test_label_noise_follows_from_the_seed_and_dissolved_classes_have_no_centre(
     assert torch.equal(one.data.query.labels, before_training(train_ccl).data.query.labels), 'the test set has no noise'
 
 
+def test_label_noise_that_changes_no_label_is_rejected(before_training):
+    with pytest.raises(common.UsageError, match='--label-noise longtail:0.1 changes no label'):
+        before_training(train_ccl, '--label-noise', 'longtail:0.1')
+
+
 def test_centres_that_could_not_move_are_rejected():
     with pytest.raises(common.UsageError, match='--lam 0: the centres would never move'):
         train_ccl.get_args(['--loss', 'stop_grad', '--lam', '0'])

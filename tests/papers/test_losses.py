@@ -68,8 +68,11 @@ def test_labels_that_are_no_labels_are_rejected(name):
     has_proxies, = torch.autograd.grad(LOSSES[name](z, y, p), p, allow_unused=True)
     if name == 'hse, hybrids':                       # it has masks for labels
         return
-    for kind in () if name.startswith('metrix') else (torch.int32, torch.uint8):       # mixed losses are not public
-        assert torch.equal(LOSSES[name](z, y.to(kind), p), LOSSES[name](z, y, p))
+    for kind in (torch.int32, torch.uint8):
+        assert LOSSES[name](z, y.to(kind), p).isfinite()
+    for wrong in (z[:, 0], z[:, :, None, None]):
+        with pytest.raises(common.UsageError, match='^embeddings are'):
+            LOSSES[name](wrong, y, p)
     for wrong in (y[:, None], y[None], y[1:], y.double(), y.numpy(), y.tolist()):
         with pytest.raises(common.UsageError, match='^labels are a tensor of 8 integers'):
             LOSSES[name](z, wrong, p)

@@ -478,6 +478,7 @@ def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monke
     monkeypatch.setattr(train_metrix, 'mixed_pairs', lambda *args: returned.extend(mixed_pairs(*args)) or returned)
     kind = step[0]
     flags = [*HYPER[kind].split(), '--loss', *' '.join(step).split(), '--alpha', '1.5', '--strength', '0.7']
+    flags += ['--per-class', '0']                           # pos-pos needs two positives of an anchor
     if 'LayerNorm' in flags:
         flags.remove('LayerNorm')
         monkeypatch.setattr(common, 'build', partial(common.build, layer_norm=True))
@@ -560,7 +561,9 @@ def test_the_plan_follows_from_the_flags(flags, expected):
 
 @pytest.mark.parametrize('flags, reason', [
     ('--loss proxy_anchor --mixup embed feature --pairs anc-neg', 'no input'),
-    ('--mixup none input', 'none cannot be combined')])
+    ('--mixup none input', 'none cannot be combined'),
+    ('--pairs pos-pos --per-class 2', '--per-class 0 or at least 3'),
+    ('--pairs pos-pos --per-class 1 --loss proxy_anchor', '--per-class 0 or at least 2')])
 def test_combinations_that_the_paper_does_not_define_are_rejected(flags, reason):
     with pytest.raises(common.UsageError, match=reason):
         train_metrix.get_args(flags.split())

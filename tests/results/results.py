@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,10 @@ def make_run(command, threads):
     """Makes one run and appends its line. Returns whether it succeeded."""
     name = 'results-' + md5(command.encode()).hexdigest()[:8]
     folder = ROOT / 'runs' / name
-    place = ['--resume', f'runs/{name}'] if (folder / 'last.pt').exists() else ['--name', name]
+    place = ['--resume', f'runs/{name}']
+    if not (folder / 'last.pt').exists():                   # it ended before its first checkpoint, or never began
+        shutil.rmtree(folder, ignore_errors=True)
+        place = ['--name', name]
     done = start([*command.split(), *place], threads)
     if done.returncode:
         print(f'{command}\n{done.stdout[-1000:]}', flush=True)
