@@ -12,7 +12,7 @@ The others can be skipped:
     5. images         a torch Dataset with two transforms
     6. shapes         the built-in dataset
     7. datasets       which images are for training and which for the test
-    8. runs           logs, checkpoints, and what is printed
+    8. runs           logs, checkpoints, files of weights, and what is printed
     9. command line   flags, and how recipes become their defaults
    10. devices, processes and randomness
    11. errors
@@ -207,14 +207,14 @@ def make_trunk(arch, weights='none', image_size=224):
     if arch.startswith('timm:'):
         timm, name, config = timm_model(arch)
         size = dict(img_size=image_size) if getattr(config, 'fixed_input_size', False) else {}
-        with made(arch, weights):
+        with errors_explained(arch, weights):
             trunk = timm.create_model(name, pretrained=weights == 'imagenet', num_classes=0, **size)
         return load_weights(trunk, weights, config.classifier)
     name = arch.removesuffix('_v1')
     if name not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(f'--arch {arch} is neither a classifier of torchvision, such as resnet50, swin_t or vit_b_16, '
                          'nor timm:NAME')
-    with made(arch, weights):
+    with errors_explained(arch, weights):
         if arch != name and weights == 'imagenet':
             raise ValueError(f'torchvision has weights of {name} only')
         network = torchvision.models.get_model(name, weights='IMAGENET1K_V1' if weights == 'imagenet' else None)
@@ -231,88 +231,6 @@ def make_trunk(arch, weights='none', image_size=224):
     else:
         network.set_submodule(classifier, nn.Identity())
     return load_weights(network, weights, classifier)
-
-
-@contextmanager
-def made(arch, weights):
-    """Turns an error in making a network, or in getting its weights, into a UsageError."""
-    try:
-        yield
-    except Exception as error:
-        if weights != 'imagenet':
-            raise UsageError(f'cannot make {arch}: {error}; try another --image-size or --arch') from error
-        # Causes: no connection, a wrong hash, no such weights, or a web page or empty file in place of the download
-        file = ''
-        with suppress(Exception):
-            url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            file = f'delete {torch.hub.get_dir()}/checkpoints/{Path(url).name} if it is damaged, or '
-        raise UsageError(f'no ImageNet weights for {arch}: {type(error).__name__} {error}; {file}name a file of them: '
-                         '--weights FILE') from error
-
-
-def load_weights(trunk, weights, classifier):
-    """Loads a file of weights into a trunk: the state dict of such a network, or dicts that contain one at any depth.
-    Its names may have a prefix, such as `module.`, `backbone.` or, in a checkpoint of these scripts, `trunk.`. Weights
-    of the classifier, and of layers that the trunk does not have, are left out. All others must fit."""
-    if weights in ('none', 'imagenet'):
-        return trunk
-    wanted = trunk.state_dict()
-    with untrusted_file(weights):
-        found = find_weights(read_file(weights), wanted, weights)
-        heads = [classifier] if isinstance(classifier, str) else classifier        # a distilled network has two
-        layers = {name.split('.')[0] for name in wanted}
-        found = {name: value for name, value in found.items()
-                 if name.split('.')[0] in layers and not name.startswith(tuple(f'{head}.' for head in heads))}
-        missing = [name for name in wanted.keys() - found.keys() if not name.endswith('num_batches_tracked')]
-        if wrong := sorted([*missing, *(found.keys() - wanted.keys())]):
-            raise UsageError(f'{weights} has weights of another --arch: {len(missing)} of {len(wanted)} are missing, '
-                             f'and {len(wrong) - len(missing)} do not belong to it, such as {", ".join(wrong[:3])}')
-        trunk.load_state_dict(found, strict=False)          # files of old versions lack num_batches_tracked
-    return trunk
-
-
-def dicts_in(saved):
-    """A dict and the dicts that it contains, at any depth"""
-    yield saved
-    for value in saved.values():
-        if isinstance(value, dict):
-            yield from dicts_in(value)
-
-
-def find_weights(saved, wanted, file):
-    """{name without its prefix: value} of the network in `saved`. The first of the wanted names shows in which dict it
-    is, and with which prefix. If there are several networks, it is the one whose names fit best."""
-    first = next(iter(wanted))
-    prefixes, networks, names = [], [], []
-    for table in dicts_in(saved):
-        table = {str(name): value for name, value in table.items()}
-        names += table
-        for prefix in [name.removesuffix(first) for name in table if f'.{name}'.endswith(f'.{first}')]:
-            prefixes.append(prefix)
-            networks.append({name.removeprefix(prefix): table[name] for name in table if name.startswith(prefix)})
-    if not networks:
-        raise UsageError(f'{file} has no {first}, the first weight of this --arch, with any prefix; it has '
-                         f'{len(names)} names, such as {", ".join(names[:5])}')
-    fitting = [len(network.keys() & wanted.keys()) - len(network.keys() - wanted.keys()) for network in networks]
-    best = fitting.index(max(fitting))
-    if fitting.count(max(fitting)) > 1:
-        warn(f'{file} has several such networks; the first is used, with the prefix {prefixes[best] or "(none)"}')
-    return networks[best]
-
-
-def timm_model(arch):
-    """timm, NAME and its pretrained configuration, for arch timm:NAME"""
-    name = arch.removeprefix('timm:')
-    try:
-        import timm
-        config = timm.get_pretrained_cfg(name)
-    except ImportError as error:
-        raise UsageError('--arch timm:NAME needs timm: pip install timm') from error
-    except RuntimeError as error:                           # it has the model, but not the tag after the dot
-        raise UsageError(f'--arch {arch}: {error}') from error
-    if config is None:
-        raise UsageError(f'timm has no model {name}')
-    return timm, name, config
 
 
 def initialise(linear, head_init):
@@ -1669,6 +1587,88 @@ def atomic_write(path):
     finally:
         with suppress(OSError):                             # it is not there, or the disk is read-only
             temporary.unlink()
+
+
+@contextmanager
+def errors_explained(arch, weights):
+    """Turns an error in making a network, or in getting its weights, into a UsageError."""
+    try:
+        yield
+    except Exception as error:
+        if weights != 'imagenet':
+            raise UsageError(f'cannot make {arch}: {error}; try another --image-size or --arch') from error
+        # Causes: no connection, a wrong hash, no such weights, or a web page or empty file in place of the download
+        file = ''
+        with suppress(Exception):
+            url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
+            file = f'delete {torch.hub.get_dir()}/checkpoints/{Path(url).name} if it is damaged, or '
+        raise UsageError(f'no ImageNet weights for {arch}: {type(error).__name__} {error}; {file}name a file of them: '
+                         '--weights FILE') from error
+
+
+def load_weights(trunk, weights, classifier):
+    """Loads a file of weights into a trunk: the state dict of such a network, or dicts that contain one at any depth.
+    Its names may have a prefix, such as `module.`, `backbone.` or, in a checkpoint of these scripts, `trunk.`. Weights
+    of the classifier, and of layers that the trunk does not have, are left out. All others must fit."""
+    if weights in ('none', 'imagenet'):
+        return trunk
+    wanted = trunk.state_dict()
+    with untrusted_file(weights):
+        found = find_weights(read_file(weights), wanted, weights)
+        heads = [classifier] if isinstance(classifier, str) else classifier        # a distilled network has two
+        layers = {name.split('.')[0] for name in wanted}
+        found = {name: value for name, value in found.items()
+                 if name.split('.')[0] in layers and not name.startswith(tuple(f'{head}.' for head in heads))}
+        missing = [name for name in wanted.keys() - found.keys() if not name.endswith('num_batches_tracked')]
+        if wrong := sorted([*missing, *(found.keys() - wanted.keys())]):
+            raise UsageError(f'{weights} has weights of another --arch: {len(missing)} of {len(wanted)} are missing, '
+                             f'and {len(wrong) - len(missing)} do not belong to it, such as {", ".join(wrong[:3])}')
+        trunk.load_state_dict(found, strict=False)          # files of old versions lack num_batches_tracked
+    return trunk
+
+
+def dicts_in(saved):
+    """A dict and the dicts that it contains, at any depth"""
+    yield saved
+    for value in saved.values():
+        if isinstance(value, dict):
+            yield from dicts_in(value)
+
+
+def find_weights(saved, wanted, file):
+    """{name without its prefix: value} of the network in `saved`. The first of the wanted names shows in which dict it
+    is, and with which prefix. If there are several networks, it is the one whose names fit best."""
+    first = next(iter(wanted))
+    prefixes, networks, names = [], [], []
+    for table in dicts_in(saved):
+        table = {str(name): value for name, value in table.items()}
+        names += table
+        for prefix in [name.removesuffix(first) for name in table if f'.{name}'.endswith(f'.{first}')]:
+            prefixes.append(prefix)
+            networks.append({name.removeprefix(prefix): table[name] for name in table if name.startswith(prefix)})
+    if not networks:
+        raise UsageError(f'{file} has no {first}, the first weight of this --arch, with any prefix; it has '
+                         f'{len(names)} names, such as {", ".join(names[:5])}')
+    fitting = [len(network.keys() & wanted.keys()) - len(network.keys() - wanted.keys()) for network in networks]
+    best = fitting.index(max(fitting))
+    if fitting.count(max(fitting)) > 1:
+        warn(f'{file} has several such networks; the first is used, with the prefix {prefixes[best] or "(none)"}')
+    return networks[best]
+
+
+def timm_model(arch):
+    """timm, NAME and its pretrained configuration, for arch timm:NAME"""
+    name = arch.removeprefix('timm:')
+    try:
+        import timm
+        config = timm.get_pretrained_cfg(name)
+    except ImportError as error:
+        raise UsageError('--arch timm:NAME needs timm: pip install timm') from error
+    except RuntimeError as error:                           # it has the model, but not the tag after the dot
+        raise UsageError(f'--arch {arch}: {error}') from error
+    if config is None:
+        raise UsageError(f'timm has no model {name}')
+    return timm, name, config
 
 
 # ---- 9. command line -------------------------------------------------------------------------------

@@ -197,6 +197,18 @@ def corrupt_labels(labels, noise, generator=None):
     return labels
 
 
+def add_label_noise(images, noise, seed):
+    """Gives the images of a training set wrong labels. Raises UsageError if none would change."""
+    labels = corrupt_labels(images.labels, noise, torch.Generator().manual_seed(seed))
+    if torch.equal(labels, images.labels) and not noise.endswith(':0.0'):
+        raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
+    # Classes that still have images are numbered from 0. The names of dissolved ones come last: the network sees their
+    # images, so an evaluation has to count these classes as seen.
+    kept, images.labels = labels.unique(return_inverse=True)
+    dissolved = {*range(len(images.classes))} - {*kept.tolist()}
+    images.classes = [images.classes[c] for c in [*kept.tolist(), *sorted(dissolved)]]
+
+
 def label_noise(text):
     """An argparse type: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. argparse turns the ValueError
     of any other text into a message with __name__, below."""
@@ -246,16 +258,7 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     if args.label_noise != 'none':
-        generator = torch.Generator().manual_seed(args.seed)
-        labels = corrupt_labels(data.train.labels, args.label_noise, generator)
-        if torch.equal(labels, data.train.labels) and not args.label_noise.endswith(':0.0'):
-            raise common.UsageError(f'--label-noise {args.label_noise} changes no label: with so few images, take a '
-                                    'higher rate')
-        # Classes that still have images are numbered from 0. The names of dissolved ones come last: the network sees
-        # their images, so an evaluation has to count these classes as seen.
-        kept, data.train.labels = labels.unique(return_inverse=True)
-        dissolved = {*range(len(data.train.classes))} - {*kept.tolist()}
-        data.train.classes = [data.train.classes[c] for c in [*kept.tolist(), *sorted(dissolved)]]
+        add_label_noise(data.train, args.label_noise, args.seed)
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
