@@ -95,7 +95,7 @@ class Embedder(nn.Module):
         self.normalize = normalize
         self.precision = precision
         batchnorm = [m for m in self.trunk.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        self.frozen = batchnorm if freeze_bn else []
+        self.frozen_bn = batchnorm if freeze_bn else []
         c = self.count_channels(input_shape)
         self.dim = dim or c
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
@@ -139,7 +139,7 @@ class Embedder(nn.Module):
 
     def train(self, mode=True):
         super().train(mode)
-        for module in self.frozen:          # in training mode their statistics would follow the batches
+        for module in self.frozen_bn:        # in training mode their statistics would follow the batches
             module.eval()
         return self
 
