@@ -101,7 +101,7 @@ def test_a_format_that_starts_a_program_is_rejected_whatever_the_name(tmp_path, 
     """PIL would start Ghostscript for EPS. A format that this version of PIL lacks does not matter."""
     monkeypatch.setattr(common, 'FORMATS', [*common.FORMATS, 'JPEG 2100'])
     Image.new('RGB', (32, 32)).save(tmp_path / 'x.jpg', 'eps')
-    with pytest.raises(UsageError, match='cannot read the image .*x.jpg: .*; replace or remove it'):
+    with pytest.raises(UsageError, match='cannot read the image .*x.jpg: cannot identify .*; replace or remove it'):
         to_rgb(tmp_path / 'x.jpg')
 
 
