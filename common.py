@@ -139,7 +139,7 @@ class Embedder(nn.Module):
 
     def train(self, mode=True):
         super().train(mode)
-        for module in self.frozen_bn:        # in training mode their statistics would follow the batches
+        for module in self.frozen_bn:       # in training mode their statistics would follow the batches
             module.eval()
         return self
 
@@ -594,7 +594,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     present = torch.bincount(gallery_labels, minlength=int(labels.max()) + 1)           # (C,) images of each class
     own = int(within)                                                    # a query is not a match of itself
     matches = present[query_labels] - own                                # (N,) R of each query
-    depth = int(min(max(*ks, matches.max()), len(gallery) - own))        # K for R@K, R for RP and MAP@R
+    depth = int(min(max(*ks, int(matches.max())), len(gallery) - own))   # K for R@K, R for RP and MAP@R
     found = Counter()                                                    # {k: queries with a match among the k nearest}
     precision, average = [], []                                          # RP and MAP@R of the queries with a match
     for rows, _, index in search(query, None if within else gallery, depth):            # b queries at a time

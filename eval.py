@@ -150,6 +150,12 @@ BORDER = 4                                                  # width of a border,
 ROWS = 8                                                    # queries in a grid, at most
 
 
+def reject_replacing(path, kind, inputs):
+    """Raises UsageError if a file that is about to be written is one of the inputs, paths of files of this kind."""
+    if path.resolve() in {Path(file).resolve() for file in inputs}:
+        raise UsageError(f'the output would replace the {kind} {path}; name another file')
+
+
 def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     """Writes a PNG: each row is a query and then its nearest images, with a green border if they are of its class, and
     a red one if not. Prints the classes and paths of these images.
@@ -158,8 +164,7 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; hit None: unknown, so all
                       borders are white
     """
-    if path.resolve() in {Path(image).resolve() for image in [*queries.paths, *gallery.paths]}:
-        raise UsageError(f'the grid would replace the photo {path}; name another file with --sheet')
+    reject_replacing(path, 'photo', [*queries.paths, *gallery.paths])
     unnormalized = common.make_test_transform(model.args['resize'], model.args['image_size'], (0, 0, 0), (1, 1, 1))
     tiles = []
     for n, query in enumerate(rows):
@@ -447,6 +452,8 @@ def load_test_set(args, model, name, folder):
 def evaluate_one(args):
     """Evaluates one checkpoint. Returns what the last line prints, a dict."""
     path = args.checkpoint[0]
+    for output in filter(None, (args.embed, args.sheet)):
+        reject_replacing(output, 'checkpoint', [common.best_of(path)])
     model = common.load_checkpoint(path, args.device, args.precision)
     if model.config['arch'] == 'none' and (args.query or args.sheet):
         raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with vectors: it needs images')
@@ -454,10 +461,8 @@ def evaluate_one(args):
         return answer_queries(args, model)
     name, folder = place_of_test_set(args, [model.args])
     data = load_test_set(args, model, name, folder)
-    inputs = [common.best_of(path), *(Path(folder).glob('*.npz') if name == 'vectors' else [])]
-    for output in {args.embed, args.sheet} - {None}:
-        if output.resolve() in {file.resolve() for file in inputs}:
-            raise UsageError(f'{output} is an input, and would be replaced: name another file')
+    if args.embed and name == 'vectors':
+        reject_replacing(args.embed, 'file of vectors', Path(folder).glob('*.npz'))
     examples = training_images(model, args.workers) if args.analyse else None
     z, gallery = common.embed_test(model, data)
     result = dict(checkpoint=str(path), dataset=name)

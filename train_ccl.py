@@ -200,7 +200,8 @@ def corrupt_labels(labels, noise, generator=None):
 def add_label_noise(images, noise, seed):
     """Gives the images of a training set wrong labels. Raises UsageError if none would change."""
     labels = corrupt_labels(images.labels, noise, torch.Generator().manual_seed(seed))
-    if torch.equal(labels, images.labels) and not noise.endswith(':0.0'):
+    rate = float(noise.split(':')[1])
+    if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
     # Classes that still have images are numbered from 0. The names of dissolved ones come last: the network sees their
     # images, so an evaluation has to count these classes as seen.

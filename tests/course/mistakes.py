@@ -193,7 +193,7 @@ MISTAKES['retrieval_metrics'] = {
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
     'no error for NaN in the gallery': (', (gallery, gallery_labels))', ',)'),
     'precision at non-matches': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
-    'only the first 8 are retrieved': ('max(*ks, matches.max())', 'max(ks)', 'int(r.max())', 'max(ks)'),
+    'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
     'class numbers of the gallery': (', minlength=int(labels.max()) + 1)', ')'),
 }

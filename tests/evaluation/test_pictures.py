@@ -193,7 +193,9 @@ def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, t
     ('--query x/pile/0.jpg --dataset shapes', '--query searches a folder of images, and not shapes: add --dataset'),
     ('--query x/pile/0.jpg --dataset vectors --data x', '--query searches a folder of images, and not vectors'),
     ('--data x/single --whole --sheet x.png', 'an image grid needs at least one image besides the query'),
-    ('--sheet .', 'could not write .: '), ('--sheet runs/mine/last.pt', 'runs/mine/last.pt is an input'),
+    ('--sheet .', 'could not write .: '),
+    ('--sheet runs/mine/last.pt', 'the output would replace the checkpoint runs/mine'),
+    ('--query x/pile/0.jpg --sheet runs/mine/last.pt', 'the output would replace the checkpoint runs/mine'),
     ('--top 3', '--top has no effect with no image grid')])
 def test_mistakes_with_pictures(run, small, tmp_path, flags, message):
     run(train_ms, '--name', 'mine', '--epochs', '0')

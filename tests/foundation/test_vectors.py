@@ -158,6 +158,8 @@ def test_a_resumed_run_and_eval_repeat_the_uninterrupted_run(vectors, script, fl
     assert result['MAP@R'] == record['MAP@R'] and result['uniformity'] < 0
     saved = np.load('out.npz')
     assert saved['embeddings'].shape == (20, 4 if '--dim' in flags else 6) and saved['classes'].tolist() == list('ghij')
+    with pytest.raises(UsageError, match='the output would replace the file of vectors v/test.npz'):
+        evaluation.main(['--checkpoint', 'runs/halved', '--embed', 'v/test.npz'])
 
 
 @pytest.mark.parametrize('script, flags, reason', [
