@@ -1,6 +1,6 @@
-"""Assertions for worked examples, which state what was expected, and gradients with respect to angles."""
+"""Assertions for worked examples, which state what was expected; points on the unit circle by their angles."""
 import itertools
-from math import radians
+from math import cos, radians, sin
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +23,16 @@ def expect(got, expected, what, tolerance=1e-9):
 def rounded(x):
     """A value, or a list of values, rounded to nine digits"""
     return [rounded(part) for part in x] if x.dim() else float(f'{x.item():.9g}')
+
+
+def cosine(degrees):
+    """Cosine similarity of two points on the unit circle, by their angle in degrees"""
+    return cos(radians(degrees))
+
+
+def chord(degrees):
+    """Distance of two points on the unit circle, by their angle in degrees"""
+    return 2 * sin(radians(degrees) / 2)
 
 
 def moving(*degrees):

@@ -1,18 +1,13 @@
 """train_triplet.py, an exercise of the course, against Reality Check Eq. (2)."""
 from functools import partial
-from math import cos, radians, sin
+from math import cos, radians
 
 import pytest
 import torch
 import train_triplet
 from conftest import on_circle
 from train_triplet import triplet_loss
-from worked import expect, expect_sound, moving
-
-
-def chord(degrees):
-    """Distance of two points on the unit circle, by their angle in degrees"""
-    return 2 * sin(radians(degrees) / 2)
+from worked import chord, expect, expect_sound, moving
 
 
 def four_points():

@@ -5,15 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import on_circle
-from worked import Largest, expect
+from worked import Largest, chord, cosine, expect
 
 import common
 import eval as evaluation
-
-
-def squared(degrees):
-    """Squared distance of two points on the unit circle, by their angle in degrees"""
-    return 2 - 2 * math.cos(math.radians(degrees))
 
 
 def test_metrix_eq12_is_a_mean_over_the_queries():
@@ -21,7 +16,7 @@ def test_metrix_eq12_is_a_mean_over_the_queries():
     none."""
     queries, examples = (10, 20, 100, 300), (15, 0, 180)
     found = evaluation.utilization(on_circle(*queries), on_circle(*examples))
-    nearest = [min(squared(q - e) for e in examples) for q in queries]
+    nearest = [min(chord(q - e) ** 2 for e in examples) for q in queries]
     expect(found, sum(nearest) / 4, f'Metrix Eq. (12), queries at {queries}, examples at {examples} degrees', 1e-6)
     found = evaluation.utilization(on_circle(100), on_circle(*queries, 80))
     expect(found, 0, 'Metrix Eq. (12), a query at 100, one of the examples as well', 1e-6)
@@ -33,7 +28,7 @@ def test_metrix_eq12_of_embeddings_that_are_not_normalized():
     kept = queries.clone(), examples.clone()
     found = evaluation.utilization(queries, examples)
     assert isinstance(found, float), f'expected a float, got {found!r}'
-    expect(found, (squared(60) + squared(30)) / 2, 'Metrix Eq. (12) of queries at 0, 90, examples at 60, 200, of '
+    expect(found, (chord(60) ** 2 + chord(30) ** 2) / 2, 'Metrix Eq. (12) of queries at 0, 90, examples at 60, 200, of '
            'lengths 3, 0.2 and 7', 1e-6)
     assert torch.equal(queries, kept[0]) and torch.equal(examples, kept[1]), 'the arguments were modified'
 
@@ -65,10 +60,6 @@ def test_uniformity_is_computed_over_all_images():
     """The second 1,024 images are opposite to the first."""
     z = torch.cat([on_circle(0).expand(1024, 2), on_circle(180).expand(1024, 2)])
     assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
-
-
-def cosine(degrees):
-    return math.cos(math.radians(degrees))
 
 
 def test_the_best_threshold_by_hand():

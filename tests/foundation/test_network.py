@@ -118,17 +118,6 @@ def test_a_page_in_place_of_downloaded_weights_is_one_line_with_its_name(monkeyp
         Embedder('resnet18')
 
 
-@pytest.mark.parametrize('given, widest', [(('bfloat16', 'float16'), 'float32'), (('bfloat16', 'float64'), 'float64')])
-def test_a_loss_gets_the_widest_type_of_its_arguments_and_no_autocast(given, widest):
-    @common.loss
-    def loss(z, y, proxies):
-        return z, proxies, z @ proxies.T
-    z, proxies = (torch.zeros(2, 3, dtype=getattr(torch, name)) for name in given)
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        for found in (loss(z, torch.tensor([0, 1]), proxies), loss(z, y=torch.tensor([0, 1]), proxies=proxies)):
-            assert [t.dtype for t in found] == [getattr(torch, widest)] * 3
-
-
 @pytest.mark.parametrize('training', [True, False])
 def test_embed_keeps_the_training_mode_of_a_network(small, training):
     images = common.Images([np.zeros((16, 16, 3), np.uint8)], [0], transform=common.make_test_transform(16, 16))
@@ -136,8 +125,6 @@ def test_embed_keeps_the_training_mode_of_a_network(small, training):
     before = model.trunk.bn1.running_mean.clone()
     common.embed(model.train(training), images)
     assert model.training == training and torch.equal(model.trunk.bn1.running_mean, before)
-    model(torch.randn(4, 3, 32, 32))
-    assert torch.equal(model.trunk.bn1.running_mean, before) != training, 'statistics follow the training batches'
 
 
 def test_float32_is_not_rounded_to_tf32_in_a_script(monkeypatch):

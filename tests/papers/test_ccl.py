@@ -47,13 +47,6 @@ def four_by_three():
 
 # ---- the loss and its two parts
 
-def test_ccl_eq1_is_what_eq2_reduces_to():
-    """Without its centre term, Eq. (2) is InfoNCE of Eq. (1), with samples k as centres."""
-    tau, x, k = 1 / S, on_circle(10), on_circle(20, 100, 250)          # k_+ at 20 degrees
-    infonce = -log(exp(cos(radians(10)) / tau) / sum(exp(cos(radians(d)) / tau) for d in (10, 90, 240)))
-    expect(center_contrastive_loss(x, torch.tensor([0]), k, s=1 / tau, lam=0), infonce, 'CCL Eq. (1)')
-
-
 def test_ccl_eq2_and_ccl_eq3_by_hand():
     """Eq. (3) is the second line of Eq. (2)."""
     both, contrast = (center_contrastive_loss(*images_and_centers(), lam=lam) for lam in (1, 0))
@@ -69,7 +62,8 @@ def test_ccl_eq4_is_linear_in_x():
     expect(torch.stack(values), [2, 1, 0], 'CCL Eq. (4) of x at 0 degrees, 0, 1 and 2 long, its centre at 60', 1e-6)
 
 
-def test_ccl_eq5_by_hand():
+def test_ccl_eq5_and_ccl_eq11_by_hand():
+    """The first term of Eq. (5) is Eq. (11), whose m is s times the margin of the cosine, here 16 x 0.2."""
     loss = center_contrastive_loss(*images_and_centers(), S, margin=0.2, lam=1.5)
     expect(loss, mean_contrast(margin=0.2) + 1.5 * mean_squared(),
            f'CCL Eq. (5), first line, {WHERE}, s 16, margin 0.2, lambda 1.5')
@@ -160,7 +154,8 @@ def test_ccl_eq6_and_ccl_eq7_in_value_and_gradient():
            'the gradient of the centres, two of absent classes')
 
 
-def test_ccl_eq8_nsoftmax_is_lambda_and_margin_zero():
+def test_ccl_eq8_and_ccl_eq1_nsoftmax_is_lambda_and_margin_zero():
+    """This is also InfoNCE of Eq. (1), with the centres as samples k and tau = 1/s."""
     loss = center_contrastive_loss(*images_and_centers(), s=3.0, margin=0, lam=0)
     expect(loss, mean_contrast(s=3.0), f'CCL Eq. (8) {WHERE}, s 3')
 
@@ -184,14 +179,6 @@ def test_ccl_eq9_and_ccl_eq10_gradients():
     expect(eq10, log(1 + sum(excess)), 'CCL Eq. (10)')
     p = [e / (1 + sum(excess)) for e in excess]
     expect(torch.autograd.grad(eq10, x)[0], [[-sum(p), *p]], 'the gradient of CCL Eq. (10)')
-
-
-def test_ccl_eq11_margin():
-    """Eq. (11) subtracts its m from the scaled similarity: m is s times the margin of the cosine, here 16 x 0.2."""
-    loss = center_contrastive_loss(on_circle(0), torch.tensor([1]), on_circle(70, 60), S, margin=0.2, lam=0)
-    target, other = exp(S * cos(radians(60)) - 3.2), exp(S * cos(radians(70)))
-    expect(loss, -log(target / (target + other)),
-           'CCL Eq. (11) of x at 0 (class 1), centres at 70, 60, s 16, margin 0.2', 1e-6)
 
 
 def test_ccl_eq12_and_ccl_eq13_bounds():

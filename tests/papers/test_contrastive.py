@@ -1,19 +1,14 @@
 """train_contrastive.py against Reality Check Eq. (1), HSE Eq. (2) and Metrix Eq. (1)."""
 from functools import partial
-from math import cos, radians, sin
+from math import cos, radians
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_sound, moving
+from worked import chord, expect, expect_gradients, expect_sound, moving
 
 from train_contrastive import contrastive_loss, contrastive_similarity_loss, distances
-
-
-def chord(degrees):
-    """Distance of two points on the unit circle, by their angle in degrees"""
-    return 2 * sin(radians(degrees) / 2)
 
 
 def four_points():
@@ -33,13 +28,6 @@ def test_rc_eq1_by_hand(margins, pull, push):
     """Each term is the mean over its non-zero entries."""
     expect(contrastive_loss(*four_points(), **margins), pull + push,
            f'Reality Check Eq. (1) at 0, 20 (class 5), 40, 100 degrees (class 2), margins 0 and 0.5, but {margins}')
-
-
-def test_rc_eq1_with_the_power_of_2():
-    """Each entry is squared after the margin, before the mean."""
-    expected = ((chord(20) - 0.2) ** 2 + (chord(60) - 0.2) ** 2) / 2 + (0.5 - chord(20)) ** 2
-    expect(contrastive_loss(*four_points(), 0.2, power=2), expected, 'Reality Check Eq. (1) at 0, 20 (class 5), 40, '
-           '100 degrees (class 2), power 2, margins 0.2 and 0.5')
 
 
 @pytest.mark.parametrize('power', [1, 2])
@@ -66,13 +54,15 @@ def test_rc_eq1_of_any_batch():
                      on_circle(0, 40, 20, 100, 90), torch.tensor([5, 0, 5, 0, 2]))
 
 
-def test_hse_eq1_and_hse_eq2_by_hand():
-    """Eq. (1) is the distance, and Eq. (2) the squared loss: d^2 for y = 1, (m - d)^2 for y = 0."""
+def test_rc_eq1_and_hse_eq1_and_hse_eq2_with_the_power_of_2():
+    """HSE Eq. (1) is the distance, and Eq. (2) the squared loss: d^2 for y = 1, (m - d)^2 for y = 0. Each entry is
+    squared after the margin, before the mean."""
     d = [[chord(angle) for angle in angles] for angles in ((0, 50, 180), (50, 0, 130), (180, 130, 0))]
     expect(distances(on_circle(0, 50, 180)), d, 'HSE Eq. (1) at 0, 50, 180 degrees')
-    expected = (chord(20) ** 2 + chord(60) ** 2) / 2 + (0.5 - chord(20)) ** 2
-    expect(contrastive_loss(*four_points(), power=2), expected,
-           'HSE Eq. (2) at 0, 20 (class 0), 40, 100 degrees (class 1), margin 0.5')
+    for margin in (0, 0.2):
+        expected = ((chord(20) - margin) ** 2 + (chord(60) - margin) ** 2) / 2 + (0.5 - chord(20)) ** 2
+        expect(contrastive_loss(*four_points(), margin, power=2), expected, 'Reality Check Eq. (1), HSE Eq. (2) at 0, '
+               f'20 (class 5), 40, 100 degrees (class 2), power 2, margins {margin} and 0.5')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])

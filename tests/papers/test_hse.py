@@ -1,11 +1,11 @@
 """train_hse.py against the equations of HSE; pixels of hybrids; EPSHN and N-pair; batches."""
-from math import cos, exp, log, pi, radians, sin
+from math import cos, exp, log, radians, sin
 from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import on_circle, unit
-from worked import expect, expect_gradients, expect_sound, moving
+from worked import chord, expect, expect_gradients, expect_sound, moving
 
 import common
 import train_hse
@@ -59,19 +59,10 @@ def l_hy(h, ewp, hn, temperature=0.1):
     return -log(1 / (1 + exp(s_hn) / exp(s_ewp)))
 
 
-def test_hse_eq7_nearest_of_the_other_classes():
-    loss = hybrid_loss(on_circle(75), on_circle(100, 60, 200), *masks([True, False, False]))
-    expect(loss, l_hy(75, 100, 60), 'HSE Eq. (7) of a hybrid at 75, a weak positive at 100, negatives at 60, 200')
-
-
-def test_hse_eq8_nearest_of_either_class():
-    loss = hybrid_loss(on_circle(75), on_circle(30, 100, 60), *masks([True, True, False]))
-    expect(loss, l_hy(75, 100, 60), 'HSE Eq. (8) of a hybrid at 75, weak positives at 30, 100, a negative at 60')
-
-
-def test_hse_eq9_by_hand():
-    """The loss is the mean over three hybrids. For the last hybrid, its nearest image, at 200 degrees, is in neither
-    mask, and the others have negative similarities: an excluded image must not count as similarity 0."""
+def test_hse_eq9_and_hse_eq7_and_hse_eq8_by_hand():
+    """The loss is the mean over three hybrids. For each, only its nearest negative, Eq. (7), and its nearest weak
+    positive, Eq. (8), count. For the last hybrid, its nearest image, at 200 degrees, is in neither mask, and the others
+    have negative similarities: an excluded image must not count as similarity 0."""
     weak, negative = masks(WEAK, [True, False, False, False, True, True], [True, True, False, False, False, False])
     negative[2, 5] = False
     loss = hybrid_loss(on_circle(70, 120, 260), on_circle(*IMAGES), weak, negative, alpha=0.7, temperature=0.5)
@@ -124,11 +115,10 @@ def test_hse_eq9_is_numerically_stable(dtype, temperature):
 
 
 def test_hse_eq10_and_hse_eq11_with_the_contrastive_loss_by_hand():
-    """Two classes at 0 and 40 degrees, a third at 20; the hybrid of the first two images at 25."""
+    """Two classes at 0 and 40 degrees, beyond the margin, a third at 20; the hybrid of the first two images at 25."""
     z, y, h = on_circle(0, 40, 20), torch.tensor([0, 1, 2]), on_circle(25)
-    chord = 2 * cos(pi / 2 - pi / 18)                            # 20 degrees; 40 are beyond the margin
     loss = hse_loss(contrastive_loss, z, y, h, torch.tensor([[0, 1]]), alpha=0.3, temperature=1)
-    expect(loss, (0.5 - chord) ** 2 + 0.3 * l_hy(25, 40, 20, 1), 'HSE Eq. (10), (11), alpha 0.3, temperature 1')
+    expect(loss, (0.5 - chord(20)) ** 2 + 0.3 * l_hy(25, 40, 20, 1), 'HSE Eq. (10), (11), alpha 0.3, temperature 1')
 
 
 def test_without_hybrids_the_loss_is_the_base_loss():
@@ -188,12 +178,6 @@ def test_hybrids_follow_from_the_generator_and_the_global_one_is_not_used():
     before = torch.get_rng_state()
     one, same, other = (make_hybrids(*batch(), combinations=9, generator=seeded(seed))[1] for seed in (7, 7, 8))
     assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize('kind, reason', [('gridmask', 'cannot combine 2 images'), ('cutout', 'cutout')])
-def test_masks_and_kinds_that_do_not_fit_are_rejected(kind, reason):
-    with pytest.raises((ValueError, KeyError), match=reason):
-        blend(torch.zeros(1, 2, 3, 8, 8), kind, 'top-bottom', mask_size=8)
 
 
 # ---- base losses
@@ -311,12 +295,10 @@ def test_a_fold_with_too_many_superclasses_ignores_them(run, small, monkeypatch)
     assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
 
 
-@pytest.mark.parametrize('flags, reason', [
-    ('--kind gridmask --mask-size 64', 'cannot combine 2'),
-    ('--kind gridmask --mask-size 63 --num 4', 'cannot combine 4')])
-def test_flags_that_do_not_fit_each_other_are_rejected(flags, reason):
-    with pytest.raises(common.UsageError, match=reason):
-        train_hse.get_args(flags.split())
+def test_masks_that_do_not_fit_the_images_are_rejected():
+    """In images of 32 pixels, two by two blocks are from three of the four sources."""
+    with pytest.raises(common.UsageError, match='cannot combine 4'):
+        train_hse.get_args('--kind gridmask --mask-size 16 --num 4'.split())
 
 
 @pytest.mark.parametrize('flags, needed, classes', [

@@ -1,7 +1,7 @@
 """train_metrix.py against Metrix: worked examples of the equations, loops written from the paper, direct pooling."""
 from functools import partial
 from itertools import combinations, product
-from math import cos, exp, log, radians
+from math import exp, log
 
 import pytest
 import torch
@@ -12,20 +12,7 @@ from worked import Largest, expect, expect_upcast
 
 import common
 import train_metrix
-from train_metrix import (
-    MixupConfig,
-    clean_loss,
-    labelled_loss,
-    mix_embeddings,
-    mix_features,
-    mixed_pairs,
-)
-
-Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
-
-
-def cosine(degrees):
-    return cos(radians(degrees))
+from train_metrix import MixupConfig, labelled_loss, mix_embeddings, mix_features, mixed_pairs
 
 
 def lambdas(n, dtype=torch.float64):
@@ -46,16 +33,6 @@ def test_metrix_eq3_by_hand():
             ('contrastive', {}, -(0.8 + 0) / 2 + (0.7 - 0.5))):
         expect(labelled_loss(s.double(), y, valid, kind, **hyper), [expected],
                f'Metrix Eq. (3), positives at 0.8 and 0, negatives at 0.7 and -0.2, {kind}, {hyper}', 1e-6)
-
-
-def test_metrix_eq7_by_hand():
-    """An example at 0.6 with label 0.3 is a positive with weight 0.3 and a negative with weight 0.7."""
-    s, y = torch.tensor([[[0.6]], [[0.3]]], dtype=torch.float64)
-    for kind, hyper, expected in (
-            ('contrastive', dict(m=0.5, reduction='sum'), -0.3 * 0.6 + 0.7 * (0.6 - 0.5)),
-            ('ms', dict(beta=2, gamma=9, m=0.5), log(1 + 0.3 * exp(-2 * 0.1)) / 2 + log(1 + 0.7 * exp(9 * 0.1)) / 9)):
-        loss = labelled_loss(s, y, torch.ones(1, 1).bool(), kind, **hyper)
-        expect(loss, [expected], f'Metrix Eq. (7), an example at 0.6 with label 0.3, {kind}, {hyper}')
 
 
 # Table 1: hyper-parameters, and tau, sigma+, rho+, sigma-, rho- as printed, without log-sum-exp
@@ -118,16 +95,19 @@ def test_metrix_eq7_keeps_its_arguments_and_takes_masks_for_labels():
     assert all(map(torch.equal, given, (s, mask, valid))), 'Metrix Eq. (7): the arguments were modified'
 
 
-def test_metrix_eq9_over_mixed_examples_by_hand():
+def test_metrix_eq9_over_mixed_examples_and_metrix_eq13_and_metrix_eq14_by_hand():
     """The first anchor has two mixed examples, the second anchor only the first. The weight of an example as a positive
-    is its label y, and 1 - y as a negative. The loss of an anchor is a sum over its examples, not a mean."""
+    is its label y, and 1 - y as a negative. The loss of an anchor is a sum over its examples, not a mean. With
+    reduction mean, the negative term is a mean over the examples above the margin, here one. If the examples are
+    mixtures of a positive and a negative, this is Eq. (13) and (14)."""
     s = torch.tensor([[0.6, 0.9], [0.2, 0.8]], dtype=torch.float64)
     y = torch.tensor([[0.3, 0.8], [0.7, 0.2]], dtype=torch.float64)
     valid = torch.tensor([[True, True], [True, False]])
-    first = -(0.3 * 0.6 + 0.8 * 0.9) + 0.7 * (0.6 - 0.5) + 0.2 * (0.9 - 0.5)
-    expect(labelled_loss(s, y, valid, 'contrastive', reduction='sum'), [first, -0.7 * 0.2],
-           'Metrix Eq. (9), mixed examples at 0.6 and 0.9 with labels 0.3 and 0.8, and one at 0.2 with label 0.7, '
-           'contrastive, sum')
+    pull, push = 0.3 * 0.6 + 0.8 * 0.9, 0.7 * (0.6 - 0.5) + 0.2 * (0.9 - 0.5)
+    for reduction, m, first in (('sum', 0.5, -pull + push), ('mean', 0.7, -pull / 2 + 0.2 * (0.9 - 0.7))):
+        expect(labelled_loss(s, y, valid, 'contrastive', m=m, reduction=reduction), [first, -0.7 * 0.2],
+               'Metrix Eq. (9), (13), (14), mixed examples at 0.6 and 0.9 with labels 0.3 and 0.8, and one at 0.2 with '
+               f'label 0.7, contrastive, margin {m}, {reduction}')
 
 
 # ---- mixed examples
@@ -138,19 +118,6 @@ def test_metrix_eq4_input_and_embedding_by_hand():
            torch.stack([0.25 * x[0] + 0.75 * x[1], (x[1] + x[2]) / 2]), 'Metrix Eq. (4), images, lambda 0.25 and 0.5')
     expect(mix_embeddings(on_circle(0, 90), i[:1], j[:1], torch.tensor([0.25])), [[0.1 ** 0.5, 0.9 ** 0.5]],
            'Metrix Eq. (4), embeddings at 0 and 90 degrees, lambda 0.25')
-
-
-@pytest.mark.parametrize('pool, expected', [('avg', 1.75), ('max', 6), ('avg+max', 7.75)])
-def test_metrix_eq4_feature_by_hand(pool, expected):
-    """With lambda 0.25, the mixed map is [[1, 0], [0, 6]]."""
-    f = torch.tensor([[[[4.0, 0], [0, 0]]], [[[0, 0], [0, 8]]]], dtype=torch.float64, requires_grad=True)
-    p = mix_features(f, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.25], dtype=torch.float64), pool)
-    p.sum().backward()
-    what = f'of the maps [[4, 0], [0, 0]] and [[0, 0], [0, 8]], lambda 0.25, {pool}'
-    expect(p, [[expected]], f'Metrix Eq. (4) {what}')
-    avg, peak = ('avg' in pool) / 4, float('max' in pool)
-    expect(f.grad, [[[[0.25 * avg] * 2, [0.25 * avg, 0.25 * (avg + peak)]]],
-                    [[[0.75 * avg] * 2, [0.75 * avg, 0.75 * (avg + peak)]]]], f'the gradient of Metrix Eq. (4) {what}')
 
 
 def direct(f, i, j, lam, pool):
@@ -225,17 +192,6 @@ def test_metrix_eq4_feature_in_half_precision():
 
 # ---- labels
 
-def test_metrix_eq5_and_metrix_eq6_by_hand():
-    """Points at 0, 10 and 80 degrees are of class 0, the point at 60 is of class 1. The loss of an anchor is the sum of
-    the cosines to its negatives minus the cosines to its positives (contrastive, margin 0, sums)."""
-    loss = clean_loss('contrastive', on_circle(0, 10, 60, 80), torch.tensor([0, 0, 1, 0]), m=0, reduction='sum')
-    at_0 = -cosine(10) - cosine(80) + cosine(60)
-    at_10 = -cosine(10) - cosine(70) + cosine(50)
-    at_60 = cosine(60) + cosine(50) + cosine(20)            # no positive
-    at_80 = -cosine(80) - cosine(70) + cosine(20)
-    expect(loss, (at_0 + at_10 + at_60 + at_80) / 4, 'Metrix Eq. (5), (6): 0, 10, 80 (class 0), 60 degrees (class 1)')
-
-
 @pytest.fixture
 def mixed(monkeypatch):
     """mixed(pairs, y, lam): the pairs of images of classes y, which are all anchors, with these interpolation factors,
@@ -257,26 +213,17 @@ def mixed(monkeypatch):
     return mixed
 
 
-def test_metrix_eq8_pos_neg_by_hand(mixed):
-    """M(a) is U+(a) x U-(a): one of the two has the class of a, and neither is a. The label is the share of this one.
-    Pairs of different classes are (0, 1), (1, 2), (1, 3), with lambda 0.3, 0.6, 0.9."""
-    found = mixed('pos-neg', [5, 2, 5, 5], [0.3, 0.6, 0.9])
-    expected = {0: {(1, 2): 0.4, (1, 3): 0.1}, 1: {}, 2: {(0, 1): 0.3, (1, 3): 0.1}, 3: {(0, 1): 0.3, (1, 2): 0.4}}
-    assert found == expected, f'Metrix Eq. (8), pos-neg, classes 5, 2, 5, 5: expected {expected}, got {found}'
-
-
-def test_metrix_eq8_anc_neg_by_hand(mixed):
-    """M(a) is S(a) x U-(a): one of the two is a, the other has another class. The label is the share of a."""
-    found = mixed('anc-neg', [5, 2, 5, 5], [0.3, 0.6, 0.9])
-    expected = {0: {(0, 1): 0.3}, 1: {(0, 1): 0.7, (1, 2): 0.6, (1, 3): 0.9}, 2: {(1, 2): 0.4}, 3: {(1, 3): 0.1}}
-    assert found == expected, f'Metrix Eq. (8), anc-neg, classes 5, 2, 5, 5: expected {expected}, got {found}'
-
-
-def test_metrix_eq8_pos_pos_by_hand(mixed):
-    """M(a) is U+(a) x U+(a): both have the class of a, and neither is a. The label is 1 for any lambda."""
-    found = mixed('pos-pos', [5, 2, 5, 5], [0.3, 0.6, 0.9])
-    expected = {0: {(2, 3): 1}, 1: {}, 2: {(0, 3): 1}, 3: {(0, 2): 1}}
-    assert found == expected, f'Metrix Eq. (8), pos-pos, classes 5, 2, 5, 5: expected {expected}, got {found}'
+@pytest.mark.parametrize('pairs, expected', [
+    ('pos-neg', {0: {(1, 2): 0.4, (1, 3): 0.1}, 1: {}, 2: {(0, 1): 0.3, (1, 3): 0.1}, 3: {(0, 1): 0.3, (1, 2): 0.4}}),
+    ('anc-neg', {0: {(0, 1): 0.3}, 1: {(0, 1): 0.7, (1, 2): 0.6, (1, 3): 0.9}, 2: {(1, 2): 0.4}, 3: {(1, 3): 0.1}}),
+    ('pos-pos', {0: {(2, 3): 1}, 1: {}, 2: {(0, 3): 1}, 3: {(0, 2): 1}})])
+def test_metrix_eq8_by_hand(mixed, pairs, expected):
+    """M(a) is U+(a) x U-(a) for pos-neg: one of the two has the class of a, and neither is a; the label is the share of
+    this one. For anc-neg it is S(a) x U-(a): one of the two is a; the label is its share. For pos-pos it is U+(a) x
+    U+(a): both have the class of a, and neither is a; the label is 1 for any lambda. Pairs of different classes are
+    (0, 1), (1, 2), (1, 3), with lambda 0.3, 0.6, 0.9."""
+    found = mixed(pairs, [5, 2, 5, 5], [0.3, 0.6, 0.9])
+    assert found == expected, f'Metrix Eq. (8), {pairs}, classes 5, 2, 5, 5: expected {expected}, got {found}'
 
 
 def test_metrix_eq8_of_the_hardest_negatives(mixed):
@@ -313,15 +260,6 @@ def two_mixed_examples():
             torch.tensor([[0.3, 0.8]], dtype=torch.float64))
 
 
-def test_metrix_eq13_and_metrix_eq14_by_hand():
-    """The two examples are mixtures of the positive of an anchor with each of two negatives. Their label is lambda."""
-    s, y = two_mixed_examples()
-    for reduction, number in (('sum', 1), ('mean', 2)):
-        loss = labelled_loss(s, y, torch.ones(1, 2).bool(), 'contrastive', m=0.7, reduction=reduction)
-        expect(loss, [-(0.3 * 0.6 + 0.8 * 0.9) / number + 0.2 * (0.9 - 0.7)],
-               f'Metrix Eq. (13) and (14), {MIXED}, contrastive, {reduction}')
-
-
 def test_metrix_eq15_by_hand():
     """The weight of an example is lambda in the positive term, and 1 - lambda in the negative term."""
     s, y = two_mixed_examples()
@@ -351,52 +289,6 @@ def test_metrix_eq15_is_a_soft_maximum(dtype):
     pull, push = train_metrix.ms(s, y, 1 - y, beta=1e4, gamma=1e4, m=0.7)
     expect(torch.stack([pull, push]), [[0.7 - 0.5], [0.8 - 0.7]], 'Metrix Eq. (15), mixed examples at 0.5, -0.9, 0.8, '
            '0.95 with labels 0.5, 0, 0.25, 1, m 0.7, beta and gamma 10,000: does exp() overflow?', 1e-3)
-
-
-def test_metrix_eq15_of_no_positives_or_no_negatives_is_0():
-    """A term without positive weights has value and gradient 0. A mask has weights 1 and 0."""
-    s, y = two_mixed_examples()
-    for positive, negative in ((0 * y, 0 * y), (torch.zeros(1, 2).bool(), torch.zeros(1, 2).bool())):
-        terms = train_metrix.ms(s, positive, negative)
-        gradient, = torch.autograd.grad(sum(terms).sum(), s)
-        expect(torch.stack([*terms, gradient.sum(dim=1)]), [[0], [0], [0]], 'Metrix Eq. (15) without weights, and its '
-               f'gradient; weights of {positive.dtype}')
-    ones = torch.ones(1, 2)
-    expect(torch.stack(train_metrix.ms(s, ones.bool(), ones.bool())), torch.stack(train_metrix.ms(s, ones, ones)),
-           'Metrix Eq. (15), a mask for weights of 1')
-
-
-def test_metrix_eq15_of_any_order_and_unchanged_arguments():
-    s, y = lambdas(12).view(2, 6), lambdas(12).flip(0).view(2, 6)
-    given = s.clone(), y.clone()
-    terms = train_metrix.ms(s, y, 1 - y)
-    assert torch.equal(s, given[0]) and torch.equal(y, given[1]), 'Metrix Eq. (15): the arguments were modified'
-    expect(torch.stack(train_metrix.ms(s.flip(1), y.flip(1), 1 - y.flip(1))), torch.stack(terms),
-           'Metrix Eq. (15) with the mixed examples in another order')
-    assert terms[0].shape == (2,) and terms[0].dtype == torch.float64, 'two terms, both (A,), of the type of s'
-
-
-def test_metrix_eq9_and_metrix_eq10_by_hand(before_training, monkeypatch):
-    """Points are at 0, 20 (class 0), 90, 130 degrees (class 1). With lambda 1/2, mixed examples are midway: at 45 (0
-    and 90), 65 (0, 130), 55 (20, 90) and 75 degrees (20, 130). An anchor has the mixes of its positive and a negative:
-    the anchor at 0 has 55 and 75. Both terms, -cosine and max(0, cosine - 0.5), have weight 1/2."""
-    def loss_of_mixed(degrees_from_anchor):
-        return -cosine(degrees_from_anchor) / 2 + max(0, cosine(degrees_from_anchor) - 0.5) / 2
-    at_0 = loss_of_mixed(55) + loss_of_mixed(75)
-    at_20 = loss_of_mixed(25) + loss_of_mixed(45)           # the positive at 0: 45 and 65 degrees
-    at_90 = loss_of_mixed(25) + loss_of_mixed(15)           # the positive at 130: 65 and 75 degrees
-    at_130 = loss_of_mixed(85) + loss_of_mixed(75)          # the positive at 90: 45 and 55 degrees
-    mixed = (at_0 + at_20 + at_90 + at_130) / 4
-    # The clean positives are 20 and 40 degrees apart. Negatives, at least 70 degrees apart, satisfy the margin.
-    clean = -(cosine(20) + cosine(40)) / 2
-
-    monkeypatch.setattr(Beta, 'sample', lambda self, shape: torch.full(shape, 0.5, dtype=torch.float64))
-    flags = '--loss contrastive --reduction sum --m 0.5 --mixup embed --pairs pos-neg --strength'
-    for w in (1, 0.4):
-        held = before_training(train_metrix, *flags.split(), str(w))
-        held.model.features = held.model.head = lambda x: x                 # the points replace images
-        loss = held.step(on_circle(0, 20, 90, 130), torch.tensor([0, 0, 1, 1]))
-        expect(loss, clean + w * mixed, f'Metrix Eq. (9), (10), w {w}: 0, 20 (class 0), 90, 130 degrees (class 1)')
 
 
 # ---- the step against loops
@@ -467,7 +359,8 @@ STEPS = [*product(['contrastive', 'ms'], MIXUP, ['--pairs pos-neg', '--pairs anc
 
 
 @pytest.mark.parametrize('step', STEPS, ids=' '.join)
-def test_metrix_eq9_and_metrix_eq10_the_step_equals_loops(before_training, monkeypatch, step):
+def test_metrix_eq5_and_metrix_eq6_and_metrix_eq9_and_metrix_eq10_the_step_equals_loops(
+        before_training, monkeypatch, step):
     """The values are equal, and so are the gradients of all weights and proxies. Hyper-parameters are not the
     defaults."""
     def sample(self, shape):

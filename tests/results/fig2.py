@@ -2,10 +2,10 @@
 
     python tests/results/fig2.py runs/metrix-shapes-1 --gamma 50 --m 0.5
 
-prints how often mixed embeddings act as positives, and the utilization with and without mixed examples. The former is
-also plotted if matplotlib is installed. Embeddings of training images are mixed, in 20 batches sampled as in the run.
-The paper's Fig. 2 uses the whole dataset at epoch 0, and its utilization the mixed examples of several epochs. If every
-s(a, v) is on the same side of the threshold, the figure shows no transition: choose --m near the mean s(a, v).
+prints how often mixed embeddings act as positives, and the utilization with and without mixed examples. Embeddings of
+training images are mixed, in 20 batches sampled as in the run. The paper's Fig. 2 uses the whole dataset at epoch 0,
+and its utilization the mixed examples of several epochs. If every s(a, v) is on the same side of the threshold, the
+table shows no transition: choose --m near the mean s(a, v).
 """
 import argparse
 import sys
@@ -66,21 +66,6 @@ def mixed_examples(z, y, batches, alpha):
     return torch.cat(mixed)
 
 
-def plot(bins, path):
-    """Plot Fig. 2 from the result of `positivity`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print('to plot the figure as well: pip install matplotlib')
-        return
-    lam, measured, predicted, *_ = zip(*bins)
-    axes = Figure().subplots()
-    axes.plot(lam, measured, 'o-', lam, predicted, 's--')
-    axes.set(xlabel='lambda', ylabel='P(Pos(a, v)): measured (circles), Eq. (25) (squares)')
-    axes.figure.savefig(path)
-    print(f'the figure: {path}')
-
-
 def get_args(argv=None):
     """Flags of the run; flags on the command line replace them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,8 +99,6 @@ def main(argv=None):
         examples = torch.cat([z, mixed_examples(z, y, batches, args.alpha)])
         print(f'utilization, Eq. (12): {evaluation.utilization(q, z):.3f} by clean examples, '
               f'{evaluation.utilization(q, examples):.3f} by these and the mixed ones of {len(batches)} batches')
-    if bins:                                        # empty if no anchor has a mixed example
-        plot(bins, common.best_of(args.run).parent / 'positivity.png')
     return bins
 
 

@@ -65,26 +65,19 @@ def test_the_utilization_is_by_clean_and_mixed_examples_of_all_batches(run, smal
     assert nearest(z, *mixed[5:]) < nearest(z, mixed[-1]) - 0.002, 'not only the last batch'
 
 
-def test_hyperparameters_default_to_the_values_of_the_run(run, small, monkeypatch):
+def test_hyperparameters_default_to_the_values_of_the_run_and_a_table_is_printed(run, small, monkeypatch, capsys):
     run(train_metrix, *'--name start --epochs 0 --beta 7 --alpha 1.5'.split())
-    taken, alphas = [], []
+    taken, alphas, bins = [], [], [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)]
     monkeypatch.setattr(common, 'make_sampler', lambda *_: 30 * [[0]])
-    monkeypatch.setattr(fig2, 'positivity', lambda z, y, batches, *hyper: taken.append((len(batches), *hyper)) or [])
+    monkeypatch.setattr(fig2, 'positivity', lambda z, y, batches, *hyper: taken.append((len(batches), *hyper)) or bins)
     monkeypatch.setattr(fig2, 'mixed_examples', lambda z, y, batches, alpha: alphas.append(alpha) or z)
     fig2.main(['runs/start'])
+    assert [line.split() for line in capsys.readouterr().out.split('\n') if line.startswith('    0.')] == [
+        ['0.25', '0.100', '0.200', '0.300', f'{log(1 / 3) / 82 + 0.77:.3f}', '7'],
+        ['0.75', '0.400', '0.500', '0.600', f'{log(3) / 82 + 0.77:.3f}', '8']]
     fig2.main('runs/start/last.pt --gamma 50 --m 0.5 --alpha 3'.split())
     assert taken == [(20, 1.5, 7, 75, 0.77), (20, 3, 7, 50, 0.5)], '20 of 30 batches, alpha, beta, gamma, m'
     assert alphas == [1.5, 3]
     run(train_ms, '--name', 'ms', '--epochs', '0')
     with pytest.raises(common.UsageError, match='runs/ms was trained by train_ms.py'):
         fig2.main(['runs/ms'])
-
-
-def test_fig2_prints_a_table(run, small, monkeypatch, capsys):
-    run(train_metrix, '--name', 'start', '--epochs', '0')
-    monkeypatch.setattr(fig2, 'positivity', lambda *_: [(0.25, 0.1, 0.2, 0.3, 7), (0.75, 0.4, 0.5, 0.6, 8)])
-    monkeypatch.setattr(fig2, 'plot', lambda *_: None)
-    fig2.main(['runs/start'])
-    assert [line.split() for line in capsys.readouterr().out.split('\n') if line.startswith('    0.')] == [
-        ['0.25', '0.100', '0.200', '0.300', f'{log(1 / 3) / 93 + 0.77:.3f}', '7'],
-        ['0.75', '0.400', '0.500', '0.600', f'{log(3) / 93 + 0.77:.3f}', '8']]

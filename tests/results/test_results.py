@@ -141,7 +141,7 @@ def test_patches_change_the_mixed_loss_as_they_say(name, pairs):
     i, j, lam, label, valid = train_metrix.mixed_pairs(config, z, y, torch.arange(12), 12)
     s, v = z @ z.T, z @ train_metrix.mix_embeddings(z, i, j, lam).T
 
-    def term(scale, similarities, weights):                 # 1 + the sum of an exponential loss
+    def term(scale, similarities, weights):                 # the sum in an exponential loss
         return sum(weight * math.exp(scale * (each - m)) for each, weight in zip(similarities, weights))
 
     total = 0
