@@ -30,8 +30,7 @@ All files write shapes with these letters. Each script explains its further symb
 
 Every loss of the scripts has the decorator `loss` (section 10). Inside such a loss, floating-point arguments have at
 least float32, autocast is off, and labels y of embeddings z have been checked. With torchrun, several processes share
-the work. What this needs in sections 1 to 4 is in the functions own_share, all_shares, own_positions, gather,
-average_gradients, rank and from_rank0 of section 10. With one process, they change nothing.
+the work. The functions that this needs are in section 10; with one process they change nothing.
 """
 import argparse
 import copy
@@ -157,7 +156,7 @@ class Embedder(nn.Module):
                              f'{type(f).__name__} {tuple(getattr(f, "shape", ()))}: use another --arch')
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
-        return all_shares(f, len(x))                        # (B, c, h, w)
+        return f if len(f) == len(x) else gather(at_least_float32(f))    # (B, c, h, w), from all processes
 
     def pool_features(self, f):
         """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max is twice the features."""
@@ -348,15 +347,6 @@ def make_loader(images, batch_sampler, device):
                       pin_memory=device.type == 'cuda', generator=torch.Generator())     # not torch's global one
 
 
-def loaded(loader):
-    """Yields the batches of a DataLoader. The message of an error in a worker process is a traceback, of which the last
-    line is kept."""
-    try:
-        yield from loader
-    except UsageError as error:
-        raise UsageError(str(error).strip().splitlines()[-1].removeprefix('common.UsageError: ')) from error
-
-
 # ---- 3. training -----------------------------------------------------------------------------------
 
 
@@ -464,7 +454,7 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
     losses = []
     start = time.time()
     # `t` counts the steps of the whole run, from 0; `number` counts those of this epoch, from 1.
-    for number, (batch, t) in enumerate(zip(loaded(loader), steps), start=1):
+    for number, (batch, t) in enumerate(zip(loader, steps), start=1):
         x, y = (gather(to_device(part, args.device)) for part in batch)         # the whole batch, from all processes
         for group in optimizer.param_groups:
             initial = group.setdefault('initial_lr', group['lr'])       # set once, in step 0
@@ -502,7 +492,7 @@ def embed(model, images, batch_size=128):
     model.eval()
     indices = own_positions(len(images), repeat_last=True)               # with torchrun, equally many each
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), weight.device)
-    z = torch.cat([model(x.to(weight)).float() for x, _ in loaded(loader)])         # on its device, in its precision
+    z = torch.cat([model(x.to(weight)).float() for x, _ in loader])         # on its device, in its precision
     model.train(training)
     return gather(z)[:len(images)].cpu()
 
@@ -518,46 +508,18 @@ def k_nearest(query, gallery, k):
     within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # The gallery is shuffled, because its images are sorted by class: the first of equally similar ones would all be of
-    # one class.
-    order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
-    gallery = gallery[order]
-    wanted = k + 1 if within else k                                      # one more, for the query itself
-    b = max(1, min(4096, 2 ** 26 // len(gallery)))                       # (b, G) similarities take 256 MiB at most
+    # Images are sorted by class, so the first of equally similar ones would all be of one class. Therefore each image
+    # has a random rank, and its cosines are lowered by rank * 2^-50. This is less than their rounding errors.
+    rank = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0))     # (G,)
+    tie_break = (rank.double() * 2 ** -50).to(query.device)                             # (G,)
+    b = max(1, min(4096, 2 ** 25 // len(gallery)))                       # (b, G) in float64 takes 256 MiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
-        s, index = search_with_ties(query[rows], gallery, wanted)        # (b, wanted)
-        index = order[index]
+        with torch.autocast(query.device.type, enabled=False):
+            s = query[rows] @ gallery.T                                  # (b, G)
         if within:
-            itself = index == rows[:, None]
-            # One of the k + 1 results is removed: the query itself, or if duplicates have crowded it out, the last one.
-            itself[:, -1] |= ~itself.any(dim=1)                          # where the query was not found
-            s = s[~itself].view(-1, k)
-            index = index[~itself].view(-1, k)
-        yield rows, s, index
-
-
-def search_with_ties(query, gallery, k):
-    """Cosines and positions of the k nearest images of a gallery (G, D), both (b, k). Equal cosines are in the order of
-    their positions."""
-    faiss = import_faiss() if gallery.device.type == 'cpu' else None
-    number = min(k + 1, len(gallery))
-    while True:
-        if faiss:
-            s, index = map(torch.as_tensor, faiss.knn(query, gallery, number, faiss.METRIC_INNER_PRODUCT))
-        else:
-            with torch.autocast(query.device.type, enabled=False):
-                s, index = (query @ gallery.T).topk(number, dim=1)
-        # A search finds any of several equal cosines. If the k-th equals the last one, some may be left out: mostly a
-        # few, and very many if the embeddings have collapsed.
-        if number == len(gallery) or (s[:, k - 1] > s[:, -1]).all():
-            break
-        number = min(k + 64 if number == k + 1 else 8 * number, len(gallery))
-    tied = (s[:, 1:] == s[:, :-1]).any(dim=1)                            # (b,) queries with equal cosines, mostly few
-    # Sorted by position and then, in a stable way, by cosine: so equal cosines stay in the order of their positions.
-    positions, by_position = index[tied].sort(dim=1)
-    cosines, by_cosine = s[tied].gather(1, by_position).sort(dim=1, descending=True, stable=True)
-    s[tied], index[tied] = cosines, positions.gather(1, by_cosine)
-    return s[:, :k], index[:, :k]
+            s.scatter_(1, rows[:, None], -math.inf)                      # each query itself
+        index = s.double().sub_(tie_break).topk(k, dim=1).indices          # (b, k)
+        yield rows, s.gather(1, index), index
 
 
 @torch.no_grad()
@@ -988,8 +950,8 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
 
     name        shapes, folder, vectors, cub, cars, sop or inshop
     root        folder that contains what the archives of the dataset unpack to
-    image_size  side of the square crops, pixels; None: as in the training recipes
-    resize      shorter side of test images before the centre is cropped; None: in the recipes' ratio to image_size
+    image_size  side of the square crops, pixels; None: 32 for shapes, 64 for folder, 224 for the benchmarks
+    resize      shorter side of test images before the centre is cropped; None: image_size, for benchmarks 8/7 of it
     fold        'i/n': block i of n of the training classes is the test set; the real test set is not used
     whole       all images are the test set, and .train is None
     options     arguments of Images; a transform among them has precedence over resize and image_size
@@ -1048,7 +1010,7 @@ def read_splits(name, root, whole, options):
 def check_files(paths):
     """Raises ValueError if images are missing, or are listed twice."""
     missing = [path for path in paths if not os.path.isfile(path)]
-    twice = [path for path, times in Counter(map(os.path.abspath, paths)).items() if times > 1]
+    twice = [path for path, times in Counter(map(os.path.realpath, paths)).items() if times > 1]
     for wrong, text in ((missing, 'are missing'), (twice, 'are listed twice')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
@@ -1074,10 +1036,7 @@ def hold_out(train, fold):
     """{split: Images} of a fold 'i/n' of the training set: block i of n blocks of classes is for validation, the others
     for training. The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class.
     """
-    try:
-        i, n = map(int, block_of_blocks(fold).split('/'))
-    except ValueError as error:
-        raise UsageError(f'a fold is i/n with i from 0 to n - 1, and not {fold!r}') from error
+    i, n = map(int, block_of_blocks(fold).split('/'))
     classes = train.num_classes if train else 0
     block = torch.arange(classes) * n // classes                         # (C,)
     if torch.bincount(block, minlength=n).min() < 2:
@@ -1189,8 +1148,8 @@ def has_runs(path):
 
 def images_below(root):
     """(path, class) of the images in and below a folder. If no folder below root has images, those in root itself are
-    one class, '.'. Otherwise these are ignored. Files that are not images are ignored, too, with a warning if they are
-    in the folder of a class."""
+    one class, '.'. Otherwise these are ignored, with a warning, and so are files that are not images, if they are in
+    the folder of a class."""
     images, others = [], []
 
     def stop(error):
@@ -1204,19 +1163,23 @@ def images_below(root):
             if not is_hidden(name):
                 is_image = name.lower().endswith(ENDINGS)
                 (images if is_image else others).append((os.path.join(folder, name), class_))
-    images = [row for row in images if row[1] != '.'] or images
     if not images:
         raise UsageError(f'there are no images in {root}')
-    if others := [path for path, class_ in others if class_ != '.']:
-        warn(f'{root}: {len(others)} files are not read, the first is {others[0]}; convert images among them to JPEG')
+    unread = [path for path, class_ in others if class_ != '.']
+    if in_classes := [row for row in images if row[1] != '.']:
+        unread += [path for path, class_ in images if class_ == '.']
+        images = in_classes
+    if unread:
+        warn(f'{root}: {len(unread)} files are not read, the first is {unread[0]}; convert images among them to JPEG, '
+             'and put them into the folder of a class')
     return images
 
 
 def check_names(folder, names):
     """Raises UsageError if two folders look like different splits, but would be read as classes, because then the
     network would be trained on the test set. A single one may be a class."""
-    words = {*('train training trainset trainval test testing testset val valid validation dev eval evaluation query '
-               'probe gallery').split()}
+    words = {*('train training trainset trainval test tests testing testset holdout val valid validate validation dev '
+               'eval evaluation query queries probe gallery').split()}
     looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)
              if word.lower() in words}      # {name: beginning of a word}, such as test0: tes, testing_set: tes
     if len({*looks.values()}) > 1:
@@ -1281,8 +1244,9 @@ def download(name, root):
 
 # read: function that yields the images. ks: the K of Recall@K in the literature, if not 1, 2, 4, 8. counts: published
 # counts of images and classes of each split. layout: content of the folder --data; README says where to get it. url,
-# md5: the archive for --download, and its checksum; it unpacks to a folder of its own name. sizes: --resize and
-# --image-size, if not 256 and 224. flags: defaults of flags that are no part of a training recipe.
+# md5: the archive for --download, and its checksum; it unpacks to a folder of its own name. sizes: the defaults of
+# resize and image_size in load_dataset, if not 256 and 224. flags: defaults of flags that are no part of a training
+# recipe.
 DATASETS = dict(
     shapes=dict(sizes=(32, 32), flags=dict(eval_every=10, precision='fp32')),
     folder=dict(read=read_folder, sizes=(64, 64),
@@ -1354,19 +1318,13 @@ def build(args, data=None, **options):
 
 def new_folder(args, data):
     """Makes runs/<name>/; without --name it is script, dataset and the next free number."""
-    if args.name:
-        folder = Path('runs') / args.name
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError as error:
-            raise UsageError(f'{folder} exists already; choose another --name, or --resume {folder}, or delete it'
-                             ) from error
-        return folder
-    for number in itertools.count(1):
-        folder = Path('runs') / f'{args.script.removeprefix("train_")}-{data.name}-{number}'
+    numbered = (f'{args.script.removeprefix("train_")}-{data.name}-{number}' for number in itertools.count(1))
+    for name in [args.name] if args.name else numbered:
+        folder = Path('runs') / name
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+    raise UsageError(f'{folder} exists already; choose another --name, or --resume {folder}')
 
 
 def best_row(rows):
@@ -1393,6 +1351,8 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     print(f'{data.name}: {len(data.train):,} training images of {len(data.train.present):,} classes, {test}\n'
           f'{epochs} epochs of {len(sampler)} batches of {size} images, on {args.device} in {model.precision}')
     print(', '.join(f'{name} {value}' for name, value in saved_flags(args).items() if value is not None))
+    if args.protocol:
+        print(f'--protocol {args.protocol}: this is fold {args.fold}; a result is the mean over all folds')
     if data.query and (why := why_meaningless(data)):
         warn(f'{why}, so there is nothing to measure')
     if 0 < epochs <= args.freeze_epochs:
@@ -1441,14 +1401,22 @@ def show_progress(text, done=False):
 
 def about_data(args, data):
     """What a checkpoint says about its images: the classes that were seen in training (with --fold, those of the
-    validation block, too, because the epoch was selected on them), and a hash of classes, labels, and names and sizes
-    of files"""
-    sets = [images for images in (data.train, data.query, data.gallery) if images]
-    content = [(images.classes, images.labels.tolist(),
-                [(os.path.basename(path), os.path.isfile(path) and os.path.getsize(path)) for path in images.paths])
-               for images in sets]
+    validation block, too, because the epoch was selected on them), a hash of all images, and one of the test images,
+    with which eval.py checks that it has the same ones"""
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []),
-                fingerprint=hashlib.sha256(repr(content).encode()).hexdigest())
+                fingerprint=hash_of(data.train, data.query, data.gallery),
+                test_fingerprint=None if args.fold else hash_of(data.query, data.gallery))
+
+
+def hash_of(*sets):
+    """A hash of the classes, labels and images of several Images, or None. Of files it takes names and sizes."""
+    content = hashlib.sha256()
+    for images in filter(None, sets):
+        content.update(repr((images.classes, images.labels.tolist())).encode())
+        for item in images.items:
+            content.update(f'{os.path.basename(item)} {os.path.getsize(item)}\n'.encode(errors='surrogateescape')
+                           if images.are_files else np.asarray(item).tobytes())
+    return content.hexdigest()
 
 
 def load_run(args, about, model, states, per_epoch, total):
@@ -1562,7 +1530,7 @@ def untrusted_file(path):
     """Raises any error that is caused by a corrupted or untrusted file as a UsageError."""
     try:
         yield
-    except (UsageError, ImportError, MemoryError, torch.OutOfMemoryError):
+    except (UsageError, PermissionError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         name = type(error).__name__
@@ -1614,7 +1582,7 @@ def load_weights(trunk, weights, classifier):
         return trunk
     wanted = trunk.state_dict()
     with untrusted_file(weights):
-        found = find_weights(read_file(weights), wanted, weights)
+        found = find_weights(read_file(best_of(weights)), wanted, weights)
         heads = [classifier] if isinstance(classifier, str) else classifier        # a distilled network has two
         layers = {name.split('.')[0] for name in wanted}
         found = {name: value for name, value in found.items()
@@ -1757,24 +1725,17 @@ def number_or(number, *words):
 
 def block_of_blocks(text):
     """An argparse type: I/N with 0 <= I < N and N >= 2, as text"""
-    i, n = map(int, text.split('/'))
-    if not 0 <= i < n or n < 2:
-        raise ValueError
+    numbers = re.fullmatch(r'(\d+)/(\d+)', str(text))
+    i, n = map(int, numbers.groups()) if numbers else (0, 0)
+    if not (i < n and n >= 2):
+        raise UsageError(f'a fold is I/N with I from 0 to N - 1 and N at least 2, and not {text!r}')
     return f'{i}/{n}'
 
 
 def run_folder(text):
-    """An argparse type: the folder of a run, from its path or that of its last.pt"""
+    """An argparse type: the folder of a run, from its path or that of a checkpoint in it"""
     path = Path(text)
-    return path.parent if path.name == 'last.pt' else path
-
-
-def usable_device(text):
-    """An argparse type: a torch.device that can be used here"""
-    try:
-        return pick_device(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return path.parent if path.suffix == '.pt' else path
 
 
 SWITCH = argparse.BooleanOptionalAction
@@ -1834,11 +1795,12 @@ FLAGS = {
                          '--schedule cosine is computed for the new length'),
     },
     'machine': {
-        '--device': dict(type=usable_device, default='auto', help='where to run: auto, cpu, cuda, cuda:1, mps'),
+        '--device': dict(type=lambda name: pick_device(name), default='auto',
+                         help='where to run: auto, cpu, cuda, cuda:1, mps'),
         '--precision': dict(choices=['auto', 'bf16', 'fp32'], default='auto',
                             help='precision of the backbone; fp32 allows TF32 convolutions on CUDA'),
         '--compile': dict(action=SWITCH, default=False, help='torch.compile of the backbone, with torch 2.7 or newer'),
-        '--workers': dict(type=at_least(0), help='processes that read image files, 0: none; default: one per core'),
+        '--workers': dict(type=at_least(0), help='processes that read image files; default: at most one per core'),
     },
 }
 # {flag: {its value: [the flags that it uses]}}, where OTHER stands for all values that are not named. A typed flag that
@@ -1870,8 +1832,8 @@ def parser(doc, notes='', file=None):
 def parse(parser, DEFAULTS, argv=None, uses=None):
     """Reads the command line twice: to learn which recipe is meant, and then with that recipe as the defaults.
 
-    DEFAULTS  a script's recipes: dicts of defaults for flags, one per dataset; further ones under (dataset, loss)
-              where a recipe also depends on the script's --loss
+    DEFAULTS  a script's recipes: dicts of defaults for flags, one per dataset (or protocol); further ones under a loss
+              or (dataset, loss), where a recipe also depends on the script's --loss
     uses      which flags of the script have an effect with which others, in the form of USES
     Returns what was typed and what the recipe says as a namespace; device is a torch.device. With torchrun, the
     processes find each other here.
@@ -1898,7 +1860,7 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
         values = value if isinstance(value, list) else [value]
         used = {user for each in values for user in users.get(each, users.get(OTHER, []))}
         unused = {user for each in users.values() for user in each} - used
-        reject(typed, unused, f'{flag_name(flag)} {" ".join(map(str, values))}')
+        reject(typed, unused, f'--{flag.replace("_", "-")} {" ".join(map(str, values))}')
     init_distributed(args.device)
     return args
 
@@ -1928,8 +1890,8 @@ def saved_recipe(parser, typed, asked):
     reject(typed, ['name'], '--resume')
     run = asked['resume']
     if not (run / 'last.pt').is_file():
-        raise UsageError(f'there is no run {run}, or it ended before its first checkpoint: then delete it and start '
-                         'again')
+        raise UsageError(f'{run} has no last.pt, so it is not the folder of a run, or the run ended before its first '
+                         'checkpoint: start a new run')
     saved = read_checkpoint(run / 'last.pt')
     if saved['script'] != Path(parser.prog).stem:
         raise UsageError(f'{run} was made by {saved["script"]}.py, not by {parser.prog}')
@@ -1950,13 +1912,6 @@ def reject_wrong_results(args, typed):
         raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, the crop of it')
     if args.protocol and (args.weights == 'none' or args.dataset == 'shapes'):
         raise UsageError(f'--protocol {args.protocol} fine-tunes pretrained weights: --weights imagenet or a file')
-    if args.protocol and not (args.resume or 'fold' in typed):
-        print(f'--protocol {args.protocol}: this is --fold {args.fold}, one of four; run the others as well')
-
-
-def flag_name(dest):
-    """A flag as on the command line"""
-    return f'--{dest.replace("_", "-")}'
 
 
 def reject(typed, flags, because):
@@ -2066,15 +2021,6 @@ def pick_precision(name, device):
     return 'bf16' if device.type in supported and supported[device.type]() else 'fp32'
 
 
-def import_faiss():
-    """faiss, or None if it is missing, and on a Mac, where its OpenMP runtime would crash with the one of torch"""
-    if sys.platform != 'darwin':
-        with suppress(ImportError):
-            import faiss
-            return faiss
-    return None
-
-
 # All randomness of a run follows from its seed: the order of an epoch from (seed, EPOCH, epoch), what a step function
 # samples from (seed, STEP, step), and the augmentation of an image from (seed, CROP, step, position in the batch). So
 # all methods with the same seed and kind of batches see the same images and crops.
@@ -2160,11 +2106,6 @@ def own_share(x):
     return x.chunk(world_size())[rank()]
 
 
-def all_shares(f, size):
-    """The feature maps of a batch of this size, from the shares of all processes"""
-    return f if len(f) == size else gather(at_least_float32(f))
-
-
 def gather(part):
     """Concatenates the equal parts of all processes, with gradients:  (B / world size, ...) -> (B, ...)"""
     if world_size() == 1:
@@ -2190,8 +2131,9 @@ def average_gradients(weights):
 # ---- 11. errors ------------------------------------------------------------------------------------
 
 
-class UsageError(ValueError):
-    """A usage error. The message says in one line what is wrong, where, and what to do."""
+class UsageError(ValueError, argparse.ArgumentTypeError):
+    """A usage error. The message says in one line what is wrong, where, and what to do. As an ArgumentTypeError, it may
+    be raised by the type of a flag, and argparse prints its message."""
 
 
 def warn(text):
@@ -2214,7 +2156,8 @@ def cli(main):
         print('stopped', file=sys.stderr)
         sys.exit(130)
     except (UsageError, OSError, MemoryError, RuntimeError) as error:
-        text = ' '.join(str(error).split()) or type(error).__name__
+        # An error in a process that reads images comes with its traceback, which is left out.
+        text = ' '.join(str(error).rpartition('common.UsageError: ')[2].split()) or type(error).__name__
         if re.search(r'DataLoader worker \(pid|/torch_\d|shared memory|open files|ancdata', text):
             text = f'the processes that read images ran out of memory, of /dev/shm or of open files: {text[-200:]}; ' \
                    'try --workers 0'

@@ -150,10 +150,12 @@ BORDER = 4                                                  # width of a border,
 ROWS = 8                                                    # queries in a grid, at most
 
 
-def reject_replacing(path, kind, inputs):
-    """Raises UsageError if a file that is about to be written is one of the inputs, paths of files of this kind."""
-    if path.resolve() in {Path(file).resolve() for file in inputs}:
-        raise UsageError(f'the output would replace the {kind} {path}; name another file')
+def reject_replacing(outputs, inputs):
+    """Raises UsageError if a file that is about to be written is one of the inputs. Both are paths."""
+    inputs = {Path(file).resolve() for file in inputs}
+    for path in outputs:
+        if path.resolve() in inputs:
+            raise UsageError(f'the output would replace {path}, an input; name another file')
 
 
 def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
@@ -164,7 +166,6 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
     s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; hit None: unknown, so all
                       borders are white
     """
-    reject_replacing(path, 'photo', [*queries.paths, *gallery.paths])
     unnormalized = common.make_test_transform(model.args['resize'], model.args['image_size'], (0, 0, 0), (1, 1, 1))
     tiles = []
     for n, query in enumerate(rows):
@@ -227,6 +228,7 @@ def answer_queries(args, model):
     s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
     path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
     try:
+        reject_replacing([path], [*photos.paths, *images.paths])
         draw_grid(path, model, photos, images, range(len(photos)), s, index)
     except UsageError as error:
         if args.sheet:
@@ -244,6 +246,11 @@ def save_embeddings(path, model, images, z):
         np.savez(file, embeddings=F.normalize(z, dim=1).cpu().numpy(), labels=images.labels.numpy(),
                  classes=np.array(images.classes), paths=np.array(images.paths), network=fingerprint(model))
     print(f'embeddings: {path}')
+
+
+def gallery_file(path):
+    """Where --embed saves the embeddings of the gallery, given where it saves those of the queries"""
+    return path.with_stem(f'{path.stem}-gallery')
 
 
 def fingerprint(model):
@@ -281,7 +288,7 @@ def concatenate(parts):
 def read_runs(paths):
     """The runs of checkpoints: objects with path, script, args, seed, fold ('i/n' or 'none'), classes, epoch, recipe. A
     recipe is a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs
-    of one recipe may differ."""
+    of one recipe may differ. Warns of runs that were interrupted."""
     runs = []
     for path in paths:
         saved = common.read_checkpoint(path)
@@ -289,8 +296,12 @@ def read_runs(paths):
         fold = args.get('fold') or 'none'
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
         recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
+        epoch = saved.get('epoch')
+        if fold == 'none' and epoch is not None and epoch < args['epochs'] and not 0 < args['steps'] <= saved['step']:
+            common.warn(f'{path} is epoch {epoch} of {args["epochs"]}: continue it with --resume')
         runs.append(SimpleNamespace(path=path, script=saved['script'], args=args, seed=args['seed'], fold=fold,
-                                    classes=saved.get('classes', []), epoch=saved.get('epoch'), recipe=recipe))
+                                    classes=saved.get('classes', []), epoch=epoch, recipe=recipe,
+                                    test_fingerprint=saved.get('test_fingerprint')))
     return runs
 
 
@@ -318,6 +329,8 @@ def group(runs):
             folds[run.fold] = run
         if len({tuple(folds) for folds in seeds.values()}) > 1:
             raise UsageError(f'{name}: its seeds have different folds: {folds_of(seeds)}')
+        if 1 < len(folds) < (blocks := int(run.fold.split('/')[-1])):
+            common.warn(f'{name} has {len(folds)} of {blocks} folds')
     return groups
 
 
@@ -331,7 +344,7 @@ def score_seed(args, runs):
     rows, queries, galleries = [], [], []
     for run in runs:
         model = common.load_checkpoint(run.path, args.device, args.precision)
-        data = load_test_set(args, model, *place_of_test_set(args, [run.args]))
+        data = load_test_set(args, model, run, *place_of_test_set(args, [run.args]))
         if why := common.why_meaningless(data):
             raise UsageError(f'{why}, so there is nothing to measure')
         z, gallery = common.embed_test(model, data)
@@ -382,10 +395,22 @@ def show_table(scores):
 
 # ---- command line
 
+
+
+def file_that_ends_in(ending):
+    """An argparse type: a path with this ending, so that an output does not replace a checkpoint, for example"""
+    def check(text):
+        if not text.lower().endswith(ending):
+            raise UsageError(f'{text} has to end in {ending}')
+        return Path(text)
+    return check
+
+
 SINGLE = {                                                  # flags for one checkpoint
     '--analyse': dict(action='store_true', help='print the additional metrics described above'),
-    '--embed': dict(type=Path, metavar='NPZ', help='save embeddings, labels, classes and paths'),
-    '--sheet': dict(type=Path, metavar='PNG', help='image grid of some queries and their nearest images'),
+    '--embed': dict(type=file_that_ends_in('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths'),
+    '--sheet': dict(type=file_that_ends_in('.png'), metavar='PNG',
+                    help='image grid of some queries and their nearest images'),
     '--hardest': dict(action='store_true', help='with --sheet: the queries with the worst results first'),
     '--query': dict(type=Path, nargs='+', metavar='PHOTO', help='print and draw the images nearest to each of these'),
     '--top': dict(type=common.at_least(1), default=5, help='number of nearest images in grids and for --query'),
@@ -434,8 +459,8 @@ def place_of_test_set(args, trainings):
     return name, folder
 
 
-def load_test_set(args, model, name, folder):
-    """The Splits to evaluate. Warns of seen classes."""
+def load_test_set(args, model, run, name, folder):
+    """The Splits to evaluate. Warns of seen classes, and of another test set than that of the run."""
     if (name == 'vectors') != (model.config['arch'] == 'none'):
         expected = 'images' if name == 'vectors' else 'vectors'
         raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
@@ -443,6 +468,9 @@ def load_test_set(args, model, name, folder):
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
+    named = args.dataset or args.data or args.whole
+    if run.test_fingerprint and not named and run.test_fingerprint != common.hash_of(data.query, data.gallery):
+        common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
     if seen := {*model.classes} & {*data.query.present}:
         common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate were in the training set, so '
                     'the metrics are inflated')
@@ -452,20 +480,24 @@ def load_test_set(args, model, name, folder):
 def evaluate_one(args):
     """Evaluates one checkpoint. Returns what the last line prints, a dict."""
     path = args.checkpoint[0]
-    for output in filter(None, (args.embed, args.sheet)):
-        reject_replacing(output, 'checkpoint', [common.best_of(path)])
     model = common.load_checkpoint(path, args.device, args.precision)
     if model.config['arch'] == 'none' and (args.query or args.sheet):
         raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with vectors: it needs images')
     if args.query:
         return answer_queries(args, model)
     name, folder = place_of_test_set(args, [model.args])
-    data = load_test_set(args, model, name, folder)
+    [run] = read_runs([path])
+    data = load_test_set(args, model, run, name, folder)
+    if args.sheet:
+        reject_replacing([args.sheet], [image for images in (data.train, data.query, data.gallery) if images
+                                        for image in images.paths])
     if args.embed and name == 'vectors':
-        reject_replacing(args.embed, 'file of vectors', Path(folder).glob('*.npz'))
+        reject_replacing([args.embed, gallery_file(args.embed)], Path(folder).glob('*.npz'))
     examples = training_images(model, args.workers) if args.analyse else None
     z, gallery = common.embed_test(model, data)
-    result = dict(checkpoint=str(path), dataset=name)
+    result = dict(checkpoint=str(path), epoch=run.epoch, dataset=name)
+    if name != 'shapes':
+        result |= dict(data=folder)
     if why := common.why_meaningless(data):
         common.warn(f'{why}, so there is nothing to measure')
     if len(data.query.classes) > 1:
@@ -474,7 +506,8 @@ def evaluate_one(args):
             training = common.embed(model, examples).to(z.device)
             metrics |= analyse(z, training, data, metrics, gallery)
             metrics['copies'] = count_copies(z, training, data.query.paths, examples.paths)
-        print(f'{name}: {len(data.query):,} queries of {len(data.query.present):,} classes, with '
+        print(f'{name if name == "shapes" else folder}: {len(data.query):,} queries of '
+              f'{len(data.query.present):,} classes, with '
               f'{"themselves as the gallery" if gallery is None else f"a gallery of {len(gallery):,} images"}')
         for key, value in metrics.items():
             print(f'{key:>17} {value:8}' if isinstance(value, int) else f'{key:>17} {value:8.3f}')
@@ -484,7 +517,7 @@ def evaluate_one(args):
     if args.embed:
         save_embeddings(args.embed, model, data.query, z)
         if gallery is not None:
-            save_embeddings(args.embed.with_stem(f'{args.embed.stem}-gallery'), model, data.gallery, gallery)
+            save_embeddings(gallery_file(args.embed), model, data.gallery, gallery)
     if args.sheet:
         draw_queries(args.sheet, model, data, z, gallery, args.top, args.hardest)
     return result
@@ -503,7 +536,11 @@ def training_images(model, workers):
 def evaluate_several(args):
     """The table of several checkpoints; with --against, the differences of two recipes as well. Returns a dict, too."""
     students_t()                                            # if SciPy is missing, fail now and not after the evaluation
-    runs = read_runs([*args.checkpoint, *args.against])
+    ours, theirs = read_runs(args.checkpoint), read_runs(args.against)
+    if both := {run.recipe for run in ours} & {run.recipe for run in theirs}:
+        example = next(run.path for run in theirs if run.recipe in both)
+        raise UsageError(f'--against has {example}, whose recipe is among those before it')
+    runs = ours + theirs
     recipes = group(runs)
     if args.against:
         pairs = [{seed: [*folds] for seed, folds in seeds.items()} for seeds in recipes.values()]

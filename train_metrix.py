@@ -4,17 +4,17 @@ Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to T
 ICLR 2022. arXiv:2106.04990. In metric learning, labels are relative to an anchor a: 1 for its positives, 0 for its
 negatives. Metrix mixes two examples, as images, features or embeddings, Metrix Eq. (4), and their labels, Eq. (8). A
 positive mixed with a negative has the label lambda: in the loss of a, it counts as a positive with weight lambda, and
-as a negative with weight 1 - lambda. The pairs that are mixed for a are of one of three kinds: a pos-neg pair is a
-positive and a negative of a, an anc-neg pair is a itself and a negative, a pos-pos pair is two positives, with label 1.
+as a negative with weight 1 - lambda. The pairs to mix for an anchor are of one of three kinds: pos-neg is a positive
+and a negative, anc-neg is the anchor itself and a negative, pos-pos is two positives, with label 1.
 The E candidates for mixing are the images of the batch and, with Proxy-Anchor, the proxies of its classes.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
     x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v, i < j
     lambda   lam        --alpha      (M,) share of candidate i in v, from Beta(alpha, alpha)
-    y        label      -            (A, M) label of v for each anchor: the share of positives (or of itself) in v.
+    y        label      -            (A, M) label of v for each anchor: the share in v of the positive (or the anchor).
                                      In the paper x is the positive, so this is lambda; here it is lam, or 1 - lam if
-                                     the positive is j. In code, y are class labels (B,)
+                                     the positive is j. The variable y is the class labels (B,)
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
@@ -32,8 +32,8 @@ import common
 
 @common.loss            # float32 inside, also under autocast
 def labelled_loss(s, label, valid, kind, **hyper):
-    """The generic loss, Eq. (7), where y is the label: an example counts as a positive with weight y, and as a negative
-    with weight 1 - y.
+    """The generic loss, Eq. (7), where y is the argument `label`: an example counts as a positive with weight y, and as
+    a negative with weight 1 - y.
 
     l(a) = tau( sigma+( sum y rho+(s(a,x)) ) + sigma-( sum (1 - y) rho-(s(a,x)) ) )
 
@@ -41,8 +41,8 @@ def labelled_loss(s, label, valid, kind, **hyper):
         clean ones, U(a), with labels 1 and 0       then this is Eq. (3)
         mixed ones, V(a), with labels from 0 to 1   then this is Eq. (9); with pos-neg pairs, Eq. (13)
     Table 1 has rho, sigma and tau of each loss. The functions in TABLE_1, below, compute the two terms sigma+(...) and
-    sigma-(...) of three of its rows. There rho+ decreases with the similarity, rho- increases with it (or is constant,
-    below a margin), and tau is the identity.
+    sigma-(...) of three of its rows. In these rows rho+ decreases with the similarity, rho- increases with it (or is
+    constant, below a margin), and tau is the identity.
 
     s        (A, n) similarities of A anchors and n examples, clean or mixed
     label    (A, n) labels from 0 to 1, for each anchor
@@ -51,62 +51,62 @@ def labelled_loss(s, label, valid, kind, **hyper):
     returns  (A,), the loss of each anchor; the term of the positives, or of the negatives, is 0 if there are none
     """
     label = label.to(s.dtype)                               # a mask becomes 1 and 0: 1 - mask is an error in torch
-    # Eq. (7), (3), (9), (13)
-    pull, push = TABLE_1[kind](s, label * valid, (1 - label) * valid, **hyper)                  # (A,), (A,)
-    return pull + push
+    pull, push = TABLE_1[kind](s, label * valid, (1 - label) * valid, **hyper)      # (A,), (A,)
+    return pull + push                                                              # Eq. (3), (7), (9), (13)
 
 
-# ---- Table 1. Each function is one of its rows; notes 2 and 4 say what differs. Its arguments, all (A, n), are
-# similarities s, and the weights `positive` = y and `negative` = 1 - y (a mask has the weights 1 and 0). Both are 0 for
-# examples that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
+# ---- Table 1. Each function is one of its rows; notes 2 and 4 say what differs. It takes similarities s and weights of
+# the examples, all (A, n): `pos_weight` is y, `neg_weight` is 1 - y, and both are 0 for examples that are not the
+# anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
 
 
-def contrastive(s, positive, negative, m=0.5, reduction='mean'):
+def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
     """The two sums of
     Eq. (1)   sum_p -s(a,p)           + sum_n [s(a,n) - m]+                 where [t]+ = max(t, 0)
     Eq. (14)  sum_v -lambda s(a,v)    + sum_v (1 - lambda) [s(a,v) - m]+    over the mixed examples v of pos-neg pairs
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    examples whose weight y is above 0: the positives, or all mixed examples of the anchor. The second sum is divided
-    by the number of its terms that are not 0, because examples below the margin add nothing.
+    examples whose weight y is above 0: of clean ones the positives, of mixed ones all. The second sum is divided by the
+    number of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
-    pull = -s * positive                                                # (A, n)  Eq. (1), (14), first sum
-    push = (s - m).clamp_min(0) * negative                              # (A, n)  Eq. (1), (14), second sum
+    pull = -s * pos_weight                                              # (A, n)  Eq. (1), (14), first sum
+    push = (s - m).clamp_min(0) * neg_weight                            # (A, n)  Eq. (1), (14), second sum
     if reduction == 'mean':
-        pull = pull / (positive > 0).sum(dim=1, keepdim=True).clamp_min(1)
+        pull = pull / (pos_weight > 0).sum(dim=1, keepdim=True).clamp_min(1)
         push = push / (push > 0).sum(dim=1, keepdim=True).clamp_min(1)
     return pull.sum(dim=1), push.sum(dim=1)
 
 
-def ms(s, positive, negative, beta=18.0, gamma=75.0, m=0.77):
+def ms(s, pos_weight, neg_weight, beta=18.0, gamma=75.0, m=0.77):
     """The two terms of
     Eq. (2)   1/beta log(1 + sum_p exp(-beta (s(a,p) - m)))  +  1/gamma log(1 + sum_n exp(gamma (s(a,n) - m)))
     Eq. (15), the same with sums over mixed examples, whose weights lambda and 1 - lambda stand before the exponentials
     """
-    pull = log1p_sum_exp(-beta * (s - m), positive) / beta              # Eq. (2), (15), first term
-    push = log1p_sum_exp(gamma * (s - m), negative) / gamma             # Eq. (2), (15), second term
+    pull = log1p_sum_exp(-beta * (s - m), pos_weight) / beta            # Eq. (2), (15), first term
+    push = log1p_sum_exp(gamma * (s - m), neg_weight) / gamma           # Eq. (2), (15), second term
     return pull, push
 
 
-def proxy_anchor(s, positive, negative, alpha=32.0, delta=0.1):
-    """The two logarithms of Proxy-Anchor Eq. (4), for a proxy p; clean_loss has the factors 1/|P+| and 1/|P|.
+def proxy_anchor(s, pos_weight, neg_weight, alpha=32.0, delta=0.1):
+    """The two logarithms of Proxy-Anchor Eq. (4); clean_loss has the factors 1/|P+| and 1/|P|.
 
     log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))  and  log(1 + sum_{x in X_p-} exp(alpha (s(x,p) + delta)))
 
-    Table 1 differs (note 4): it has s - m in the second, and factors 1 / beta and 1 / gamma.
+    Of mixed examples, the weights stand before the exponentials. Table 1 differs (note 4): it has s - m in the second
+    logarithm, and factors 1 / beta and 1 / gamma.
     """
-    pull = log1p_sum_exp(-alpha * (s - delta), positive)                # Proxy-Anchor Eq. (4), first logarithm
-    push = log1p_sum_exp(alpha * (s + delta), negative)                 # Proxy-Anchor Eq. (4), second logarithm
+    pull = log1p_sum_exp(-alpha * (s - delta), pos_weight)              # Proxy-Anchor Eq. (4), first logarithm
+    push = log1p_sum_exp(alpha * (s + delta), neg_weight)               # Proxy-Anchor Eq. (4), second logarithm
     return pull, push
 
 
 def log1p_sum_exp(t, weight):
     """log(1 + sum of weight * exp(t)) of each row, computed without overflow.  (A, n), (A, n) -> (A,)"""
-    # Here the weights, lambda and 1 - lambda in Eq. (15), enter: weight exp(t) = exp(t + log weight), and log 0 = -inf
-    # adds nothing. Each row is padded with a 0, because exp(0) is the "1 +".
+    # Here the weights, lambda and 1 - lambda in Eq. (15), enter: weight exp(t) = exp(t + log weight), which is
+    # exp(-inf) = 0 for the weight 0. Each row is padded with a 0, because exp(0) is the "1 +".
     return F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)
 
 
@@ -134,7 +134,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     same = y[:, None] == y                                                                      # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)                     # P(a) in Eq. (5)
     negative = ~same                                                                            # N(a) in Eq. (6)
-    if epsilon is not None:                         # the miner of train_ms.py, which drops easy pairs
+    if epsilon is not None:
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         # With `<` in place of ~(... >= ...), a pair with NaN would be dropped, since a comparison with NaN is false.
@@ -175,16 +175,17 @@ def mixed_loss(base, config, model, levels, y):
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
-    # common.loss does not look into `levels` and `base`.
+    # common.loss does not look into `levels` and `base`, so types and labels are checked here.
     z = common.at_least_float32(levels['embed'])                                    # (B, D)
     y = common.check_labels(z, y, proxies=base.proxies)
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
     cand_z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                  # (E, D), (E,), (A,)
     # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, cand_z, cand_y, anchor, len(y))
-    if not len(i):                                  # no anchor has a pair: for example, none has a positive
-        return 0 * z.sum()
-    # i and j index candidates, images first, so they index images and feature maps, too. Proxies are mixed only as
+    # There may be no pairs, for example if no anchor has a positive. BatchNorm in training cannot take a single image.
+    if len(i) < (2 if config.mixup == 'input' else 1):
+        return 0 * z.sum()                                                          # 0, with a gradient for backward()
+    # Images are the first candidates, so i and j index images and feature maps, too. Proxies are only mixed as
     # embeddings.
     v = mixed_embeddings(config, model, dict(levels, embed=cand_z), i, j, lam)      # Eq. (4): (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
@@ -241,7 +242,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     mixes = first.float().T @ second.float() > 0                                    # (E, E)
     # The order of p and q does not matter: the upper triangle has each pair once, with i < j.
     i, j = (mixes | mixes.T).triu(1).nonzero().unbind(dim=1)                        # (M,), (M,)
-    lam = Beta(config.alpha, config.alpha).sample(i.shape)      # Eq. (8): (M,) one for a pair, the same for all anchors
+    lam = Beta(config.alpha, config.alpha).sample(i.shape)      # Eq. (8): (M,) one lambda for a pair, for all anchors
     lam = common.to_device(lam, y.device)
     # The positive may be i or j, because i < j sorts by index.
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
@@ -263,9 +264,11 @@ def mixed_embeddings(config, model, levels, i, j, lam):
     if config.mixup == 'input':
         return model(mix(levels['input'], i, j, lam))       # Eq. (4), f(lam x + (1 - lam) x')
     if config.mixup == 'feature':
-        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the backbone, f_m are pooling and head
+        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the backbone; f_m is pooling, in mix_features, and head
         return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
-    return mix_embeddings(levels['embed'], i, j, lam)
+    if config.mixup == 'embed':
+        return mix_embeddings(levels['embed'], i, j, lam)
+    raise common.UsageError(f'mixup is input, feature or embed, and not {config.mixup!r}')
 
 
 def mix(x, i, j, lam):
@@ -315,9 +318,9 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
-    attracts it while s(a, v) is below this value. The probability of that, Eq. (25), the same as Eq. (11), is the share
-    of the pairs (a, v) with this lambda whose s(a, v) is below it. Training does not use the threshold;
-    tests/results/fig2.py measures this share.
+    attracts it while s(a, v) is below this value. The probability of Eq. (25), the same as Eq. (11), is the share of
+    the pairs (a, v) with similarities below the threshold of their lambda. tests/results/fig2.py measures it; training
+    does not use it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
@@ -376,9 +379,9 @@ DEFAULTS = {
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
-# {flag: {its value: [the flags that it uses]}}; OTHER stands for all values that are not named. A typed flag that only
-# another value uses is an error, such as --delta with --loss ms. The alpha of proxy_anchor is --proxy-alpha, because
-# --alpha is that of Beta.
+# USES is {flag: {its value: [the flags that this value uses]}}, where OTHER stands for all values that are not named. A
+# typed flag that only another value uses is an error, such as --delta with --loss ms. The alpha of proxy_anchor is
+# --proxy-alpha, because --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -388,8 +391,9 @@ USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_nega
 
 
 def plan(args):
-    """Returns, and prints, a list for each type of --mixup, with a MixupConfig for each set of pairs (pos-neg, anc-neg
-    or pos-pos). A step draws one of the lists, and from it one of the configs. Without mixup, it returns []."""
+    """Returns a list for each type of --mixup, with a MixupConfig for each set of pairs (pos-neg, anc-neg or pos-pos),
+    and prints what they say. A step draws one of the lists, and from it one of the configs. Without mixup, it returns
+    []."""
     if args.mixup == ['none'] or args.strength == 0:
         return []
     choices = []
@@ -426,7 +430,8 @@ def get_args(argv=None):
     add('--hard-negatives', type=common.number_or(common.at_least(1), 'all', 'auto'), default='auto', metavar='K',
         help='number of hardest negatives per anchor that are mixed; auto: 3 for input mixup (1 if it is combined with '
              'feature), otherwise all')
-    add('--alpha', type=above_0, default=2.0, help='lambda comes from Beta(alpha, alpha)')
+    # Below 0.01, torch draws many lambdas that are 0.5, instead of almost 0 or 1.
+    add('--alpha', type=common.at_least(0.01, float), default=2.0, help='lambda comes from Beta(alpha, alpha)')
     add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss (mixup strength)')
     add('--beta', type=above_0, default=18.0, help='ms: scaling factor of the positives')
     add('--gamma', type=above_0, default=75.0, help='ms: scaling factor of the negatives')
@@ -448,8 +453,11 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    if 'proxy' not in args.loss:                    # with proxies, one class is enough: other proxies are its negatives
+    if 'proxy' not in args.loss:                    # other proxies are negatives, too: one class is enough
         common.require_pairs(args)
+    elif args.mixup != ['none'] and args.pairs != 'pos-pos' and args.batch_size < 2 * args.per_class:
+        raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one '
+                                'class, which has no negative to mix: raise --batch-size')
     least = 2 if args.loss == 'proxy_anchor' else 3
     if args.pairs == 'pos-pos' and 0 < args.per_class < least:
         raise common.UsageError('--pairs pos-pos mixes two positives of an anchor: take --per-class 0 or at least '
@@ -486,10 +494,9 @@ def main(argv=None):
     epsilon = args.epsilon if args.loss == 'ms' and args.epsilon != 'off' else None
 
     def step(images, labels):
-        # Both are used twice, in the clean and in the mixed loss.
         f = model.features(images)                                      # (B, c, h, w)
         z = model.head(f)                                               # (B, D)
-        loss = clean_loss(args.loss, z, labels, epsilon=epsilon, **loss_params, **hyper)
+        loss = clean_loss(base.kind, z, labels, base.proxies, epsilon, **base.hyper)
         if choices:
             # The type of mixup and the set of pairs are sampled in each step, Sections B.4 and B.2.
             config = random.choice(random.choice(choices))
@@ -504,7 +511,7 @@ NOTES = """
 What differs from the paper
     1. Each pair is mixed once, with the same lambda for all anchors. Eq. (8) seems to sample lambda anew for each
        anchor. In Section B.4, pos-pos contains both orders of a pair, and each positive with itself; here it does not.
-       Mixed embeddings are L2-normalized, as in the released code.
+       Mixed embeddings are L2-normalized, as in the released code. Mixed images enter BatchNorm's statistics.
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor follows its own paper. It has s + delta on negatives, where Table 1 has s - m, and no factors 1/beta
@@ -522,20 +529,20 @@ code trains with Adam, draws one lambda per batch, and reports the epoch that is
        positives of an anchor   all                 the first; in input mixup all             the least similar one
        anchors of anc-neg       all                 those without a positive                  (no anc-neg)
        hard negatives           of each anchor      in input mixup, of the first one (bug)    those that the miner keeps
-       terms with mixed ones    both                both                                      the positive one (bug)
-       means are over           anchors             non-zero values of each term              mixed examples
+       mixed examples are in    both terms          both terms                                the positive term (bug)
+       means are over           anchors (note 2)    non-zero values of each term              mixed examples
     7. The code for contrastive has 60 epochs, k = 1 in input mixup, and a Euclidean margin of 0.5 (a cosine of 0.875).
     8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed): lam weights
-       the clean ones instead of the mixed ones. Its similarity matrix is over mixed examples, but its mask is set at
-       the indices of images. So most mixed examples are not used, and the others have a wrong anchor (bug).
-    9. Its commands for ms on CUB   epochs   learning rate           sum of the rates while the backbone learns
+       the clean ones instead of the mixed ones. The rows of its similarity matrix are mixed examples, but its mask of
+       pairs has indices of images. So most mixed examples are not used, and the others have a wrong anchor (bug).
+    9. Its commands for ms on CUB   epochs   learning rate           summed over the epochs that train the backbone
        without mixup                60       1e-4, halved every 5    5e-4
        with mixup                   100      1e-4, halved every 10   15e-4
        The paper has 100 epochs for both (Section B.1). Here both have the schedule of the second row.
 Tables and figures of the paper
-    --loss and --mixup choose a cell of Tables 2 and 5. --loss contrastive with --mixup, --pairs and --hard-negatives is
-    a row of Table 6 (Cars) or 7 (CUB, --dim 128); its last row has --mixup input feature embed. Fig. 6 is --strength.
-    tests/results/fig2.py measures Fig. 2, eval.py --analyse Section 4.3. Left out: neg-neg pairs (Section 3.5).
+    --dataset, --loss and --mixup choose a cell of Tables 2, 3 and 5. --loss contrastive with --mixup, --pairs and
+    --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128); its last row has --mixup input feature embed.
+    Fig. 6 is --strength. tests/results/fig2.py measures Fig. 2, eval.py --analyse Section 4.3. No neg-neg pairs (3.5).
 """
 
 

@@ -226,13 +226,14 @@ MISTAKES['labelled_loss'] = {
 }
 MISTAKES['ms'] = {
     'weights in the exponent': (
-        'log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * positive * (s - m), positive > 0)'),
+        'log1p_sum_exp(-beta * (s - m), pos_weight)', 'log1p_sum_exp(-beta * pos_weight * (s - m), pos_weight > 0)'),
     'weights used as masks': (
-        'log1p_sum_exp(-beta * (s - m), positive)', 'log1p_sum_exp(-beta * (s - m), positive > 0)',
-        'log1p_sum_exp(gamma * (s - m), negative)', 'log1p_sum_exp(gamma * (s - m), negative > 0)'),
-    'scales swapped': ('positive) / beta', 'positive) / gamma', 'negative) / gamma', 'negative) / beta'),
-    'signs swapped': ('-beta * (s - m)', 'beta * (s - m)', 'gamma * (s - m), negative', '-gamma * (s - m), negative'),
-    'no division': ('positive) / beta', 'positive)', 'negative) / gamma', 'negative)'),
+        'log1p_sum_exp(-beta * (s - m), pos_weight)', 'log1p_sum_exp(-beta * (s - m), pos_weight > 0)',
+        'log1p_sum_exp(gamma * (s - m), neg_weight)', 'log1p_sum_exp(gamma * (s - m), neg_weight > 0)'),
+    'scales swapped': ('pos_weight) / beta', 'pos_weight) / gamma', 'neg_weight) / gamma', 'neg_weight) / beta'),
+    'signs swapped': (
+        '-beta * (s - m)', 'beta * (s - m)', 'gamma * (s - m), neg_weight', '-gamma * (s - m), neg_weight'),
+    'no division': ('pos_weight) / beta', 'pos_weight)', 'neg_weight) / gamma', 'neg_weight)'),
     'without the 1 +': ('F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)', '(t + weight.log()).logsumexp(dim=1)'),
     'm for negatives with plus': ('gamma * (s - m)', 'gamma * (s + m)'),
     'weight of 0 replaced by 1e-6': ('weight.log()', '(weight + 1e-6).log()'),

@@ -98,7 +98,7 @@ def test_a_photo_that_is_not_in_the_gallery(run, small, folder, tmp_path, capsys
     Image.open(folder / 'test' / 'car1' / '2.jpg').save(tmp_path / 'gallery' / 'car1' / 'query.png')
     data = ['--data', 'gallery', '--sheet', 'gallery/car1/query.png']
     for arguments in ([*flags, '--sheet', 'photo.png'], [*flags, *data], [*flags[:2], *EVAL, *data, '--whole']):
-        with pytest.raises(common.UsageError, match='would replace the photo'):
+        with pytest.raises(common.UsageError, match='would replace .*, an input'):
             evaluation.main(arguments)
     (tmp_path / 'photo.png').write_text('not an image')
     with pytest.raises(common.UsageError, match='cannot read the image'):
@@ -193,14 +193,15 @@ def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, t
     ('--query x/pile/0.jpg --dataset shapes', '--query searches a folder of images, and not shapes: add --dataset'),
     ('--query x/pile/0.jpg --dataset vectors --data x', '--query searches a folder of images, and not vectors'),
     ('--data x/single --whole --sheet x.png', 'an image grid needs at least one image besides the query'),
-    ('--sheet .', 'could not write .: '),
-    ('--sheet runs/mine/last.pt', 'the output would replace the checkpoint runs/mine'),
-    ('--query x/pile/0.jpg --sheet runs/mine/last.pt', 'the output would replace the checkpoint runs/mine'),
+    ('--sheet x.png', 'could not write x.png: '),
+    ('--sheet runs/mine/last.pt', 'eval.py: argument --sheet: runs/mine/last.pt has to end in .png'),
+    ('--embed x/pile/0.jpg', 'eval.py: argument --embed: x/pile/0.jpg has to end in .npz'),
     ('--top 3', '--top has no effect with no image grid')])
 def test_mistakes_with_pictures(run, small, tmp_path, flags, message):
     run(train_ms, '--name', 'mine', '--epochs', '0')
     make_folder(tmp_path / 'x', ['pile'], per_class=2)
     make_folder(tmp_path / 'x', ['single'], per_class=1)
+    (tmp_path / 'x.png').mkdir()
     with pytest.raises(common.UsageError, match=f'^{message}'):
         evaluation.main(['--checkpoint', 'runs/mine', *EVAL, *flags.split()])
 
@@ -212,7 +213,8 @@ def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path,
     flags = ['--checkpoint', 'runs/mine', '--data', 'x/pile', *EVAL]
     found = evaluation.main([*flags, '--query', 'x/pile/0.jpg', '--top', '9'])['nearest']
     assert sorted(result['path'] for result in found) == [f'x/pile/{i}.jpg' for i in range(5)]
-    assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(checkpoint='runs/mine', dataset='folder')
+    assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(
+        checkpoint='runs/mine', epoch=1, dataset='folder', data='x/pile')
     run(train_ms, '--name', 'other', '--seed', '1')
     with pytest.raises(common.UsageError, match='all test images have the same class, so there is nothing to measure'):
         evaluation.main(['--checkpoint', 'runs/mine', 'runs/other', *flags[2:], '--whole'])

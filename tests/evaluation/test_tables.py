@@ -44,6 +44,13 @@ def test_eval_repeats_the_last_record_and_ends_with_one_json_line(tmp_path, trai
         evaluation.main([*FP32, '--dataset', 'folder', '--data', 'cars', *flags])
         captured = capsys.readouterr()
         assert f'{queries} classes' in captured.out and seen in captured.err and bool(seen) == bool(captured.err)
+    saved = common.read_checkpoint('runs/mine')
+    torch.save(saved | dict(args=saved['args'] | dict(steps=0, epochs=7)), 'runs/mine/last.pt')
+    make_folder(tmp_path / 'photos', 'g', per_class=4)
+    assert evaluation.main(FP32)['epoch'] == 1
+    unfinished, changed = capsys.readouterr().err.splitlines()
+    assert unfinished == 'warning: runs/mine is epoch 1 of 7: continue it with --resume'
+    assert changed == f'warning: the test images in {tmp_path}/photos are not those that the run was evaluated on'
 
 
 def test_the_ks_are_those_of_the_flag_and_1(trained):
@@ -242,7 +249,7 @@ def test_runs_that_are_not_seeds_of_one_recipe(runs, run, tmp_path, capsys):
     for flags, message in (
             ('ms-0-0 runs/ms-0-0', 'have the same recipe, seed and fold'),
             ('ms-0-0 runs/ms-0-1 runs/ms-1-0', 'different folds: seed 0 has fold 0/2, 1/2; seed 1 has fold'),
-            ('ms-0-0 --against runs/ms-1-0', r'two recipes .* these are ms \('),
+            ('ms-0-0 --against runs/ms-1-0', '--against has runs/ms-1-0, whose recipe is among those before it'),
             ('ms-0-0 --against runs/con-1-0', r'ms \(seed 0 has fold 0/2\); contrastive \(seed 1 has fold 0/2\)'),
             ('ms-0-0 --against runs/con-0-1', 'the same seeds and folds')):
         with pytest.raises(common.UsageError, match=message):

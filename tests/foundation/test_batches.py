@@ -69,7 +69,7 @@ def test_the_number_of_worker_processes_is_that_of_the_flag(before_training):
 
 
 @pytest.mark.parametrize('cores', [1, 2])
-def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, cores):
+def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, capsys, cores):
     """A crop follows from the seed, the step and the position. An image that cannot be read gives a one-line error."""
     make_folder(tmp_path, 'abcd', per_class=64, size=8)
     images = common.load_dataset('folder', tmp_path, image_size=16, whole=True).query
@@ -79,7 +79,7 @@ def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, c
     assert loader.num_workers == cores
     for epoch, steps in ((1, range(3)), (2, range(3, 5))):
         batches.start(epoch, steps)
-        found = list(common.loaded(loader))
+        found = list(loader)
         assert len(found) == len(steps)
         for step, indices, (x, y) in zip(steps, batches.batches, found):
             crops = [images[i, 3, common.CROP, step, position] for position, i in enumerate(indices)]
@@ -87,10 +87,10 @@ def test_the_number_of_worker_processes_changes_nothing(tmp_path, monkeypatch, c
     broken = images.items[batches.batches[0][0]]
     common.Path(broken).write_bytes(b'no image')
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, 2))
-    for read in (lambda: list(common.loaded(loader)), lambda: common.embed(net, images)):
-        with pytest.raises(UsageError) as raised:
-            read()
-        assert str(raised.value).startswith(f'cannot read the image {broken}') and '\n' not in str(raised.value)
+    for read in (lambda: list(loader), lambda: common.embed(net, images)):
+        with pytest.raises(SystemExit, match='2'):
+            common.cli(read)
+        assert capsys.readouterr().err.startswith(f'error: cannot read the image {broken}')
 
 
 @pytest.mark.parametrize('kind, waits', [('cuda', False), ('mps', True), ('cpu', True)])

@@ -153,7 +153,7 @@ def test_flags_that_may_change_with_resume_and_flags_that_may_not(run, small):
         flag = flags.split()[0]
         with pytest.raises(UsageError, match=f'made with another {flag}; start a new run'):
             train_ms.main(['--resume', 'runs/x', *flags.split()])
-    for flags, message in ('runs/x --name y', '--name has no effect with --resume'), ('nowhere', 'no run nowhere'):
+    for flags, message in ('runs/x --name y', '--name has no effect with --resume'), ('nowhere', 'has no last.pt'):
         with pytest.raises(UsageError, match=message):
             train_ms.main(['--resume', *flags.split()])
     torch.save(saved | dict(script='train_other'), 'runs/x/last.pt')

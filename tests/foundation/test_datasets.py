@@ -280,24 +280,28 @@ def test_folders_and_images_that_are_not_read_are_named(tmp_path, capsys):
     (tmp_path / 'train/a/1.GIF').touch()
     (tmp_path / 'test/licence.txt').write_text('next to the classes')
     (tmp_path / 'test/c/1.heic').write_bytes(b'a kind that PIL does not read')
+    (tmp_path / 'test/1.jpg').touch()
     assert len(common.load_dataset('folder', tmp_path).train) == 3
     beside, unread = capsys.readouterr().err.splitlines()
     assert beside == 'warning: val beside test, train: not read'
-    assert f'{tmp_path}/test: 1 files are not read, the first is {tmp_path}/test/c/1.heic' in unread
+    assert f'{tmp_path}/test: 2 files are not read, the first is {tmp_path}/test/c/1.heic' in unread
 
 
 def test_classes_and_images_do_not_depend_on_the_order_of_directory_entries(tmp_path, monkeypatch):
-    make_folder(tmp_path, 'abc', per_class=3)
-    (tmp_path / 'a/link').symlink_to(make_folder(tmp_path / 'elsewhere', 'd', per_class=3) / 'd')
+    make_folder(tmp_path / 'x', 'abc', per_class=3)
+    (tmp_path / 'x/a/link').symlink_to(make_folder(tmp_path / 'elsewhere', 'd', per_class=3) / 'd')
 
     def backwards(*args, walk=os.walk, **options):
         for folder, folders, files in walk(*args, **options):
             folders.sort(reverse=True)
             yield folder, folders, sorted(files, reverse=True)
     monkeypatch.setattr(os, 'walk', backwards)
-    images = common.load_dataset('folder', tmp_path, whole=True).query
-    assert class_names(images) == ['a'] * 3 + ['a/link'] * 3 + ['b'] * 3 + ['c'] * 3 + ['elsewhere/d'] * 3
-    assert [path.split('/')[-1] for path in images.paths] == ['0.jpg', '1.jpg', '2.jpg'] * 5
+    images = common.load_dataset('folder', tmp_path / 'x', whole=True).query
+    assert class_names(images) == ['a'] * 3 + ['a/link'] * 3 + ['b'] * 3 + ['c'] * 3
+    assert [path.split('/')[-1] for path in images.paths] == ['0.jpg', '1.jpg', '2.jpg'] * 4
+    (tmp_path / 'x/b/link').symlink_to(tmp_path / 'x/a')    # another name of a class is not another class
+    with pytest.raises(UsageError, match='6 of 18 images are listed twice'):
+        common.load_dataset('folder', tmp_path / 'x')
 
 
 @pytest.mark.parametrize('resize, image_size, expected', [
@@ -337,7 +341,7 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes(classes, n):
             assert class_names(images) == [f'class {i // 2}' for i in indices]
     with pytest.raises(UsageError, match='--fold 0/4 needs at least two classes in each block, of 7 training classes'):
         common.hold_out(numbered(7), '0/4')
-    with pytest.raises(UsageError, match="a fold is i/n with i from 0 to n - 1, and not '4/4'"):
+    with pytest.raises(UsageError, match="a fold is I/N with I from 0 to N - 1 and N at least 2, and not '4/4'"):
         common.hold_out(numbered(8), '4/4')
 
 

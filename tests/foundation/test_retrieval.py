@@ -1,6 +1,5 @@
 """common.retrieval_metrics, k_nearest and evaluate, against worked examples and Table 3 of the Reality Check."""
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -143,17 +142,9 @@ def test_retrieval_of_nothing_or_of_nonfinite_embeddings_is_an_error(what, queri
 
 
 @pytest.mark.parametrize('within', [True, False])
-@pytest.mark.parametrize('library', ['faiss', 'faiss with tensors', 'torch'])
-def test_k_nearest_against_the_matrix_of_all_cosines(monkeypatch, library, within):
-    """Each search, in two blocks and with embeddings of any length, finds the k largest cosines. Within a set, each
+def test_k_nearest_against_the_matrix_of_all_cosines(within):
+    """The search, in two blocks and with embeddings of any length, finds the k largest cosines. Within a set, each
     query is excluded."""
-    if library == 'torch':
-        monkeypatch.setitem(sys.modules, 'faiss', None)     # its import now fails, so torch is used, as on a GPU
-    else:
-        faiss = pytest.importorskip('faiss')
-    if library == 'faiss with tensors':     # faiss.contrib.torch_utils, imported by other libraries, changes it so
-        knn = faiss.knn
-        monkeypatch.setattr(faiss, 'knn', lambda *args: tuple(map(torch.as_tensor, knn(*args))))
     z = torch.randn(4300, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     query, gallery = (z, None) if within else (z[:4200], z[4200:])
     rows, s, index = map(torch.cat, zip(*common.k_nearest(query, gallery, 3)))
@@ -183,24 +174,20 @@ def test_mean_similarities_by_hand():
 
 @pytest.mark.parametrize('gallery', [False, True])
 @pytest.mark.parametrize('ks', [(1,), (4, 1), (1, 4, 8), (1, 4, 89)])
-@pytest.mark.parametrize('library', ['faiss', 'torch'])
-def test_retrieval_with_many_ties_matches_a_plain_loop(monkeypatch, library, ks, gallery):
-    """Similarities of vectors of +-1/2 are exact, and many are equal; the other vectors are random. So a query may be
-    crowded out by its duplicates, and more images may equal the last result than there are results. No metric depends
-    on another K."""
-    if library == 'torch':
-        monkeypatch.setitem(sys.modules, 'faiss', None)
+def test_retrieval_with_many_ties_matches_a_plain_loop(ks, gallery):
+    """Similarities of vectors of +-1/2 are exact, and many are equal; the other vectors are random. So more images may
+    equal the last result than there are results. No metric depends on another K."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randint(2, (90, 4), generator=generator) - 0.5
     z[:55] = F.normalize(torch.randn(55, 4, generator=generator), dim=1)
     y = torch.randint(9, (90,), generator=generator)
     ranked_z, labels = (z.flip(0)[:70], y.flip(0)[:70]) if gallery else (z, y)
-    position = torch.randperm(len(ranked_z), generator=torch.Generator().manual_seed(0)).argsort()
+    rank = torch.randperm(len(ranked_z), generator=torch.Generator().manual_seed(0))
     first = dict.fromkeys([k for k in ks if k < len(ranked_z)], 0)
     rp, map_at_r, tied, pairs = [], [], 0, 0
     for q in range(90):
         others = [i for i in range(len(ranked_z)) if gallery or i != q]
-        ranking = sorted((-(z[q] @ ranked_z[i]).item(), position[i].item(), bool(labels[i] == y[q])) for i in others)
+        ranking = sorted((-(z[q] @ ranked_z[i]).item(), rank[i].item(), bool(labels[i] == y[q])) for i in others)
         tied += sum(a[0] == b[0] for a, b in zip(ranking, ranking[1:]))
         pairs += len(ranking)
         hits = [hit for *_, hit in ranking]

@@ -122,21 +122,23 @@ def test_a_network_is_loaded_in_the_precision_of_its_training(run, small, monkey
     assert common.load_checkpoint('runs/x', precision='bf16').precision == 'bf16'
 
 
-@pytest.mark.parametrize('change', ['more images', 'another class', 'another test set', 'another file'])
-def test_a_run_is_resumed_only_with_the_same_images(run, small, tmp_path, change):
+@pytest.mark.parametrize('change, one, other', [
+    (shutil.copy, 'train/b/0.jpg', 'train/b/9.jpg'), (os.rename, 'train/b', 'train/a'),     # one more, another class
+    (os.rename, 'test/f', 'test/h'), (shutil.copy, 'test/g/0.jpg', 'train/b/0.jpg')])       # in the test set; in a file
+def test_a_run_is_resumed_only_with_the_same_images(run, small, tmp_path, change, one, other):
     make_folder(tmp_path / 'mine/train', 'bcde', per_class=4)
     make_folder(tmp_path / 'mine/test', 'fg', per_class=2)
     run(train_ms, '--name', 'x', '--data', 'mine')
-    if change == 'more images':
-        shutil.copy('mine/train/b/0.jpg', 'mine/train/b/9.jpg')
-    elif change == 'another class':
-        os.rename('mine/train/b', 'mine/train/a')
-    elif change == 'another test set':
-        os.rename('mine/test/f', 'mine/test/h')
-    else:
-        shutil.copy('mine/test/g/0.jpg', 'mine/train/b/0.jpg')
+    change(f'mine/{one}', f'mine/{other}')
     with pytest.raises(UsageError, match='the images in .*mine are not those that runs/x began with; start a new run'):
         train_ms.main(['--resume', 'runs/x', '--device', 'cpu'])
+
+
+def test_the_hash_of_images_in_memory_and_of_vectors_depends_on_their_values():
+    vectors, pixels = torch.rand(3, 4), np.ones((3, 8, 8, 3), np.uint8)
+    for items, others in ((vectors, 2 * vectors), ([*pixels], [*2 * pixels])):
+        one, other = (common.hash_of(common.Images(each, [0, 1, 1])) for each in (items, others))
+        assert one == common.hash_of(None, common.Images(items, [0, 1, 1])) != other
 
 
 def test_a_resumed_run_has_the_flags_of_its_checkpoint(run, small):
@@ -144,7 +146,7 @@ def test_a_resumed_run_has_the_flags_of_its_checkpoint(run, small):
     torch.save(SmallNet().state_dict(), 'some.pth')
     run(train_ms, *'--name mine --no-flip --epsilon off --fold 0/3 --protocol reality-check --weights some.pth'.split())
     os.remove('some.pth')
-    train_ms.main(['--resume', 'runs/mine/last.pt', '--device', 'cpu'])
+    train_ms.main(['--resume', 'runs/mine/best.pt', '--device', 'cpu'])
     args = train_ms.get_args(['--resume', 'runs/mine'])
     assert (args.flip, args.epsilon, args.dim, args.dataset, args.fold) == (False, 'off', 16, 'folder', '0/3')
     assert (args.protocol, args.lr, args.optimizer, args.weights) == ('reality-check', 1e-6, 'rmsprop', 'some.pth')

@@ -239,7 +239,7 @@ CASES = {
             ('cub cars', '--loss contrastive', dict(m=0.5, decay_rate=0.1)),
             ('sop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, freeze_epochs=5)),
             ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, freeze_epochs=1))],
-        limits={'--alpha': '0 < 0.001', '--strength': '-0.1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
+        limits={'--alpha': '0.009 < 0.01', '--strength': '-0.1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
                 '--m': MARGIN, '--epsilon': EPSILON, '--proxy-alpha': '0 < 0.001', '--delta': MARGIN,
                 '--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0',
                 '--hard-negatives': '0 1.5 some < 1 all auto'},
