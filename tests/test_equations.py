@@ -1,4 +1,4 @@
-"""Each numbered equation of the papers has a line and a test, which tests/equations.py finds. See also test_project.py.
+"""Each numbered equation of the papers has a line and a test, which tests/equations.py finds.
 """
 import equations
 

@@ -432,6 +432,19 @@ def test_the_trunk_computes_clean_images_once(before_training, monkeypatch):
     assert 4 <= seen[1] <= 8, 'only mixed images, at least one per pair of images'
 
 
+def test_a_single_mixed_image_is_left_out(before_training):
+    """In a batch of classes 0, 0, 1, 2 there is one pair of positives. BatchNorm in training needs several images."""
+    held = before_training(train_metrix, *'--loss proxy_anchor --mixup input --pairs pos-pos --per-class 0'.split())
+    held.model.train()
+    held.step(torch.randn(4, 3, 4, 4), torch.tensor([0, 0, 1, 2])).backward()
+
+
+def test_an_unknown_mixup_is_rejected():
+    z, pair = unit(3), torch.tensor([0])
+    with pytest.raises(common.UsageError, match='mixup is input, feature or embed, and not '):
+        train_metrix.mixed_embeddings(MixupConfig('embedding', 'pos-neg', None, 2), None, dict(embed=z), pair, pair, z)
+
+
 # ---- flags
 
 
@@ -455,6 +468,7 @@ def test_the_plan_follows_from_the_flags(flags, expected):
 @pytest.mark.parametrize('flags, reason', [
     ('--loss proxy_anchor --mixup embed feature --pairs anc-neg', 'no input'),
     ('--mixup none input', 'none cannot be combined'),
+    ('--loss proxy_anchor --batch-size 4 --per-class 4', 'a batch of one class, which has no negative to mix'),
     ('--pairs pos-pos --per-class 2', '--per-class 0 or at least 3'),
     ('--pairs pos-pos --per-class 1 --loss proxy_anchor', '--per-class 0 or at least 2')])
 def test_combinations_that_the_paper_does_not_define_are_rejected(flags, reason):
