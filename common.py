@@ -132,7 +132,7 @@ class Embedder(nn.Module):
         """Moves the network to a device, in the memory format whose convolutions are fast there. Returns itself."""
         self.to(device)
         kind = self.linear.weight.device.type
-        if kind == 'cpu' or kind == 'cuda' and self.precision == 'bf16':        # faster there; on a Mac see section 10
+        if kind == 'cpu' or (kind == 'cuda' and self.precision == 'bf16'):      # faster there; on a Mac see section 10
             self.trunk.to(memory_format=torch.channels_last)             # images and features will have it, too
         return self
 
@@ -147,7 +147,8 @@ class Embedder(nn.Module):
         give (B, c, 1, 1)."""
         share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
         dtype = next(self.trunk.parameters(), x).dtype      # not float32 after .half() or .bfloat16()
-        share = share.to(dtype) if x.is_floating_point() else share     # uint8 is not normalized: the trunk rejects it
+        if x.is_floating_point():       # uint8 is not normalized, so it stays as it is, and the trunk rejects it
+            share = share.to(dtype)
         bf16 = self.precision == 'bf16' and dtype == torch.float32
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
             f = self.trunk(share)
@@ -420,7 +421,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - start) / 60
-        row = from_rank0(dict, row)                         # with torchrun, all take the row of the main process
+        row = from_rank0(dict, row)                         # with torchrun, all take a copy of the main process's
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
         if rank() == 0:
@@ -1180,8 +1181,9 @@ def check_names(folder, names):
     network would be trained on the test set. A single one may be a class."""
     words = {*('train training trainset trainval test tests testing testset holdout val valid validate validation dev '
                'eval evaluation query queries probe gallery').split()}
+    # {folder: its word for a split, by the first three letters}, such as {test0: tes, testing_set: tes}
     looks = {name: word[:3].lower() for name in names for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)
-             if word.lower() in words}      # {name: beginning of a word}, such as test0: tes, testing_set: tes
+             if word.lower() in words}
     if len({*looks.values()}) > 1:
         raise UsageError(f'{" and ".join(looks)} in {folder} look like splits, but would be read as classes: rename '
                          'them to train and test, and let --data name the folder that has them; if they are classes, '
@@ -1328,7 +1330,7 @@ def new_folder(args, data):
 
 
 def best_row(rows):
-    """The row with the highest MAP@R, the first if there are several; epoch 0 only if there is no other"""
+    """The row with the highest MAP@R, the first if there are several; epoch 0, rows[0], only if there is no other"""
     return max(rows[1:] or rows, key=lambda row: row['MAP@R'])
 
 
@@ -1394,7 +1396,7 @@ def summary(args, data, folder, rows):
 
 def show_progress(text, done=False):
     """Prints a line. With done=False the next line overwrites this one, and nothing is printed to a file."""
-    terminal = getattr(sys.stdout, 'isatty', bool)()        # a stream may lack it, and there may be no stream
+    terminal = getattr(sys.stdout, 'isatty', bool)()        # a stream, or None, may lack it; bool() is False
     if done or terminal:
         print(f'{text:<79}' if terminal else text, end='\n' if done else '\r', flush=True)
 
@@ -1550,7 +1552,8 @@ def atomic_write(path):
         with open(temporary, 'wb') as file:
             yield file
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:                # torch.save reports a full disk as a RuntimeError
+    # torch.save reports a full disk as a RuntimeError, whose __context__ is the OSError.
+    except (OSError, RuntimeError) as error:
         raise UsageError(f'could not write {path}: {error.__context__ or error}') from error
     finally:
         with suppress(OSError):                             # it is not there, or the disk is read-only
@@ -1748,7 +1751,7 @@ FLAGS = {
         '--data': dict(type=os.path.expanduser, default='data',
                        help='folder of classes, of NPZ files, or of the unpacked dataset, see README'),
         '--download': dict(action='store_true', help='download cub or sop to --data, unless it is there'),
-        # Up to 16 px, the last stage of a ResNet gets one pixel, and its gradients in bfloat16 are wrong on a CPU.
+        # Up to 16 px, a ResNet's last stage has an input of one pixel, and wrong gradients in bfloat16 on a CPU.
         '--image-size': dict(type=at_least(17), help='side of the square crops, pixels'),
         '--resize': dict(type=at_least(17), help='shorter side of the test images before their centre is cropped, '
                                                  'pixels; follows --image-size'),
@@ -1986,6 +1989,7 @@ def check_labels(z, y, **others):
         raise UsageError(f'labels are a tensor of {len(z)} integers, one for each embedding, and not '
                          f'{getattr(y, "dtype", type(y).__name__)} {tuple(np.shape(y))}')
     y = y.long()
+    # Another argument (C, D) has a vector for each class.
     for C in {len(t) for t in others.values() if torch.is_tensor(t) and t.ndim == 2}:
         text = f'with {C} classes, labels are from 0 to {C - 1}'
         in_range = ((y >= 0) & (y < C)).all()
