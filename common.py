@@ -1415,7 +1415,7 @@ def hash_of(*sets):
     content = hashlib.sha256()
     for images in filter(None, sets):
         content.update(repr((images.classes, images.labels.tolist())).encode())
-        for item in images.items:
+        for item in images.items.float() if images.is_vectors else images.items:      # NumPy has no bfloat16
             content.update(f'{os.path.basename(item)} {os.path.getsize(item)}\n'.encode(errors='surrogateescape')
                            if images.are_files else np.asarray(item).tobytes())
     return content.hexdigest()
