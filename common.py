@@ -74,7 +74,7 @@ class Embedder(nn.Module):
                  none, for --dataset vectors, which are precomputed features. On resnet50_v1 see make_trunk
     dim          D, embedding dimension; None: as many as the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
-    weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), or a file
+    weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), a file, or a run
     freeze_bn    BatchNorm uses its stored mean and variance in training, too. Only these statistics are frozen: its
                  scale and shift are trained.
     layer_norm   LayerNorm without affine weights, between pooling and head
@@ -500,7 +500,7 @@ def embed(model, images, batch_size=128):
 
 def k_nearest(query, gallery, k):
     """Exact search. For b queries at a time, yields their indices (b,), and the cosines and indices of their k nearest
-    images of the gallery, both (b, k). Equal cosines are in a fixed random order of the gallery.
+    images of the gallery, both (b, k). Equal cosines, after rounding, are in a fixed random order of the gallery.
 
     query    (N, D)
     gallery  (G, D), with k <= G; or None: the queries are also the gallery, and each is excluded from its own results,
@@ -509,18 +509,21 @@ def k_nearest(query, gallery, k):
     within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else F.normalize(gallery.float(), dim=1)
-    # Images are sorted by class, so the first of equally similar ones would all be of one class. Therefore each image
-    # has a random rank, and its cosines are lowered by rank * 2^-50. This is less than their rounding errors.
-    rank = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0))     # (G,)
-    tie_break = (rank.double() * 2 ** -50).to(query.device)                             # (G,)
+    # The gallery is shuffled, because its images are sorted by class: the first of equally similar ones would all be of
+    # one class.
+    order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
+    position = order.argsort()                                           # (G,) of each image in the shuffled gallery
+    gallery = gallery[order]
+    # topk finds any of several equal cosines. Lowered by this, which is less than their rounding errors, they differ.
+    tie_break = torch.arange(len(gallery), dtype=torch.float64, device=query.device) * 2 ** -50
     b = max(1, min(4096, 2 ** 25 // len(gallery)))                       # (b, G) in float64 takes 256 MiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
         with torch.autocast(query.device.type, enabled=False):
             s = query[rows] @ gallery.T                                  # (b, G)
         if within:
-            s.scatter_(1, rows[:, None], -math.inf)                      # each query itself
-        index = s.double().sub_(tie_break).topk(k, dim=1).indices          # (b, k)
-        yield rows, s.gather(1, index), index
+            s.scatter_(1, position[rows, None], -math.inf)               # each query itself
+        found = s.double().sub_(tie_break).topk(k, dim=1).indices        # (b, k)
+        yield rows, s.gather(1, found), order[found]
 
 
 @torch.no_grad()
@@ -1011,7 +1014,10 @@ def read_splits(name, root, whole, options):
 def check_files(paths):
     """Raises ValueError if images are missing, or are listed twice."""
     missing = [path for path in paths if not os.path.isfile(path)]
-    twice = [path for path, times in Counter(map(os.path.realpath, paths)).items() if times > 1]
+    # A folder may have several names, as links. Links to one file may be meant: some tools store equal files once.
+    folders = {folder: os.path.realpath(folder) for folder in {os.path.dirname(path) for path in paths}}
+    real = Counter(os.path.join(folders[os.path.dirname(path)], os.path.basename(path)) for path in paths)
+    twice = [path for path, times in real.items() if times > 1]
     for wrong, text in ((missing, 'are missing'), (twice, 'are listed twice')):
         if wrong:
             raise ValueError(f'{len(wrong):,} of {len(paths):,} images {text}, the first is {wrong[0]}')
@@ -1171,8 +1177,8 @@ def images_below(root):
         unread += [path for path, class_ in images if class_ == '.']
         images = in_classes
     if unread:
-        warn(f'{root}: {len(unread)} files are not read, the first is {unread[0]}; convert images among them to JPEG, '
-             'and put them into the folder of a class')
+        warn(f'{root}: {len(unread)} files are not read, the first is {unread[0]}; they are no images of a known kind '
+             '(convert them to JPEG), or in no folder of a class')
     return images
 
 
@@ -1406,19 +1412,25 @@ def about_data(args, data):
     validation block, too, because the epoch was selected on them), a hash of all images, and one of the test images,
     with which eval.py checks that it has the same ones"""
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []),
-                fingerprint=hash_of(data.train, data.query, data.gallery),
-                test_fingerprint=None if args.fold else hash_of(data.query, data.gallery))
+                fingerprint=hash_of(data, data.train, data.query, data.gallery),
+                test_fingerprint=hash_of(data, data.query, data.gallery) if data.query and not args.fold else None)
 
 
-def hash_of(*sets):
-    """A hash of the classes, labels and images of several Images, or None. Of files it takes names and sizes."""
-    content = hashlib.sha256()
-    for images in filter(None, sets):
-        content.update(repr((images.classes, images.labels.tolist())).encode())
-        for item in images.items.float() if images.is_vectors else images.items:      # NumPy has no bfloat16
-            content.update(f'{os.path.basename(item)} {os.path.getsize(item)}\n'.encode(errors='surrogateescape')
-                           if images.are_files else np.asarray(item).tobytes())
-    return content.hexdigest()
+def hash_of(data, *sets):
+    """A hash of the classes, labels and images of these sets of `data`, each Images or None. Of files it takes names
+    and sizes, of shapes only names, because the pixels that are drawn differ slightly from CPU to CPU."""
+    sets = list(filter(None, sets))
+    content = [(images.classes, images.labels.tolist(),
+                [(os.path.basename(path), os.path.isfile(path) and os.path.getsize(path)) for path in images.paths])
+               for images in sets]
+    digest = hashlib.sha256(repr(content).encode())
+    for images in sets:
+        if images.is_vectors:
+            digest.update(images.items.float().cpu().numpy().tobytes())          # NumPy has no bfloat16
+        elif not images.are_files and data.name != 'shapes':
+            for image in images.items:
+                digest.update(np.asarray(image).tobytes())
+    return digest.hexdigest()
 
 
 def load_run(args, about, model, states, per_epoch, total):
@@ -1493,6 +1505,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
                      model(model.transform(image)[None]) is its embedding (1, D)
     model.args       its training flags, a dict
     model.classes    names of its training classes, with --fold including the validation block
+    model.progress   epoch and step after which it was saved, and test_fingerprint, see hash_of; a dict
 
     A checkpoint for others, without optimizer and path of the images:
 
@@ -1511,6 +1524,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
         model.load_state_dict(saved['model'])
         model.args = saved['args']
         model.classes = saved.get('classes', [])
+        model.progress = {key: saved.get(key) for key in ('epoch', 'step', 'test_fingerprint')}
         transform = make_test_transform(**saved['transform'])
         model.transform = v2.Compose([partial(to_rgb, min_side=transform.min_side), transform])
         model.transform.min_side = transform.min_side       # so Images, which also calls to_rgb, can take it
@@ -1738,7 +1752,7 @@ def block_of_blocks(text):
 def run_folder(text):
     """An argparse type: the folder of a run, from its path or that of a checkpoint in it"""
     path = Path(text)
-    return path.parent if path.suffix == '.pt' else path
+    return path.parent if path.name in ('last.pt', 'best.pt') else path
 
 
 SWITCH = argparse.BooleanOptionalAction
@@ -1763,7 +1777,7 @@ FLAGS = {
     },
     'network': {
         '--arch': dict(help='backbone: a classifier of torchvision, such as resnet18 or vit_b_16, or timm:NAME'),
-        '--weights': dict(help='initial weights of the backbone: imagenet, none (random), or a file'),
+        '--weights': dict(help='initial weights of the backbone: imagenet, none (random), a file, or a run'),
         '--pool': dict(choices=['avg', 'max', 'avg+max'], default='avg+max', help='pooling of the feature map'),
         '--dim': dict(type=at_least(1), help='embedding dimension; default for vectors: their own'),
         '--freeze-bn': dict(action=SWITCH, help='BatchNorm uses its stored statistics, and does not update them'),
@@ -1798,6 +1812,7 @@ FLAGS = {
                          '--schedule cosine is computed for the new length'),
     },
     'machine': {
+        # A lambda, because pick_device is defined further down.
         '--device': dict(type=lambda name: pick_device(name), default='auto',
                          help='where to run: auto, cpu, cuda, cuda:1, mps'),
         '--precision': dict(choices=['auto', 'bf16', 'fp32'], default='auto',

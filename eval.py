@@ -288,7 +288,7 @@ def concatenate(parts):
 def read_runs(paths):
     """The runs of checkpoints: objects with path, script, args, seed, fold ('i/n' or 'none'), classes, epoch, recipe. A
     recipe is a set of (flag, value), with the script and the n of --fold i/n, and without the flags in which the runs
-    of one recipe may differ. Warns of runs that were interrupted."""
+    of one recipe may differ."""
     runs = []
     for path in paths:
         saved = common.read_checkpoint(path)
@@ -296,12 +296,8 @@ def read_runs(paths):
         fold = args.get('fold') or 'none'
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
         recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
-        epoch = saved.get('epoch')
-        if fold == 'none' and epoch is not None and epoch < args['epochs'] and not 0 < args['steps'] <= saved['step']:
-            common.warn(f'{path} is epoch {epoch} of {args["epochs"]}: continue it with --resume')
         runs.append(SimpleNamespace(path=path, script=saved['script'], args=args, seed=args['seed'], fold=fold,
-                                    classes=saved.get('classes', []), epoch=epoch, recipe=recipe,
-                                    test_fingerprint=saved.get('test_fingerprint')))
+                                    classes=saved.get('classes', []), epoch=saved.get('epoch'), recipe=recipe))
     return runs
 
 
@@ -343,8 +339,8 @@ def score_seed(args, runs):
     """{setting: row of metrics} of the networks of one recipe and seed, which differ in their folds"""
     rows, queries, galleries = [], [], []
     for run in runs:
-        model = common.load_checkpoint(run.path, args.device, args.precision)
-        data = load_test_set(args, model, run, *place_of_test_set(args, [run.args]))
+        model = load_network(args, run.path)
+        data = load_test_set(args, model, *place_of_test_set(args, [run.args]))
         if why := common.why_meaningless(data):
             raise UsageError(f'{why}, so there is nothing to measure')
         z, gallery = common.embed_test(model, data)
@@ -394,7 +390,6 @@ def show_table(scores):
 
 
 # ---- command line
-
 
 
 def file_that_ends_in(ending):
@@ -459,8 +454,19 @@ def place_of_test_set(args, trainings):
     return name, folder
 
 
-def load_test_set(args, model, run, name, folder):
-    """The Splits to evaluate. Warns of seen classes, and of another test set than that of the run."""
+def load_network(args, path):
+    """The network of a checkpoint. Warns if its run was interrupted, unless it has a --fold: it may stop early."""
+    model = common.load_checkpoint(path, args.device, args.precision)
+    epoch, step = model.progress['epoch'], model.progress['step']
+    epochs, steps = model.args.get('epochs', 0), model.args.get('steps', 0)
+    finished = epoch is None or epoch >= epochs or 0 < steps <= step
+    if not (finished or model.args.get('fold')):
+        common.warn(f'{path} is epoch {epoch} of {epochs}: continue it with --resume')
+    return model
+
+
+def load_test_set(args, model, name, folder):
+    """The Splits to evaluate. Warns of seen classes, and of other test images than those of the run."""
     if (name == 'vectors') != (model.config['arch'] == 'none'):
         expected = 'images' if name == 'vectors' else 'vectors'
         raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
@@ -468,9 +474,10 @@ def load_test_set(args, model, run, name, folder):
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
-    named = args.dataset or args.data or args.whole
-    if run.test_fingerprint and not named and run.test_fingerprint != common.hash_of(data.query, data.gallery):
-        common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
+    expected = model.progress['test_fingerprint']
+    if expected and not (args.dataset or args.data or args.whole):
+        if common.hash_of(data, data.query, data.gallery) != expected:
+            common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
     if seen := {*model.classes} & {*data.query.present}:
         common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate were in the training set, so '
                     'the metrics are inflated')
@@ -480,14 +487,13 @@ def load_test_set(args, model, run, name, folder):
 def evaluate_one(args):
     """Evaluates one checkpoint. Returns what the last line prints, a dict."""
     path = args.checkpoint[0]
-    model = common.load_checkpoint(path, args.device, args.precision)
+    model = load_network(args, path)
     if model.config['arch'] == 'none' and (args.query or args.sheet):
         raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with vectors: it needs images')
     if args.query:
         return answer_queries(args, model)
     name, folder = place_of_test_set(args, [model.args])
-    [run] = read_runs([path])
-    data = load_test_set(args, model, run, name, folder)
+    data = load_test_set(args, model, name, folder)
     if args.sheet:
         reject_replacing([args.sheet], [image for images in (data.train, data.query, data.gallery) if images
                                         for image in images.paths])
@@ -495,7 +501,7 @@ def evaluate_one(args):
         reject_replacing([args.embed, gallery_file(args.embed)], Path(folder).glob('*.npz'))
     examples = training_images(model, args.workers) if args.analyse else None
     z, gallery = common.embed_test(model, data)
-    result = dict(checkpoint=str(path), epoch=run.epoch, dataset=name)
+    result = dict(checkpoint=str(path), epoch=model.progress['epoch'], dataset=name)
     if name != 'shapes':
         result |= dict(data=folder)
     if why := common.why_meaningless(data):
@@ -506,8 +512,8 @@ def evaluate_one(args):
             training = common.embed(model, examples).to(z.device)
             metrics |= analyse(z, training, data, metrics, gallery)
             metrics['copies'] = count_copies(z, training, data.query.paths, examples.paths)
-        print(f'{name if name == "shapes" else folder}: {len(data.query):,} queries of '
-              f'{len(data.query.present):,} classes, with '
+        where = '' if name == 'shapes' else f' in {folder}'
+        print(f'{name}{where}: {len(data.query):,} queries of {len(data.query.present):,} classes, with '
               f'{"themselves as the gallery" if gallery is None else f"a gallery of {len(gallery):,} images"}')
         for key, value in metrics.items():
             print(f'{key:>17} {value:8}' if isinstance(value, int) else f'{key:>17} {value:8.3f}')

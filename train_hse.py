@@ -70,9 +70,9 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
-    y = common.check_labels(z, y)
+    l_m = base_loss(z, y)                                   # first, because it rejects labels that are no labels
     weak_positive, negative = weak_positives_and_negatives(y, sources)
-    return base_loss(z, y) + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)     # Eq. (10), (11)
+    return l_m + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)                 # Eq. (10), (11)
 
 
 # ---- hybrids

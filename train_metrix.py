@@ -182,7 +182,8 @@ def mixed_loss(base, config, model, levels, y):
     cand_z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                  # (E, D), (E,), (A,)
     # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, cand_z, cand_y, anchor, len(y))
-    # There may be no pairs, for example if no anchor has a positive. BatchNorm in training cannot take a single image.
+    # There may be no pairs, for example if no anchor has a positive. With a single image, BatchNorm in training fails
+    # if the feature map is 1 x 1.
     if len(i) < (2 if config.mixup == 'input' else 1):
         return 0 * z.sum()                                                          # 0, with a gradient for backward()
     # Images are the first candidates, so i and j index images and feature maps, too. Proxies are only mixed as
@@ -453,9 +454,11 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    if 'proxy' not in args.loss:                    # other proxies are negatives, too: one class is enough
+    # In the clean loss, other proxies are negatives, too: one class is enough. In the mixed loss, only images are.
+    if 'proxy' not in args.loss:
         common.require_pairs(args)
-    elif args.mixup != ['none'] and args.pairs != 'pos-pos' and args.batch_size < 2 * args.per_class:
+    elif (args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos'
+          and args.batch_size < 2 * args.per_class):
         raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one '
                                 'class, which has no negative to mix: raise --batch-size')
     least = 2 if args.loss == 'proxy_anchor' else 3

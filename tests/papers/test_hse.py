@@ -299,6 +299,13 @@ def test_masks_that_do_not_fit_the_images_are_rejected():
     """In images of 32 pixels, two by two blocks are from three of the four sources."""
     with pytest.raises(common.UsageError, match='cannot combine 4'):
         train_hse.get_args('--kind gridmask --mask-size 16 --num 4'.split())
+    with pytest.raises(common.UsageError, match='cannot combine 2'):
+        train_hse.get_args('--kind gridmask --mask-size 64'.split())
+
+
+def test_an_unknown_kind_of_hybrids_is_rejected():
+    with pytest.raises(ValueError, match='cutout'):
+        blend(torch.zeros(1, 2, 3, 8, 8), 'cutout', 'top-bottom', mask_size=8)
 
 
 @pytest.mark.parametrize('flags, needed, classes', [

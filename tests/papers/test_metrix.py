@@ -453,6 +453,7 @@ BOTH = ['pos-neg', 'anc-neg']
 
 @pytest.mark.parametrize('flags, expected', [
     ('', [('feature', BOTH, None)]), ('--mixup none', []), ('--strength 0', []),
+    ('--loss proxy_anchor --strength 0 --batch-size 4 --per-class 4', []),
     ('--mixup input', [('input', BOTH, 3)]),
     ('--loss contrastive --mixup input feature embed',                              # the last row of Table 6
      [('input', BOTH, 1), ('feature', BOTH, None), ('embed', BOTH, None)]),
