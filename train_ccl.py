@@ -10,10 +10,11 @@ L_center, the squared distance to this centre, keeps pulling.
     c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is the one of the class of x
     s = 1/tau  s        --s       scaling factor: inverse temperature (in other scripts, s are the similarities)
     m          margin   --margin  margin on the cosine c_y.x
-    lambda     lam      --lam     weight of L_center; in Eq. (7), of its second term
+    lambda     lam      --lam     weight of L_center, or in center_loss of the distance, Eq. (7)
 
-For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y) is
-8.0 where both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of lambda L_center is always 2 lambda.
+For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y),
+where p_y is the softmax at the class of x, is 8.0 where both cosines are equal, and only 0.6 where c_y.x is larger by
+0.2. That of lambda L_center is always 2 lambda.
 
     python train_ccl.py [--dataset cub --data data]
 """
@@ -43,9 +44,9 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast. Without smoothing it is -log p_y: Eq. (2), (8), (10); with a margin Eq. (11)
+    # (B,)  L_contrast. Without smoothing it is -log p_y: first line of Eq. (2), Eq. (8), (10); with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    center_term = 2 - 2 * (z * c[y]).sum(dim=1)                          # (B,)  L_center, note 1: Eq. (2), (3), (4)
+    center_term = 2 - 2 * (z * c[y]).sum(dim=1)             # (B,)  L_center: second line of Eq. (2), Eq. (3), (4)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
 
@@ -59,6 +60,9 @@ def smooth_labels(y, num_classes, smoothing, dtype=torch.float32):
     positive = F.one_hot(y, num_classes).bool()                          # (B, C)
     labels = torch.full(positive.shape, other, dtype=dtype, device=y.device)
     return labels.masked_fill(positive, 1 - (num_classes - 1) * other)   # 1 - epsilon; 1 if there is only one class
+
+
+# ---- losses that the paper compares with, chosen by --loss
 
 
 @common.loss
@@ -90,6 +94,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     embeddings x~ nor the centres are normalized, so a useful lambda is much smaller than in Eq. (5).
 
     z (B, D) embeddings x~; y (B,); weight (C, D) and bias (C,) of the classifier; centers (C, D) -> scalar
+    smoothing  of the first term, as in center_contrastive_loss
     """
     logits = F.linear(z, weight, bias)                                   # (B, C), Eq. (6)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
@@ -103,7 +108,8 @@ def momentum_centers(centers, z, y, mu):
     """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
     centre of a class without images is unchanged. (This is not a loss; the decorator is here for its checks.)
 
-    centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D).
+    centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D), which
+    are not normalized: the loss normalizes them.
     """
     positive = F.one_hot(y, len(centers)).to(centers.dtype)              # (B, C)
     count = positive.sum(dim=0)[:, None]                                 # (C, 1) images of each class
@@ -134,14 +140,14 @@ SHAPES = dict(
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, and crops of 256 px. On CUB and Cars it
 # adds frozen BatchNorm, dropout, and colour jitter of unknown strength. Table 2 states dim. Our choices are resize, and
-# the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8). With the momentum of
-# 0.99 on SOP and In-Shop, the warmup of the cosine schedule keeps the first steps small.
+# the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8).
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=256, resize=288, crop_from='resized', min_crop=0.16, jitter=0.25,
     epochs=30, batch_size=128, per_class=0,
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
+# With this momentum, the warmup of the cosine schedule keeps the first steps small.
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
 # loss). The last entry that has it wins.
@@ -169,10 +175,10 @@ def corrupt_labels(labels, noise, generator=None):
     labels     (N,) 0 to C - 1
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
                                0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3.
-               longtail:RATE   classes are dissolved in random order, as long as together they have at most a fraction
-                               RATE of the images. Each is cut into clusters of 5 images, and all images of a cluster
-                               get the label of one random remaining class. For example, with 0.25, class 1 is one
-                               cluster and joins class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3.
+               longtail:RATE   random classes, which together have at most a fraction RATE of the images, are
+                               dissolved: their images are cut into clusters of 5, and each cluster gets the label of
+                               one random remaining class. For example, with 0.25, class 1 is one cluster and joins
+                               class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3.
     generator  None is torch's global one
     returns    (N,) labels, 0 to C - 1; with longtail, no image has the label of a dissolved class
     """
@@ -191,8 +197,8 @@ def corrupt_labels(labels, noise, generator=None):
     num_dissolved = int((images_so_far <= rate * total).sum())
     num_dissolved = min(num_dissolved, classes - 2)                      # two classes always remain
     dissolved, remaining = shuffled.tensor_split([num_dissolved])
-    for images in [(labels == c).nonzero()[:, 0] for c in dissolved]:
-        for cluster in images.split(5):
+    for c in dissolved:
+        for cluster in (labels == c).nonzero()[:, 0].split(5):
             labels[cluster] = remaining[torch.randint(len(remaining), (1,), generator=generator)]
     return labels
 
@@ -203,16 +209,17 @@ def add_label_noise(images, noise, seed):
     rate = float(noise.split(':')[1])
     if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
-    # Classes that still have images are numbered from 0. The names of dissolved ones come last: the network sees their
-    # images, so an evaluation has to count these classes as seen.
-    kept, images.labels = labels.unique(return_inverse=True)
-    dissolved = {*range(len(images.classes))} - {*kept.tolist()}
-    images.classes = [images.classes[c] for c in [*kept.tolist(), *sorted(dissolved)]]
+    # The remaining classes are numbered anew, from 0. The names of dissolved ones follow, because the network sees
+    # their images: common.summary and eval.py count these classes as seen.
+    remaining, images.labels = labels.unique(return_inverse=True)
+    remaining = remaining.tolist()
+    dissolved = [c for c in range(len(images.classes)) if c not in remaining]
+    images.classes = [images.classes[c] for c in remaining + dissolved]
 
 
 def label_noise(text):
-    """An argparse type: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. argparse turns the ValueError
-    of any other text into a message with __name__, below."""
+    """The type of --label-noise: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. A ValueError makes
+    argparse print __name__, which is set below."""
     kind, rate = text.split(':')
     if kind not in ('symmetric', 'longtail'):
         raise ValueError
@@ -234,7 +241,8 @@ def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Center Contrastive').add_argument
     add('--loss', choices=list(USES), default='ccl',
-        help='ccl: Eq. (5); proxynca: Eq. (9); center_loss: Eq. (7); stop_grad, cluster: note 6')
+        help='ccl: Eq. (5); proxynca: Eq. (9); center_loss: Eq. (7); stop_grad: only L_center moves the centres; '
+             'cluster: Eq. (14) moves them')
     add('--s', type=common.at_least(1e-3, float), default=16.0, help='scaling factor, the inverse temperature 1/tau')
     add('--margin', type=common.between(0, 2), default=0.0, help='m, margin on the cosine with the centre of the class')
     add('--lam', type=common.at_least(0, float), default=2.0,
@@ -264,8 +272,8 @@ def main(argv=None):
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
     # With SGD, the angle by which a step turns a centre scales as 1 / length^2: the gradient scales as 1 / length, and
-    # so does the angle of a step of a given size. Centres begin with length 1; those of randn, of length sqrt(512),
-    # would turn 512 times more slowly.
+    # so does the angle of a step of a given size. Centres begin with length 1; those of randn, of length sqrt(D), would
+    # turn D times more slowly.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -280,7 +288,7 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
-        dropped = F.dropout(z, args.dropout)                             # note 5; F.dropout drops by default
+        dropped = F.dropout(z, args.dropout)                             # note 5; its default is training=True
         if args.loss == 'proxynca':
             return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.loss == 'center_loss':
@@ -299,7 +307,7 @@ NOTES = """
 What differs from the paper
     1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Further equations, with --smoothing 0:
            (2), (8), (10)   --lam 0             (8) is NSoftmax, the normalized softmax of the Reality Check
-           (2), 2nd line    a part of the loss  L_center. The text calls it (3), a number that is not printed.
+           (3)              a part of the loss  The text calls the second line of (2) so; the number is not printed.
            (11)             --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is not a softmax.
@@ -312,8 +320,9 @@ What differs from the paper
          clusters of long-tail     5 consecutive images of a class
          x_y of (14)               the mean embedding of class y in the batch
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
-       after the L2 normalization, as in the code that the paper builds on. So in training an embedding has a length of
-       about 1.118, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA of 3.3.2.
+       after the L2 normalization, as in the code that the paper builds on. With --dropout 0.2 an embedding has a length
+       of about 1.118 in training, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA
+       of Section 3.3.2.
     6. Section 3.3.6 says that the first row of Table 1 (--loss stop_grad) and Eq. (14) (--loss cluster) are equivalent.
        With SGD, and without momentum and dropout, both turn a centre in the same direction, but by different angles: in
        stop_grad the angle depends on the learning rate and lambda, in cluster on mu.

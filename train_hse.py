@@ -4,7 +4,8 @@ Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Le
 Images of two to four classes, the source classes, are mixed into a hybrid, which gets no label. Each image of a source
 class is a weak positive of the hybrid. The hybrid loss L_Hy, HSE Eq. (9), pulls the hybrid to its nearest weak positive
 and pushes it away from the nearest image of any other class. It pulls it only to the nearest one: pulling a hybrid to
-all its weak positives could merge unrelated classes (Section 3.3.2).
+all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10), where L_m is
+any loss of the labelled images (--loss).
 
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
@@ -12,6 +13,7 @@ all its weak positives could merge unrelated classes (Section 3.3.2).
     Cnum       combinations  --combinations  how many sets of `num` classes are mixed
     Nsize      per_class     --per-class     images of each class in a batch, and hybrids of each set: H = Nsize Cnum
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
+    -          temperature   --temperature   T, by which the inner products in L_Hy are divided
 
     python train_hse.py [--dataset cub --data data --loss epshn]
 """
@@ -44,7 +46,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     returns        scalar >= 0. A hybrid without weak positives, or without negatives, adds 0, but counts in the mean.
                    Without hybrids the loss is 0.
     """
-    s = h @ z.T / temperature                                            # (H, B), Eq. (7), (8)
+    s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
     s_ewp, has_ewp = most_similar(s, weak_positive)                      # Eq. (8)
     # 1 / (1 + exp(a) / exp(b)) = sigmoid(b - a)
@@ -53,10 +55,9 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 
 
 def most_similar(s, allowed):
-    """The largest allowed entry of each row, and whether the row has one. If it has none, the value is an arbitrary
-    entry, which the caller multiplies by 0: -inf * 0 would be NaN.  s, allowed (n, B) -> (n,), (n,) bool"""
-    index = s.masked_fill(~allowed, float('-inf')).argmax(dim=1, keepdim=True)              # (n, 1)
-    return s.gather(1, index).squeeze(1), allowed.any(dim=1)
+    """The largest allowed entry of each row, or 0, and whether there is one.  s, allowed (n, B) -> (n,), (n,) bool"""
+    has = allowed.any(dim=1)
+    return s.masked_fill(~allowed, float('-inf')).amax(dim=1).masked_fill(~has, 0), has
 
 
 def weak_positives_and_negatives(y, sources):
@@ -70,7 +71,7 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
-    l_m = base_loss(z, y)                                   # first, because it rejects labels that are no labels
+    l_m = base_loss(z, y)                                   # first, because it checks y
     weak_positive, negative = weak_positives_and_negatives(y, sources)
     return l_m + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)                 # Eq. (10), (11)
 
@@ -115,12 +116,12 @@ def choose_classes(y, num, combinations, superclasses=None, generator=None):
     combinations there is one set of each superclass.  y (B,), superclasses (B,) or None -> list of (num,)
     """
     superclasses = torch.zeros_like(y) if superclasses is None else superclasses.cpu()
-    usable = [y[superclasses == superclass].unique() for superclass in superclasses.unique()]
-    usable = [classes for classes in usable if len(classes) >= num]
+    groups = [y[superclasses == superclass].unique() for superclass in superclasses.unique()]
+    groups = [classes for classes in groups if len(classes) >= num]
     chosen = []
-    while usable and len(chosen) < combinations:
+    while groups and len(chosen) < combinations:
         sets = []
-        for classes in usable:
+        for classes in groups:
             shuffled = classes[torch.randperm(len(classes), generator=generator)]
             sets += shuffled[:len(classes) // num * num].split(num)     # without a last, smaller set
         chosen += [sets[i] for i in torch.randperm(len(sets), generator=generator)]
@@ -133,7 +134,7 @@ def blend(parts, kind, axis, mask_size):
     if kind == 'mixup':
         return parts.mean(dim=1)                    # with two images HSE Eq. (3) for lambda = 1/2
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij')      # (height, width) each
-    layout = axis if kind == 'cutmix' else kind     # cutmix has two layouts, gridmask one
+    layout = axis if kind == 'cutmix' else kind     # top-bottom or left-right, or gridmask
     # source_index (height, width): from which of the num sources each pixel is taken
     if layout == 'top-bottom':
         source_index = row * num // height
@@ -186,8 +187,8 @@ def contrastive_loss(z, y, neg_margin=0.5):
     pairs are averaged separately, over the pairs with non-zero loss, as in train_contrastive.py."""
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s                    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    # sqrt has an infinite gradient at 0, and where() would make NaN of it, as 0 * inf. So sqrt gets values >= floor
-    # only. Where d2 is within rounding error of 0, d is 0 and has no gradient.
+    # Where d2 is within rounding error of 0, d is 0 and has no gradient. There sqrt has an infinite one, and where()
+    # would multiply it by 0, which gives NaN. So sqrt gets values >= floor only.
     floor = 16 * torch.finfo(d2.dtype).eps
     d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
@@ -272,7 +273,7 @@ class SuperclassSampler:
 #     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
 #                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
-#     per_class      images of each class in a batch; 0: random images
+#     per_class      images of each class in a batch; 0: random images, only with alpha 0
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
@@ -307,7 +308,7 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP,                                  # the paper has no In-Shop
     'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000, mask_size=50),      # see train_proxy_anchor.py
-    'ms': dict(alpha=0.05),
+    'ms': dict(alpha=0.05),                         # alpha is the weight of L_Hy
     'proxy_anchor': dict(alpha=2.0),
     ('cub', 'ms'): dict(batch_size=80, per_class=5),
     ('cars', 'ms'): dict(batch_size=80, per_class=5),
@@ -334,11 +335,11 @@ def get_args(argv=None):
     add('--combinations', type=common.at_least(1), default=1, help='Cnum, number of sets of classes per batch')
     add('--axis', choices=['top-bottom', 'left-right'], default='top-bottom',
         help='cutmix: strips are stacked (top-bottom) or side by side (left-right)')
-    add('--mask-size', type=common.at_least(1), default=16, help='gridmask: side of the blocks, pixels')
+    add('--mask-size', type=common.at_least(1), help='gridmask: side of the blocks, pixels')
     add('--hybrids', choices=['replace', 'append'], default='replace',
         help='replace the last images of the batch by hybrids, or append the hybrids to the batch')
-    add('--proxy-lr-mult', type=common.at_least(0, float), default=10.0,
-        help='learning rate of the proxies, as a multiple of --lr')
+    add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
+    # Flags that have an effect only with some values of another flag; given with its other values, they are an error
     uses = {'loss': dict(proxy_anchor=['proxy_lr_mult']), 'kind': dict(cutmix=['axis'], gridmask=['mask_size']),
             'alpha': {0: [], common.OTHER: 'temperature kind num combinations axis mask_size hybrids'.split()}}
     args = common.parse(parser, DEFAULTS, argv, uses)
@@ -352,6 +353,9 @@ def reject_impossible_hybrids(args):
         raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: use another script')
     if args.loss != 'proxy_anchor':
         common.require_pairs(args)
+    if args.alpha > 0 and args.per_class == 0:
+        raise common.UsageError('hybrids are mixed class by class, and --per-class 0 gives random batches: raise it, '
+                                'or take --alpha 0')
     # A dry run with 0 hybrids: blend raises UsageError if a source would have no pixel.
     blend(torch.empty(0, args.num, 3, args.image_size, args.image_size), args.kind, args.axis, args.mask_size)
 
@@ -364,11 +368,10 @@ def reject_small_batches(args, superclass_of):
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
     # How many classes of each superclass fit in a batch
-    fit = args.batch_size // (len(sizes) * args.per_class) if args.per_class else 0
+    fit = args.batch_size // (len(sizes) * args.per_class)
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
-    advice = 'raise --batch-size; or lower --num, --combinations or --per-class, which must be above 0; or take ' \
-             '--hybrids append or --alpha 0'
+    advice = 'raise --batch-size; or lower --num, --combinations or --per-class; or take --hybrids append or --alpha 0'
     needed = replaced + args.num + 1
     if available.sum() < needed:
         raise common.UsageError(f'hybrids need {needed} classes in a batch, and there are {available.sum()}: {advice}')
@@ -382,7 +385,8 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     labels, superclasses, num_classes = data.train.labels, data.train.superclasses, data.train.num_classes
-    # Without superclasses, all classes are in one. With --fold, too, because a fold may have few classes of some.
+    # All classes are in one superclass, if the dataset has none, or with --fold: a fold may have too few classes of a
+    # superclass.
     if superclasses is None or args.fold:
         superclasses = torch.zeros_like(labels)                             # (N,)
     superclass_of = labels.new_zeros(num_classes)                           # (C,)
@@ -408,7 +412,8 @@ def main(argv=None):
         if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        # Sources are chosen on the CPU, which waits for the labels, until the GPU has ended the step before.
+        # make_hybrids chooses the sources on the CPU. For the labels, the CPU waits until the GPU has ended the step
+        # before.
         y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])
@@ -420,7 +425,7 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Eq. (9) has no temperature. The released code divides by 0.1, and its values of alpha belong to this. On shapes
+    1. Eq. (9) has no temperature. The released code divides by 0.1, and its alphas were chosen with it. On shapes
        the default is 1: with 0.1, R@1 is more than 20 points lower there (tests/results/README.md).
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
@@ -447,9 +452,9 @@ What differs from the paper
                        SOP        -; 120 / 5              1; 120 / 5           1; 120 / 5
          npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
-    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP it may draw
-       one class twice, and with Proxy-Anchor it takes sources and negatives from ten random images of a superclass.
-       Here a batch of SOP has two classes of each superclass, both sources, so negatives are from other superclasses.
+    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP both may be
+       of one class, and with Proxy-Anchor, sources and negatives come from ten random images of one superclass. Here
+       both classes of a superclass in a batch of SOP are sources, so negatives are of other superclasses.
    10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
        less, and positives above 0.9999. Its N-pair uses cosine similarities, as here; Sohn's uses inner products.
 Tables and figures of the paper

@@ -309,9 +309,14 @@ def test_an_unknown_kind_of_hybrids_is_rejected():
 
 
 @pytest.mark.parametrize('flags, needed, classes', [
-    ('--num 3', 5, 4), ('--combinations 2', 5, 4), ('--per-class 0', 4, 0),
-    ('--num 4 --combinations 2 --batch-size 64', 7, 6), ('--combinations 4', 7, 4)])
+    ('--num 3', 5, 4), ('--combinations 2', 5, 4), ('--num 4 --combinations 2 --batch-size 64', 7, 6),
+    ('--combinations 4', 7, 4)])
 def test_a_batch_without_negatives_is_rejected(run, small, flags, needed, classes):
     """The batch has 4 classes of 6. Hybrids replace one class for each combination."""
     with pytest.raises(common.UsageError, match=f'hybrids need {needed} classes in a batch, .* there are {classes}:'):
         run(train_hse, *flags.split())
+
+
+def test_hybrids_of_random_batches_are_rejected(run, small):
+    with pytest.raises(common.UsageError, match='--per-class 0 gives random batches'):
+        run(train_hse, '--loss', 'proxy_anchor', '--per-class', '0')
