@@ -554,6 +554,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     if not (np.iterable(ks) and len(ks) and all(isinstance(k, Integral) and k > 0 for k in ks)):
         raise UsageError(f'ks are the K of Recall@K, such as (1, 2, 4, 8), and not {ks!r}')
     check_embeddings(query, query_labels, gallery, gallery_labels, within)
+    if query.device.type == 'mps':                                       # the GPU of a Mac has no float64
+        query, gallery = query.cpu(), gallery.cpu()
     # Labels may be any integers; numbered anew, they can be counted.
     _, labels = torch.cat([query_labels.cpu().long(), gallery_labels.cpu().long()]).unique(return_inverse=True)
     query_labels, gallery_labels = labels.to(query.device).tensor_split([len(query)])

@@ -6,15 +6,15 @@ negatives. Metrix mixes two examples, as images, features or embeddings, Metrix 
 positive mixed with a negative has the label lambda: in the loss of a, it counts as a positive with weight lambda, and
 as a negative with weight 1 - lambda. The pairs to mix for an anchor are of one of three kinds: pos-neg is a positive
 and a negative, anc-neg is the anchor itself and a negative, pos-pos is two positives, with label 1.
-The E candidates for mixing are the images of the batch and, with Proxy-Anchor, the proxies of its classes.
+The E candidates for mixing are the images of the batch and, with Proxy-Anchor, the proxies of its classes. The anchors
+are the images or, with Proxy-Anchor, these proxies.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
     x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v, i < j
     lambda   lam        --alpha      (M,) share of candidate i in v, from Beta(alpha, alpha)
-    y        label      -            (A, M) label of v for each anchor: the share in v of the positive (or the anchor).
-                                     In the paper x is the positive, so this is lambda; here it is lam, or 1 - lam if
-                                     the positive is j. The variable y is the class labels (B,)
+    y        label      -            (A, M) label of v for each anchor: lam if i is the positive (or the anchor),
+                                     1 - lam if j is, and 1 for pos-pos. The variable y is the class labels (B,)
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
@@ -95,8 +95,8 @@ def proxy_anchor(s, pos_weight, neg_weight, alpha=32.0, delta=0.1):
 
     log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))  and  log(1 + sum_{x in X_p-} exp(alpha (s(x,p) + delta)))
 
-    Of mixed examples, the weights stand before the exponentials. Table 1 differs (note 4): it has s - m in the second
-    logarithm, and factors 1 / beta and 1 / gamma.
+    With mixed examples, their weights stand before the exponentials, and mixed_loss averages both logarithms over the
+    classes in the batch. Table 1 differs (note 4): it has s - m in the second logarithm, and factors 1/beta, 1/gamma.
     """
     pull = log1p_sum_exp(-alpha * (s - delta), pos_weight)              # Proxy-Anchor Eq. (4), first logarithm
     push = log1p_sum_exp(alpha * (s + delta), neg_weight)               # Proxy-Anchor Eq. (4), second logarithm
@@ -120,9 +120,9 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
 
     kind     ms, contrastive, proxy_anchor or proxynca_pp;  hyper  its hyperparameters
     proxies  (C, D), for the last two
-    epsilon  tolerance of the miner of ms, which drops easy pairs as in train_ms.py; None: no miner
+    epsilon  tolerance of the miner of ms, as in train_ms.py; None: no miner
     """
-    if kind == 'proxynca_pp':       # Unlike Table 1: the positive proxy is in the denominator, and logits are 2 s / T.
+    if kind == 'proxynca_pp':       # Unlike Table 1, the positive proxy is in the denominator. Logits: 2 z.p / T
         return F.cross_entropy(proxy_logits(z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
@@ -137,17 +137,19 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     if epsilon is not None:
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-        # With `<` in place of ~(... >= ...), a pair with NaN would be dropped, since a comparison with NaN is false.
+        # The miner drops easy pairs: positives above every negative by epsilon or more, and negatives below every
+        # positive by epsilon or more. A pair with NaN is kept, and the loss becomes NaN.
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
     # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
-    return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (3)
+    return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (10), first term
 
 
 @common.loss
 def proxy_logits(v, proxies, temperature=1 / 9):
-    """Logits of ProxyNCA++, 2 v.p / T, for queries v (M, D); p are the proxies (C, D), L2-normalized. -> (M, C). Their
-    softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p."""
+    """Logits of ProxyNCA++, 2 v.p / T, of embeddings v (M, D), where p are the proxies (C, D), L2-normalized -> (M, C).
+    Their softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p.
+    """
     return 2 / temperature * v @ F.normalize(proxies, dim=1).T
 
 
@@ -175,26 +177,27 @@ def mixed_loss(base, config, model, levels, y):
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
-    # common.loss does not look into `levels` and `base`, so types and labels are checked here.
+    # common.loss sees tensors among the arguments, not those inside of `levels` and `base`: these are checked here.
     z = common.at_least_float32(levels['embed'])                                    # (B, D)
     y = common.check_labels(z, y, proxies=base.proxies)
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
     cand_z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                  # (E, D), (E,), (A,)
-    # Eq. (8): (M,), (M,), (M,), (A, M), (A, M)
+    # (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, cand_z, cand_y, anchor, len(y))
-    # There may be no pairs, for example if no anchor has a positive. With a single image, BatchNorm in training fails
-    # if the feature map is 1 x 1.
+    # There may be nothing to mix, for example if no anchor has a positive. A single mixed image is skipped, too: in
+    # training, BatchNorm fails on one 1 x 1 feature map.
     if len(i) < (2 if config.mixup == 'input' else 1):
         return 0 * z.sum()                                                          # 0, with a gradient for backward()
-    # Images are the first candidates, so i and j index images and feature maps, too. Proxies are only mixed as
-    # embeddings.
-    v = mixed_embeddings(config, model, dict(levels, embed=cand_z), i, j, lam)      # Eq. (4): (M, D)
+    # Images are the first candidates, and proxies are only mixed as embeddings (see plan). So i and j also index images
+    # and feature maps.
+    v = mixed_embeddings(config, model, dict(levels, embed=cand_z), i, j, lam)      # (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
         loss_i = F.cross_entropy(logits, cand_y[i], reduction='none')               # (M,)
         loss_j = F.cross_entropy(logits, cand_y[j], reduction='none')               # (M,)
         return (lam * loss_i + (1 - lam) * loss_j).mean()
-    return labelled_loss(cand_z[anchor] @ v.T, label, valid, base.kind, **base.hyper).mean()    # Eq. (9)
+    s = cand_z[anchor] @ v.T                                                        # (A, M)
+    return labelled_loss(s, label, valid, base.kind, **base.hyper).mean()           # Eq. (10), second term, without w
 
 
 def candidates_and_anchors(z, y, proxies=None):
@@ -243,11 +246,11 @@ def mixed_pairs(config, z, y, anchor, num_images):
     mixes = first.float().T @ second.float() > 0                                    # (E, E)
     # The order of p and q does not matter: the upper triangle has each pair once, with i < j.
     i, j = (mixes | mixes.T).triu(1).nonzero().unbind(dim=1)                        # (M,), (M,)
-    lam = Beta(config.alpha, config.alpha).sample(i.shape)      # Eq. (8): (M,) one lambda for a pair, for all anchors
-    lam = common.to_device(lam, y.device)
+    # Eq. (8): (M,) one lambda for a pair, for all anchors. Drawn on the CPU, it is the same on every device.
+    lam = common.to_device(Beta(config.alpha, config.alpha).sample(i.shape), y.device)
     # The positive may be i or j, because i < j sorts by index.
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
-    binary = positive | itself                      # (A, E)  the labels before mixing: 1 or 0
+    binary = positive | itself                      # (A, E)  labels before mixing, Eq. (5), (6): 1 or 0
     label = lam * binary[:, i] + (1 - lam) * binary[:, j]                           # Eq. (8), mix(y, y')
     return i, j, lam, label, valid
 
@@ -265,7 +268,7 @@ def mixed_embeddings(config, model, levels, i, j, lam):
     if config.mixup == 'input':
         return model(mix(levels['input'], i, j, lam))       # Eq. (4), f(lam x + (1 - lam) x')
     if config.mixup == 'feature':
-        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the backbone; f_m is pooling, in mix_features, and head
+        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the backbone, f_m is mix_features and project
         return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
     if config.mixup == 'embed':
         return mix_embeddings(levels['embed'], i, j, lam)
@@ -291,9 +294,10 @@ def mix_features(f, i, j, lam, pool='avg+max'):
     In two plain lines, for avg+max, this is
         mixed = mix(f, i, j, lam).flatten(2)                                        # (M, c, h w)
         return mixed.mean(dim=2) + mixed.max(dim=2).values
-    But with a ResNet-50 at 224 px and a batch of 100, the mixed maps of all pairs would take 2 GB. The lines below have
-    the same result and gradient, and need not be read. They compute some mixed maps at a time, without gradient, only
-    to find the position of each channel's maximum. The values there are taken from the two clean maps, and mixed.
+    But with a ResNet-50 at 224 px and a batch of 100, the mixed maps of all pairs would take up to 2 GB. The lines
+    below have the same result and gradient, and need not be read. They compute some mixed maps at a time, without
+    gradient, only to find the position of each channel's maximum. The values there are taken from the two clean maps,
+    and mixed.
     """
     f = common.at_least_float32(f)
     p = 0
@@ -320,8 +324,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
     attracts it while s(a, v) is below this value. The probability of Eq. (25), the same as Eq. (11), is the share of
-    the pairs (a, v) with similarities below the threshold of their lambda. tests/results/fig2.py measures it; training
-    does not use it.
+    those pairs (a, v) whose similarity is at most this threshold, among the pairs with this lambda.
+    tests/results/fig2.py measures it; training does not use it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
@@ -376,13 +380,13 @@ DEFAULTS = {
     ('vectors', 'contrastive'): dict(epochs=3),
     ('cub', 'contrastive'): dict(decay_rate=0.1),
     ('cars', 'contrastive'): dict(decay_rate=0.1),
-    ('sop', 'contrastive'): dict(freeze_epochs=5),
+    ('sop', 'contrastive'): dict(freeze_epochs=5),                  # the released command of In-Shop has 1
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
-# USES is {flag: {its value: [the flags that this value uses]}}, where OTHER stands for all values that are not named. A
-# typed flag that only another value uses is an error, such as --delta with --loss ms. The alpha of proxy_anchor is
-# --proxy-alpha, because --alpha is that of Beta.
+# USES is {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a
+# flag without effect is an error, such as --delta with --loss ms. The alpha of proxy_anchor is --proxy-alpha, because
+# --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -392,9 +396,8 @@ USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_nega
 
 
 def plan(args):
-    """Returns a list for each type of --mixup, with a MixupConfig for each set of pairs (pos-neg, anc-neg or pos-pos),
-    and prints what they say. A step draws one of the lists, and from it one of the configs. Without mixup, it returns
-    []."""
+    """Returns [[a MixupConfig for each set of pairs] for each type of --mixup], or [] without mixup, and prints it. A
+    step draws a type of mixup, and then a set of pairs: pos-neg, anc-neg or pos-pos."""
     if args.mixup == ['none'] or args.strength == 0:
         return []
     choices = []
@@ -406,7 +409,7 @@ def plan(args):
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
         # How many negatives. auto: 3 in input mixup (Section B.2), or 1 if --mixup has feature as well (Table 6); the
-        # other types take all
+        # other types take all. pos-pos mixes no negatives.
         if args.hard_negatives not in ('auto', 'all'):
             k = args.hard_negatives
         elif args.hard_negatives == 'auto' and mixup == 'input' and args.pairs != 'pos-pos':
@@ -454,14 +457,15 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    # In the clean loss, other proxies are negatives, too: one class is enough. In the mixed loss, only images are.
     if 'proxy' not in args.loss:
         common.require_pairs(args)
+    # With proxies, one class is enough for the clean loss, whose negatives include other proxies. In mixed examples,
+    # the negatives are images of the batch.
     elif (args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos'
           and args.batch_size < 2 * args.per_class):
         raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one '
                                 'class, which has no negative to mix: raise --batch-size')
-    least = 2 if args.loss == 'proxy_anchor' else 3
+    least = 2 if args.loss == 'proxy_anchor' else 3         # two positives, and the anchor if it is an image
     if args.pairs == 'pos-pos' and 0 < args.per_class < least:
         raise common.UsageError('--pairs pos-pos mixes two positives of an anchor: take --per-class 0 or at least '
                                 f'{least}')
@@ -517,8 +521,8 @@ What differs from the paper
        Mixed embeddings are L2-normalized, as in the released code. Mixed images enter BatchNorm's statistics.
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
-    4. Proxy-Anchor follows its own paper. It has s + delta on negatives, where Table 1 has s - m, and no factors 1/beta
-       and 1/gamma. Its mixed loss is averaged over the classes in the batch; by Eq. (10) it would be over all C. Its
+    4. Proxy-Anchor follows its own paper: s + delta on negatives, where Table 1 has s - m, and no 1/beta or 1/gamma.
+       Its mixed loss is averaged over the classes in the batch; with all proxies as anchors, Eq. (10) divides by C. Its
        anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup, the
        k hardest negatives are those of a proxy, its anchor; in the paper they are those of an example.
     5. ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. In Table 1 its positives and negatives are
@@ -529,23 +533,23 @@ What differs from the released code (github.com/billpsomas/metrix: contrastive a
 b679703). Feature mixup exists there for contrastive only; Proxy-Anchor has no mixup, and ProxyNCA++ is missing. The
 code trains with Adam, draws one lambda per batch, and reports the epoch that is best on the test set.
     6.                          here                code for contrastive                      code for ms
-       positives of an anchor   all                 the first; in input mixup all             the least similar one
+       positives of an anchor   all                 its first one; in input mixup all         the least similar one
        anchors of anc-neg       all                 those without a positive                  (no anc-neg)
-       hard negatives           of each anchor      in input mixup, of the first one (bug)    those that the miner keeps
+       hard negatives           of each anchor      in input mixup, of the first anchor (bug) those that the miner keeps
        mixed examples are in    both terms          both terms                                the positive term (bug)
        means are over           anchors (note 2)    non-zero values of each term              mixed examples
     7. The code for contrastive has 60 epochs, k = 1 in input mixup, and a Euclidean margin of 0.5 (a cosine of 0.875).
-    8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed): lam weights
-       the clean ones instead of the mixed ones. The rows of its similarity matrix are mixed examples, but its mask of
-       pairs has indices of images. So most mixed examples are not used, and the others have a wrong anchor (bug).
+    8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), where lam
+       weights the clean ones. Then a mask of pairs of images selects entries of a matrix whose rows are mixed examples.
+       So most mixed examples are not used, and the others have a wrong anchor (bug).
     9. Its commands for ms on CUB   epochs   learning rate           summed over the epochs that train the backbone
        without mixup                60       1e-4, halved every 5    5e-4
        with mixup                   100      1e-4, halved every 10   15e-4
        The paper has 100 epochs for both (Section B.1). Here both have the schedule of the second row.
 Tables and figures of the paper
-    --dataset, --loss and --mixup choose a cell of Tables 2, 3 and 5. --loss contrastive with --mixup, --pairs and
-    --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128); its last row has --mixup input feature embed.
-    Fig. 6 is --strength. tests/results/fig2.py measures Fig. 2, eval.py --analyse Section 4.3. No neg-neg pairs (3.5).
+    --dataset, --loss and --mixup choose Metrix or a base loss in Tables 2, 3 and 5. --loss contrastive with --mixup,
+    --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), the last with --mixup input feature
+    embed. Fig. 6 is --strength. tests/results/fig2.py measures Fig. 2, eval.py --analyse Section 4.3.
 """
 
 

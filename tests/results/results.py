@@ -134,15 +134,16 @@ def numbers(found, column, row, base=None):
 
 
 def cell(values, column, bold=False):
-    """Mean and 95% confidence interval. With `bold`, it is bold if there are at least three values and the interval
-    excludes 0."""
+    """Mean and 95% confidence interval. With `bold`, it is bold if there are at least three values, the interval
+    excludes 0, and the rounded mean is not 0."""
     if not values:
         return ''
     digits = DIGITS.get(column, 1)
     middle, half = interval(values)
-    text = f'{round(middle, digits) + 0:.{digits}f}'                     # + 0 makes 0.0 of -0.0
+    rounded = round(middle, digits) + 0                                  # + 0 makes 0.0 of -0.0
+    text = f'{rounded:.{digits}f}'
     text += '' if half is None else f' ± {half:.{digits}f}'
-    return f'**{text}**' if bold and len(values) > 2 and abs(middle) > half else text
+    return f'**{text}**' if bold and len(values) > 2 and abs(middle) > half and rounded else text
 
 
 def table(experiment, found):
