@@ -489,12 +489,13 @@ def embed(model, images, batch_size=128):
     """Embeddings of a whole set, with its test transform -> (N, D) float32 on the CPU, in the order of the images.
     `model` is any module with weights that turns images (B, 3, S, S) into (B, D)."""
     weight = next(model.parameters())
-    training = model.training
+    training = {module: module.training for module in model.modules()}     # a user may have frozen some BatchNorm
     model.eval()
     indices = own_positions(len(images), repeat_last=True)               # with torchrun, equally many each
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), weight.device)
     z = torch.cat([model(x.to(weight)).float() for x, _ in loader])         # on its device, in its precision
-    model.train(training)
+    for module, mode in training.items():
+        module.training = mode
     return gather(z)[:len(images)].cpu()
 
 
@@ -553,7 +554,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
         gallery, gallery_labels = query, query_labels
     if not (np.iterable(ks) and len(ks) and all(isinstance(k, Integral) and k > 0 for k in ks)):
         raise UsageError(f'ks are the K of Recall@K, such as (1, 2, 4, 8), and not {ks!r}')
-    check_embeddings(query, query_labels, gallery, gallery_labels, within)
+    check_embeddings(query, query_labels, gallery, gallery_labels)
     if query.device.type == 'mps':                                       # the GPU of a Mac has no float64
         query, gallery = query.cpu(), gallery.cpu()
     # Labels may be any integers; numbered anew, they can be counted.
@@ -581,7 +582,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     return metrics
 
 
-def check_embeddings(query, query_labels, gallery, gallery_labels, within):
+def check_embeddings(query, query_labels, gallery, gallery_labels):
     """Raises UsageError if there is nothing to retrieve, an embedding is NaN or infinite, or shapes do not agree."""
     for z, labels in ((query, query_labels), (gallery, gallery_labels)):
         if not (torch.is_tensor(z) and torch.is_tensor(labels) and z.ndim == 2 and labels.shape == z.shape[:1]
@@ -590,7 +591,7 @@ def check_embeddings(query, query_labels, gallery, gallery_labels, within):
                              f'these are {np.shape(z)} and {np.shape(labels)}, {getattr(labels, "dtype", "no tensor")}')
         if not z.isfinite().all():
             raise UsageError('some embeddings are NaN or infinite; in training, a lower --lr may help')
-    if len(query) == 0 or len(gallery) <= int(within):
+    if len(query) == 0 or len(gallery) == 0:
         raise UsageError(f'nothing to retrieve: {len(query)} queries, a gallery of {len(gallery)} images')
     if query.shape[1] != gallery.shape[1]:
         raise UsageError(f'queries {tuple(query.shape)} and gallery {tuple(gallery.shape)} differ in dimension')
@@ -611,11 +612,12 @@ def mean_similarities(z, y):
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
     # The squared norm of a sum of unit vectors is the sum of the cosines of all their ordered pairs. The sums of the
-    # classes give the positive pairs, the sum of the set gives all. Both include N pairs of an image with itself, of
-    # cosine 1, which are subtracted.
-    positive_sum = sums.square().sum().item() - len(z)
+    # classes give the positive pairs, the sum of the set gives all. Both include N pairs of an image with itself, which
+    # are subtracted. Their cosine is 1, or 0 if an embedding is 0.
+    own_sum = z.square().sum().item()
+    positive_sum = sums.square().sum().item() - own_sum
     positives = counts.square().sum().item() - len(z)
-    negative_sum = z.sum(dim=0).square().sum().item() - len(z) - positive_sum
+    negative_sum = z.sum(dim=0).square().sum().item() - own_sum - positive_sum
     negatives = len(z) ** 2 - len(z) - positives
     return positive_sum / positives if positives else None, negative_sum / negatives if negatives else None
 
@@ -687,6 +689,10 @@ class Images(torch.utils.data.Dataset):
         if self.is_vectors and items.ndim != 2:
             raise UsageError(f'a tensor of vectors is (N, c), and this one is {tuple(items.shape)}; images are a list '
                              'of paths, PIL images or uint8 arrays (height, width, 3)')
+        if self.is_vectors:
+            items = items.detach() if items.is_floating_point() else items.float()
+            if not items.isfinite().all():
+                raise UsageError('some vectors are NaN or infinite')
         self.items = items if self.is_vectors else list(items)          # by position, also those of a pandas column
         self.labels, self.classes = number_classes(labels, classes, len(items))
         self.superclasses = None if superclasses is None else torch.as_tensor(np.asarray(superclasses))
@@ -844,7 +850,10 @@ def to_rgb(image, min_side=None):
 def to_8_bits(grey):
     """Grey values of 16 or 32 bits or floats -> uint8, from 0 for the smallest finite one to 255 for the largest"""
     finite = grey[np.isfinite(grey)]
-    scaled = np.interp(grey, (finite.min(), finite.max()), (0, 255))     # infinite values become 0 or 255
+    low, high = finite.min(), finite.max()
+    if low == high:
+        return np.zeros(grey.shape, np.uint8)
+    scaled = np.interp(grey, (low, high), (0, 255))                      # infinite values become 0 or 255
     return np.nan_to_num(scaled).round().astype(np.uint8)
 
 
@@ -936,6 +945,7 @@ class Splits:
         self.query = query
         self.gallery = query if gallery is None else gallery
         self.ks = ks
+        self.has_test = query is not None                   # load_dataset: also with --fold, which does not read it
         for split, images in dict(train=train, query=query, gallery=gallery).items():
             if images is not None and not len(images):
                 raise UsageError(f'{split} has no images; without this split, pass None')
@@ -975,9 +985,12 @@ def load_dataset(name, root='data', resize=None, image_size=None, fold=None, who
     if whole and name == 'shapes':
         raise UsageError('--whole is for a folder of images, not for the built-in dataset shapes')
     splits = draw_shapes(**options) if name == 'shapes' else read_splits(name, root, whole, options)
+    has_test = 'query' in splits
     if fold:
         splits = hold_out(splits.get('train'), fold)
-    return Splits(name, **splits, ks=DATASETS[name].get('ks', (1, 2, 4, 8)))
+    data = Splits(name, **splits, ks=DATASETS[name].get('ks', (1, 2, 4, 8)))
+    data.has_test = has_test
+    return data
 
 
 def read_splits(name, root, whole, options):
@@ -1329,12 +1342,14 @@ def build(args, data=None, **options):
 def new_folder(args, data):
     """Makes runs/<name>/; without --name it is script, dataset and the next free number."""
     numbered = (f'{args.script.removeprefix("train_")}-{data.name}-{number}' for number in itertools.count(1))
+    Path('runs').mkdir(exist_ok=True)                       # not below, where the error of a broken link is ignored
     for name in [args.name] if args.name else numbered:
         folder = Path('runs') / name
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    raise UsageError(f'{folder} exists already; choose another --name, or --resume {folder}')
+    resume = f', or --resume {folder}' if (folder / 'last.pt').exists() else ''
+    raise UsageError(f'{folder} exists already; choose another --name{resume}')
 
 
 def best_row(rows):
@@ -1381,8 +1396,9 @@ def show_row(row):
 def summary(args, data, folder, rows):
     """Prints what the result means. Returns its row: the last, or with --fold the best."""
     if not data.query:
-        print('All classes were trained on, so there is no result. To search these images: '
-              f'python eval.py --checkpoint {shlex.quote(str(folder))} --query IMAGE')
+        print('All classes were trained on, so there is no result.')
+        if data.train.are_files:
+            print(f'To search these images: python eval.py --checkpoint {shlex.quote(str(folder))} --query IMAGE')
         return rows[-1]
     row, part, chosen = rows[-1], 'test', ''
     if args.fold:
@@ -1395,7 +1411,9 @@ def summary(args, data, folder, rows):
         print(f'R@1 = {row["R@1"]:.1f}: for {row["R@1"]:.1f}% of the {part} images, the most similar other image shows '
               f'the same class; {known} in the training set.\n'
               f'This is epoch {row["epoch"]}{chosen}. Before training it was {rows[0]["R@1"]:.1f}.')
-    if data.name in DATASETS:
+    if not data.has_test:
+        print('There are no other classes for a test. Next: the same without --fold, which trains on all classes.')
+    elif data.name in DATASETS:
         print(f'Next: python eval.py --checkpoint {shlex.quote(str(best_of(folder)))}')
     else:
         print(f'Next: common.evaluate(common.load_checkpoint({str(folder)!r}), data)')
@@ -1421,10 +1439,13 @@ def about_data(args, data):
 def hash_of(data, *sets):
     """A hash of the classes, labels and images of these sets of `data`, each Images or None. Of files it takes names
     and sizes, of shapes only names, because the pixels that are drawn differ slightly from CPU to CPU."""
+
+    def size(images, path):
+        return images.are_files and os.path.isfile(path) and os.path.getsize(path)
+
     sets = list(filter(None, sets))
     content = [(images.classes, images.labels.tolist(),
-                [(os.path.basename(path), os.path.isfile(path) and os.path.getsize(path)) for path in images.paths])
-               for images in sets]
+                [(os.path.basename(path), size(images, path)) for path in images.paths]) for images in sets]
     digest = hashlib.sha256(repr(content).encode())
     for images in sets:
         if images.is_vectors:
@@ -1700,7 +1721,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, argv=None):
         self.argv = list(map(str, sys.argv[1:] if argv is None else argv))
-        if any(not word.split('=', 1)[-1].strip() for word in self.argv):       # "" would be the working folder
+        if any(re.fullmatch(r'(--[\w-]+=)?\s*', word) for word in self.argv):     # "" would be the working folder
             self.error('an argument is empty')
         return super().parse_args(self.argv)
 
@@ -1831,7 +1852,7 @@ USES = {
     'schedule': dict(step=['decay_epochs', 'decay_rate']),
     'fold': {None: [], OTHER: ['patience']},
     'dataset': {'vectors': [], OTHER: ['image_size', 'resize', 'crop_from', 'min_crop', 'jitter', 'flip', 'weights',
-                                       'freeze_bn', 'freeze_epochs']},
+                                       'pool', 'freeze_bn', 'freeze_epochs', 'precision']},
 }
 
 
@@ -2182,7 +2203,8 @@ def cli(main):
         if re.search(r'DataLoader worker \(pid|/torch_\d|shared memory|open files|ancdata', text):
             text = f'the processes that read images ran out of memory, of /dev/shm or of open files: {text[-200:]}; ' \
                    'try --workers 0'
-        elif isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        elif (isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+              and "can't allocate memory" not in text):     # on a CPU, torch raises a RuntimeError
             raise
         print(f'error: {text}', file=sys.stderr)
         sys.exit(2)

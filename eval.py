@@ -67,8 +67,9 @@ def uniformity(z):
     z = F.normalize(z.double(), dim=1)
     # -2 d^2 = -2 (2 - 2 s) = 4 (s - 1). In chunks of rows, so that the (N, N) matrix of s never exists as a whole.
     total = sum((4 * (rows @ z.T - 1)).exp().sum() for rows in z.split(1024))
-    # Of these pairs, N are an image with itself: d = 0, which adds exp(0) = 1 for each.
-    return ((total - len(z)) / (len(z) * (len(z) - 1))).log().item()
+    # Of these pairs, N are an image with itself, where s = 1, or 0 if an embedding is 0.
+    own = (4 * (z.square().sum(dim=1) - 1)).exp().sum()
+    return ((total - own) / (len(z) * (len(z) - 1))).log().item()
 
 
 def nearest(queries, gallery, k=1):
@@ -98,13 +99,16 @@ def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
     others, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
     z, others = (F.normalize(t, dim=1) for t in (z, others))
     b = max(1, 2 ** 24 // len(others))                                   # queries at a time
-    counts = 0      # (2 steps,) how many pairs have each similarity: first the negative pairs, then the positive ones
-    for part, part_labels in zip(z.split(b), y.split(b)):
-        level = ((part @ others.T + 1) * steps / 2).long().clamp(0, steps - 1)        # (b, G)
-        level += steps * (part_labels[:, None] == labels)
-        counts += torch.bincount(level.flatten(), minlength=2 * steps)
+
+    def count(s, positive):
+        """(2 steps,) how many pairs have each similarity: first the negative pairs, then the positive ones"""
+        level = ((s + 1) * steps / 2).long().clamp(0, steps - 1)
+        return torch.bincount((level + steps * positive).flatten(), minlength=2 * steps)
+
+    counts = sum(count(part @ others.T, part_labels[:, None] == labels)  # (b, G) at a time
+                 for part, part_labels in zip(z.split(b), y.split(b)))
     if gallery is None:
-        counts[-1] -= len(z)                                             # each image with itself, of similarity 1
+        counts -= count(z.square().sum(dim=1), True)                     # each image with itself
     counts = counts.view(2, steps).double()
     # The fractions of negative and of positive pairs that are below each threshold, both (steps,)
     negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
@@ -199,9 +203,11 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     rows = (same_class > itself).nonzero()[:, 0]            # queries without a match are skipped,
     if not len(rows):                                       # unless no query has one
         rows = torch.arange(len(s))
-    if hardest:     # fewest matches first; of equal ones, the most similar mistake first, from -1 to 1
-        mistake = s.masked_fill(hit, -1).amax(dim=1)                     # (N,)
-        rows = rows[(hit.sum(dim=1) - mistake / 3)[rows].argsort(stable=True)][:ROWS]
+    if hardest:     # lowest MAP@R first, R being at most k; of equal ones, the most similar mistake first
+        _, map_at_r = common.precisions(hit, (same_class - itself).clamp(1, k))                     # (N,)
+        mistake = s.masked_fill(hit, -1).amax(dim=1)                                                # (N,)
+        rows = rows[mistake[rows].argsort(descending=True, stable=True)]
+        rows = rows[map_at_r[rows].argsort(stable=True)][:ROWS]
     else:
         rows = rows[torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
     draw_grid(path, model, data.query, data.gallery, rows.tolist(), s[rows], index[rows], hit[rows])
@@ -226,8 +232,11 @@ def answer_queries(args, model):
         gallery = common.embed(model, images)
     print(f'the gallery is {len(images):,} images of {folder}')
     s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
-    path = args.sheet or common.best_of(args.checkpoint[0]).parent / 'query.png'
+    folder = common.best_of(args.checkpoint[0]).parent
+    path = args.sheet or folder / 'query.png'
     try:
+        if not args.sheet and not (folder / 'log.jsonl').exists():
+            raise UsageError(f'{folder} is not the folder of a run, so there is no image grid')
         reject_replacing([path], [*photos.paths, *images.paths])
         draw_grid(path, model, photos, images, range(len(photos)), s, index)
     except UsageError as error:
@@ -295,10 +304,17 @@ def read_runs(paths):
         args = saved['args']
         fold = args.get('fold') or 'none'
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
-        recipe = frozenset((flag, str(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
+        recipe = frozenset((flag, as_text(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
         runs.append(SimpleNamespace(path=path, script=saved['script'], args=args, seed=args['seed'], fold=fold,
                                     classes=saved.get('classes', []), epoch=saved.get('epoch'), recipe=recipe))
     return runs
+
+
+def as_text(value):
+    """The value of a flag as text, the same for 10 and 10.0, and for the same words in another order"""
+    if isinstance(value, list):
+        return ' '.join(sorted(map(str, value)))
+    return f'{value:.12g}' if type(value) in (int, float) else str(value)
 
 
 def group(runs):

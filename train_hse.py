@@ -95,7 +95,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     generator       for the choice of classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
-    y = labels.cpu()                                # the many small operations of a choice are slow on a GPU
+    y = labels.cpu().long()                         # the many small operations of a choice are slow on a GPU
     sources = [y.new_empty(0, num)]                 # so that cat works if no set is chosen
     for classes in choose_classes(y, num, combinations, superclasses, generator):
         columns = []

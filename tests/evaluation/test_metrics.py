@@ -62,6 +62,14 @@ def test_uniformity_is_computed_over_all_images():
     assert evaluation.uniformity(z) == pytest.approx(math.log((1023 + 1024 * math.exp(-8)) / 2047), abs=1e-6)
 
 
+def test_an_embedding_that_is_zero_has_the_cosine_0_also_with_itself():
+    z, y = torch.cat([on_circle(0, 60), torch.zeros(2, 2)]), torch.tensor([0, 0, 1, 1])
+    assert common.mean_similarities(z, y) == pytest.approx((0.25, 0))
+    assert evaluation.uniformity(z) == pytest.approx(math.log((math.exp(-2) + 5 * math.exp(-4)) / 6))
+    threshold, accuracy = evaluation.best_threshold(z, y)
+    assert accuracy == 75 and 0 < threshold <= 0.5
+
+
 def test_the_best_threshold_by_hand():
     """Positive pairs are 4, 10, 66 and 70 degrees apart, negative pairs 20 to 100: two of four positives are
     accepted."""

@@ -1,4 +1,5 @@
 """eval.py: image grids of queries, searching a photo, and saved embeddings."""
+import os
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -38,8 +39,8 @@ def test_image_grids_of_a_dataset(tmp_path):
     degrees, labels = (0, 5, 90, 100, 170), [0, 0, 1, 0, 1]
     _, shown = grid(tmp_path / 'all.png', degrees, labels, 2, hardest=False)
     assert shown == [[0, 1, 2], [1, 0, 2], [2, 3, 4], [3, 2, 4], [4, 3, 2]]
-    # Image 3 has no match among its two nearest. The nearest negatives of the others are 10, 70, 85, 90 degrees away.
-    expected = [[3, 2, 4], [2, 3, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
+    # The nearest image of 2, 3 and 4 is a negative, 10, 10 and 70 degrees away; that of 0 and 1 is a positive.
+    expected = [[2, 3, 4], [3, 2, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
     found, shown = grid(tmp_path / 'hard.png', degrees, labels, 2, hardest=True)
     assert shown == expected and found.shape == (5 * 16 + 2, 3 * 16 + 2, 3)
     tiles = found[2:, 2:].reshape(5, 16, 3, 16, 3).swapaxes(1, 2)           # each with the gap after it
@@ -56,6 +57,12 @@ def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
     """Eight of 24 queries, which are sorted by class, are shown at regular intervals."""
     _, shown = grid(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)
     assert [tiles[0] for tiles in shown] == [0, 3, 6, 9, 13, 16, 19, 23]
+
+
+def test_a_class_of_two_images_that_find_each_other_is_not_hard(tmp_path):
+    """Images 0 and 1 have one match, the nearest. Image 5 has two among its four nearest, which are not the nearest."""
+    _, shown = grid(tmp_path / 'x.png', (0, 1, 90, 91, 92, 178, 180, 181), [0, 0, 1, 1, 1, 1, 2, 2], 4, hardest=True)
+    assert shown[0] == [5, 6, 7, 4, 3]
 
 
 def test_queries_without_a_match_are_not_shown_as_failures(tmp_path):
@@ -85,6 +92,9 @@ def test_a_photo_is_compared_with_all_images(tmp_path, monkeypatch, small, capsy
     assert [result['label'] for result in nearest] == [result['path'].split('/')[1] for result in nearest]
     out = capsys.readouterr().out
     assert out.count('photos/') >= 3 and pixels_of('runs/mine/query.png').shape == (24 + 12, 4 * (24 + 10) + 2, 3)
+    shutil.move('runs/mine/last.pt', 'net.pt')              # query.png next to it could be a photo
+    evaluation.main(['--checkpoint', 'net.pt', '--query', photo, *EVAL])
+    assert 'name a place for the grid with --sheet' in capsys.readouterr().err and not os.path.exists('query.png')
 
 
 def test_a_photo_that_is_not_in_the_gallery(run, small, folder, tmp_path, capsys):

@@ -221,12 +221,12 @@ def test_flags_that_do_not_change_results_are_not_part_of_the_recipe(run, small)
     run(train_ms, '--name', 'x', '--freeze-bn')
     saved = common.read_checkpoint('runs/x')
     changes = [{}, dict(seed=1), dict(precision='bf16'), dict(workers=4), dict(compile=True), dict(data='y'),
-               dict(eval_every=3), dict(dim=8), dict(freeze_bn=False)]
+               dict(eval_every=3), dict(dim=16.0), dict(dim=8), dict(freeze_bn=False)]
     for i, change in enumerate(changes):
         torch.save(saved | dict(args=saved['args'] | change), f'{i}.pt')
-    runs = evaluation.read_runs([common.Path(f'{i}.pt') for i in range(9)])
-    assert [run.recipe == runs[0].recipe for run in runs] == 7 * [True] + 2 * [False]
-    assert list(evaluation.group([runs[0], *runs[7:]])) == [
+    runs = evaluation.read_runs([common.Path(f'{i}.pt') for i in range(10)])
+    assert [run.recipe == runs[0].recipe for run in runs] == 8 * [True] + 2 * [False]
+    assert list(evaluation.group([runs[0], *runs[8:]])) == [
         'ms dim=16 freeze_bn=True', 'ms dim=8 freeze_bn=True', 'ms dim=16 freeze_bn=False']
 
 

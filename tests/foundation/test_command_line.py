@@ -29,8 +29,8 @@ NO_EFFECT = {script: case.no_effect for script, case in CASES.items()}
 NO_EFFECT['train_ms'] = [
     '--momentum 0.9', '--schedule cosine --decay-epochs 3', '--schedule constant --decay-rate 0.3', '--patience 3',
     *(f'--dataset vectors {flag}' for flag in ('--image-size 64', '--resize 64', '--crop-from resized', '--min-crop 1',
-                                               '--jitter 0.1', '--no-flip', '--weights none', '--freeze-bn',
-                                               '--freeze-backbone-epochs 1'))]
+                                               '--jitter 0.1', '--no-flip', '--weights none', '--pool max',
+                                               '--freeze-bn', '--freeze-backbone-epochs 1', '--precision bf16'))]
 NO_EFFECT['eval'] = ['b --analyse', 'b --sheet x.png', 'b --embed x.npz', 'b --query x.jpg', '--against b --analyse',
                      '--hardest', '--query x.jpg --analyse', '--query x.jpg --embed y.npz', '--query x.jpg --whole']
 
@@ -70,6 +70,7 @@ def test_arguments_are_those_of_the_process_or_any_objects(script, monkeypatch):
     monkeypatch.setattr(sys, 'argv', [f'{script}.py', '--epochs', '7'])
     found = [__import__(script).get_args(argv) for argv in (None, ['--epochs', 7, '--device', torch.device('cpu')])]
     assert [args.epochs for args in found] == [7, 7]
+    assert __import__(script).get_args(['--dataset', 'folder', '--data', 'x=']).data == 'x='
 
 
 def test_data_are_where_the_flag_says(run, small, tmp_path, monkeypatch):

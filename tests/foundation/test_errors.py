@@ -24,7 +24,7 @@ MEMORY = 'the processes that read images ran out of memory, .*; try --workers 0'
 @pytest.mark.parametrize('error, code, text', [
     (UsageError('no such thing'), 2, 'no such thing'), (KeyboardInterrupt(), 130, 'stopped'),
     (OSError(28, 'No space left'), 2, 'No space left'), (MemoryError(), 2, 'MemoryError'),
-    (torch.OutOfMemoryError('2\nGiB'), 2, '2 GiB'),
+    (torch.OutOfMemoryError('2\nGiB'), 2, '2 GiB'), (RuntimeError("can't allocate memory"), 2, "can't allocate memory"),
     (RuntimeError('Caught\nDataLoader worker (pid 7) is killed by signal: Killed. '), 2, MEMORY),
     (RuntimeError('unable to write to file </torch_7_1>: No space left on device (28)'), 2, MEMORY),
     (RuntimeError('received 0 items of ancdata'), 2, MEMORY)])

@@ -40,6 +40,7 @@ def test_grey_values_are_scaled_by_their_finite_range():
     nan, inf = np.nan, np.inf
     assert to_8_bits(np.array([[nan, -2, 0, 2, inf, -inf]], np.float32)).tolist() == [[0, 0, 128, 255, 255, 0]]
     assert to_8_bits(np.array([[-1024, 0, 1026]], np.int32)).tolist() == [[0, 127, 255]]     # as in a CT scan
+    assert to_8_bits(np.array([[7, 7]], np.uint16)).tolist() == [[0, 0]]
     with pytest.raises(UsageError, match='cannot read the image'):
         to_rgb(np.array([[nan, nan]]))
 
@@ -152,6 +153,13 @@ def test_class_names_of_another_unicode_form_are_the_same_classes():
     one, two = (Images([noise(4, 4)] * 2, [name, 'x']) for name in ('caf\u00e9', 'cafe\u0301'))
     assert one.classes == two.classes == Images([noise(4, 4)], [0], ['cafe\u0301']).classes + ['x']
     assert Images([noise(4, 4)] * 2, ['caf\u00e9', 'cafe\u0301']).labels.tolist() == [0, 0]
+
+
+def test_vectors_in_memory_are_finite_and_become_constants():
+    assert Images(torch.ones(2, 3, dtype=torch.uint8), [0, 1]).items.dtype == torch.float32
+    assert not Images(torch.ones(2, 3, requires_grad=True), [0, 1]).items.requires_grad
+    with pytest.raises(UsageError, match='^some vectors are NaN or infinite$'):
+        Images(torch.tensor([[0.0], [np.nan]]), [0, 1])
 
 
 def test_a_tensor_of_images_is_rejected():

@@ -123,8 +123,10 @@ def test_embed_keeps_the_training_mode_of_a_network(small, training):
     images = common.Images([np.zeros((16, 16, 3), np.uint8)], [0], transform=common.make_test_transform(16, 16))
     model = Embedder(dim=4, freeze_bn=False)
     before = model.trunk.bn1.running_mean.clone()
-    common.embed(model.train(training), images)
+    model.train(training).trunk.bn1.eval()                  # frozen by a user
+    common.embed(model, images)
     assert model.training == training and torch.equal(model.trunk.bn1.running_mean, before)
+    assert not model.trunk.bn1.training
 
 
 def test_float32_is_not_rounded_to_tf32_in_a_script(monkeypatch):

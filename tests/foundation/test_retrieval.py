@@ -86,6 +86,8 @@ def test_retrieval_of_a_query_without_a_match_is_a_miss_and_is_counted():
     found = retrieval_metrics(points(0, 90, 5), torch.tensor([2, 7, 2]), ks=(1, 2, 1))
     expect_metrics(found, {'R@1': 200 / 3, 'R@2': 200 / 3, 'RP': 100, 'MAP@R': 100, 'unmatched': 1},
                    'rule 3: 0, 5 (class 2), 90 degrees (class 7)')
+    expect_metrics(retrieval_metrics(points(0), torch.tensor([2]), ks=(1, 2)),
+                   {'R@1': 0, 'R@2': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 1}, 'rule 3: a single image')
 
 
 def test_retrieval_where_no_query_has_a_match():
@@ -132,7 +134,7 @@ def some(number, value=0.0):
 
 
 @pytest.mark.parametrize('what, queries, gallery', [
-    ('no queries', some(0), some(5)), ('one image', some(1), ()), ('an empty gallery', some(3), some(0)),
+    ('no queries', some(0), some(5)), ('an empty gallery', some(3), some(0)),
     ('a NaN', some(6, math.nan), ()), ('an infinite query', some(6, math.inf), some(6)),
     ('a NaN in the gallery', some(6), some(6, math.nan))])
 def test_retrieval_of_nothing_or_of_nonfinite_embeddings_is_an_error(what, queries, gallery):

@@ -47,10 +47,26 @@ def test_default_names_are_numbered_and_an_existing_name_is_rejected(run, small)
     run(train_ms)
     run(train_ms)
     assert sorted(os.listdir('runs')) == ['ms-folder-1', 'ms-folder-2']
-    os.makedirs('runs/mine')
-    for name in ('ms-folder-1', 'mine'):                    # of two runs that start at once, one makes the folder
-        with pytest.raises(UsageError, match=f'runs/{name} exists already; choose another --name'):
+    os.makedirs('runs/mine')                                # of two runs that start at once, one makes the folder
+    for name, advice in (('ms-folder-1', ', or --resume runs/ms-folder-1'), ('mine', '')):
+        with pytest.raises(UsageError, match=f'runs/{name} exists already; choose another --name{advice}$'):
             run(train_ms, '--name', name)
+
+
+def test_a_broken_link_in_place_of_runs_is_an_error(run, small):
+    os.symlink('nowhere', 'runs')
+    with pytest.raises(FileExistsError):
+        run(train_ms)
+
+
+def test_the_next_command_exists(run, small, capsys):
+    """With train/ alone, there is no test set to evaluate after a fold, and nothing to search if these are vectors."""
+    make_folder(common.Path('x/train'), 'abcdef', per_class=4)
+    run(train_ms, '--data', 'x', '--fold', '0/3')
+    assert 'Next: the same without --fold' in capsys.readouterr().out
+    data = common.Splits('vectors', common.Images(torch.eye(4), [0, 0, 1, 1]))
+    common.summary(None, data, 'runs/x', [{}])
+    assert '--query' not in capsys.readouterr().out
 
 
 def test_the_printed_recipe_is_the_one_used(run, small, capsys):
@@ -141,6 +157,9 @@ def test_the_hash_of_images_in_memory_and_of_vectors_depends_on_their_values():
         assert common.hash_of(one, one.train) == common.hash_of(one, None, one.train)
         assert common.hash_of(one, one.train) != common.hash_of(other, other.train)
     one.name = other.name = 'shapes'                        # the pixels of shapes depend on the CPU
+    assert common.hash_of(one, one.train) == common.hash_of(other, other.train)
+    one, other = (common.Splits('mine', common.Images(vectors, [0, 1, 1], paths=3 * [path]))
+                  for path in (__file__, 'gone/test_runs.py'))
     assert common.hash_of(one, one.train) == common.hash_of(other, other.train)
 
 
