@@ -30,7 +30,8 @@ All files write shapes with these letters. Each script explains its further symb
 
 Every loss of the scripts has the decorator `loss` (section 10). Inside such a loss, floating-point arguments have at
 least float32, autocast is off, and labels y of embeddings z have been checked. With torchrun, several processes share
-the work. The functions that this needs are in section 10; with one process they change nothing.
+the work: own_positions, own_share, gather, average_gradients and from_rank0 (section 10) divide it and collect the
+results. With one process they change nothing.
 """
 import argparse
 import copy
@@ -107,8 +108,8 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of two blank inputs. A pass in training mode comes first: in this mode some
-        networks need larger images, or return several tensors, and this should fail here, not in the first step.
+        """c, found by a forward pass of two blank inputs in evaluation mode. Before it is one in training mode, where
+        some networks need larger images, or return several tensors: this should fail here, not in the first step.
         Buffers and the state of the random generator are restored."""
         device = next(self.trunk.parameters(), torch.empty(0)).device       # a trunk for vectors has no parameters
         x = torch.zeros(2, *input_shape, device=device)
@@ -200,7 +201,7 @@ class Rescale(nn.Module):
 def make_trunk(arch, weights='none', image_size=224):
     """A classifier without its last layers. Networks that end in avgpool and fc, such as a ResNet, lose both and return
     feature maps (B, c, h, w). All others lose only their last linear layer, and return (B, c). A network of timm with a
-    fixed input size is made for `image_size`. In resnet50_v1 the first 1x1 convolution of a stage has the stride, as in
+    fixed input size is made for `image_size`. In resnet50_v1 the first 1x1 convolution of a stage has stride 2, as in
     He et al. (2015) and in weights from Caffe and Keras; in torchvision's resnet50 it is the 3x3 convolution."""
     if arch == 'none':
         return Rescale()
@@ -279,8 +280,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. While it is too short, the items that it lacks
-            are appended in random order, or all items again if it lacks none."""
+            """Removes and returns the first `number` items of a queue. While it is too short, the items that are not in
+            it are appended in random order, or if all are in it, all of them again."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -314,7 +315,7 @@ class StepBatches:
             self.batches = list(itertools.islice(self.sampler, len(steps)))
 
     def without_positive(self, labels):
-        """The fraction of the anchors without a positive: their batch has no other image of their class."""
+        """The fraction of the images whose batch has no other image of their class"""
         labels = labels.tolist()
         number = 0
         for indices in self.batches:
@@ -345,14 +346,14 @@ def make_loader(images, batch_sampler, device):
     if workers is None:
         workers = min(own_cores(), len(images) // 128)
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
-                      pin_memory=device.type == 'cuda', generator=torch.Generator())     # not torch's global one
+                      pin_memory=device.type == 'cuda', generator=torch.Generator())     # leaves torch's alone
 
 
 # ---- 3. training -----------------------------------------------------------------------------------
 
 
-def learning_rate_factor(step, args, per_epoch, total):
-    """Multiplier of all learning rates at `step`, from 0 to total - 1
+def learning_rate_factor(t, args, per_epoch, total):
+    """Multiplier of all learning rates at step t, from 0 to total - 1, by --schedule
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
     cosine    linear warmup over the first tenth of the run (at most 100 steps) and cosine decay from 1 to 0 over the
@@ -360,10 +361,10 @@ def learning_rate_factor(step, args, per_epoch, total):
     constant  always 1.  For a schedule of your own, add a branch here and a choice of --schedule
     """
     if args.schedule == 'step':
-        return args.decay_rate ** (step // per_epoch // args.decay_epochs)
+        return args.decay_rate ** (t // per_epoch // args.decay_epochs)
     if args.schedule == 'cosine':
         ramp = max(1, min(100, total // 10))
-        return min((step + 1) / ramp, 0.5 * (1 + math.cos(math.pi * step / total)))
+        return min((t + 1) / ramp, 0.5 * (1 + math.cos(math.pi * t / total)))
     return 1.0
 
 
@@ -378,8 +379,8 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl, the rows of all evaluated epochs. To log elsewhere, pass a function of your own to train as
-    `log`. Its `row`, unused here, is that of the epoch that just ended, evaluated or not."""
+    """Writes log.jsonl: `rows`, those of all evaluated epochs. To log elsewhere, pass train a function log(folder, row,
+    rows) of your own; `row`, unused here, is that of the epoch that just ended, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
 
@@ -448,7 +449,7 @@ def frozen(module):
 
 def train_epoch(args, loader, step, optimizer, epoch, steps, total):
     """Trains for `steps`, a range of the `total` steps of the run. Returns a part of the row: loss, images_per_second,
-    and no_positive, which is the fraction of the anchors that have no positive in their batch."""
+    and no_positive, the fraction of the images whose batch has no other image of their class."""
     weights = [weight for group in optimizer.param_groups for weight in group['params']]
     batches = loader.batch_sampler
     batches.start(epoch, steps)
@@ -515,7 +516,8 @@ def k_nearest(query, gallery, k):
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     position = order.argsort()                                           # (G,) of each image in the shuffled gallery
     gallery = gallery[order]
-    # topk finds any of several equal cosines. Lowered by this, which is less than their rounding errors, they differ.
+    # Of equal cosines, topk returns any. So a little more is subtracted for each later image, and the first one wins.
+    # It is less than the rounding error of a cosine.
     tie_break = torch.arange(len(gallery), dtype=torch.float64, device=query.device) * 2 ** -50
     b = max(1, min(4096, 2 ** 25 // len(gallery)))                       # (b, G) in float64 takes 256 MiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
@@ -536,7 +538,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     gallery  (G, D), gallery_labels (G,)
     search   a function like k_nearest, such as an approximate index or a re-ranking
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; with 'unmatched', a count, if it is not 0: see rule 3
-    raises   UsageError if there is nothing to retrieve, an embedding is NaN or infinite, or shapes do not agree
+    raises   UsageError if there are no queries or no gallery, an embedding is NaN or infinite, or shapes do not agree
     A match of a query is another image of its class; R is the number of its matches in the gallery.
     R@K    percentage of the queries that have a match among their K nearest, for each K of `ks`
     RP     percentage of matches among the R nearest, averaged over the queries
@@ -565,25 +567,25 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     matches = present[query_labels] - own                                # (N,) R of each query
     depth = int(min(max(*ks, int(matches.max())), len(gallery) - own))   # K for R@K, R for RP and MAP@R
     found = Counter()                                                    # {k: queries with a match among the k nearest}
-    precision, average = [], []                                          # RP and MAP@R of the queries with a match
+    rps, maps = [], []                                                   # RP and MAP@R of the queries with a match
     for rows, _, index in search(query, None if within else gallery, depth):            # b queries at a time
         hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
         for k in {*ks}:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         matched = matches[rows] > 0                                      # (b,) rule 3
         rp, map_at_r = precisions(hit[matched], matches[rows][matched])
-        precision += rp.tolist()
-        average += map_at_r.tolist()
+        rps += rp.tolist()
+        maps += map_at_r.tolist()
     metrics = {f'R@{k}': 100 * found[k] / len(query) for k in ks}
-    metrics['RP'] = 100 * sum(precision) / max(1, len(precision))
-    metrics['MAP@R'] = 100 * sum(average) / max(1, len(average))
-    if len(average) < len(query):
-        metrics['unmatched'] = len(query) - len(average)
+    metrics['RP'] = 100 * sum(rps) / max(1, len(rps))
+    metrics['MAP@R'] = 100 * sum(maps) / max(1, len(maps))
+    if len(maps) < len(query):
+        metrics['unmatched'] = len(query) - len(maps)
     return metrics
 
 
 def check_embeddings(query, query_labels, gallery, gallery_labels):
-    """Raises UsageError if there is nothing to retrieve, an embedding is NaN or infinite, or shapes do not agree."""
+    """Raises UsageError if there are no queries or no gallery, an embedding is NaN or infinite, or shapes differ."""
     for z, labels in ((query, query_labels), (gallery, gallery_labels)):
         if not (torch.is_tensor(z) and torch.is_tensor(labels) and z.ndim == 2 and labels.shape == z.shape[:1]
                 and not labels.is_floating_point()):
@@ -599,7 +601,6 @@ def check_embeddings(query, query_labels, gallery, gallery_labels):
 
 def precisions(hit, r):
     """RP and MAP@R of each query, from 0 to 1.  hit (b, k), the nearest first; r (b,) its R, >= 1 -> (b,), (b,)"""
-    hit = hit[:, :int(r.max())] if len(r) else hit                       # (b, largest R), to save time
     i = torch.arange(1, hit.shape[1] + 1, device=hit.device)             # the i of P(i)
     hit = hit & (i <= r[:, None])                                        # among the R nearest
     p = hit.cumsum(dim=1) / i * hit                                      # Reality Check Eq. (4)

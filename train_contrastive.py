@@ -68,8 +68,8 @@ def distances(z):
     # For close embeddings, d2 is the difference of two numbers near 2, so values below 16 eps are rounding errors. In
     # float32, these are distances below 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
-    # The derivative of sqrt is infinite at 0, and where() does not stop it (0 times infinity is NaN), so d2 is clamped.
-    return torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())       # HSE Eq. (1)
+    # The derivative of sqrt is infinite at 0, so d2 is clamped before.
+    return d2.clamp_min(floor).sqrt().masked_fill(d2 <= floor, 0)        # HSE Eq. (1)
 
 
 def mean_nonzero(t):
@@ -207,8 +207,8 @@ What differs from the released code (github.com/billpsomas/metrix, b679703)
 Tables and figures of the paper
     Metrix (Table 2), with ResNet-50 and 512 dimensions: R@1 64.7 on CUB, 81.6 on Cars, 74.9 on SOP, 86.4 on In-Shop.
     Reality Check (Tables 4 to 6), with 128 dimensions: R@1 59.7 on CUB, 69.8 on Cars, 69.3 on SOP, printed as P@1. With
-    the concatenated embeddings of four networks: 68.1, 81.8, 73.1. To run the first row: --protocol reality-check with
-    the margins of note 5.
+    the concatenated embeddings of four networks: 68.1, 81.8, 73.1. To train one of these four on CUB (here a
+    ResNet-50): --protocol reality-check --pos-margin -0.20 --neg-margin 0.3841
 """
 
 

@@ -187,10 +187,10 @@ def contrastive_loss(z, y, neg_margin=0.5):
     pairs are averaged separately, over the pairs with non-zero loss, as in train_contrastive.py."""
     s = z @ z.T                                                          # (B, B)
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s                    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    # Where d2 is within rounding error of 0, d is 0 and has no gradient. There sqrt has an infinite one, and where()
-    # would multiply it by 0, which gives NaN. So sqrt gets values >= floor only.
+    # Where d2 is within rounding error of 0, d is 0, without gradient. The derivative of sqrt is infinite at 0, so d2
+    # is clamped before.
     floor = 16 * torch.finfo(d2.dtype).eps
-    d = torch.where(d2 <= floor, 0, d2.clamp_min(floor).sqrt())          # HSE Eq. (1): the Euclidean distance
+    d = d2.clamp_min(floor).sqrt().masked_fill(d2 <= floor, 0)           # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
     pull = d.square() * positive                                         # HSE Eq. (2), first term
     push = (neg_margin - d).clamp_min(0).square() * negative             # HSE Eq. (2), second term

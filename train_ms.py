@@ -168,8 +168,10 @@ NOTES = """
 What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
-    2. On CUB and Cars lambda is 0.5, as in the released code, and beta is 50, as in two re-implementations (one is in
-       issue 4 of the authors' repository). By these two, lambda is 1 in the paper; here the code is followed.
+    2. On CUB and Cars beta and lambda are those of the released code of Proxy-Anchor and of HSE:
+                     here    released code of ms    paper, by two re-implementations (one in issue 4 of the code of ms)
+           beta      50      40                     50
+           lambda    0.5     0.5                    1
     3. Where the settings of a dataset come from:
            CUB          the authors' configuration
            Cars         that of CUB, but 30 epochs of 100 steps, our choice. In issue 6 of the authors' repository a
@@ -180,12 +182,11 @@ What differs from the paper
     4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
        selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
-    5. The released code has a beta of 40; here, on CUB and Cars, it is 50 (note 2).
-    6. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a
+    5. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a
        similarity of 1 - 1e-5, which includes exact duplicates.
-    7. The released code fails if an anchor has no positives, or no negatives. Here an anchor without positives adds
+    6. The released code fails if an anchor has no positives, or no negatives. Here an anchor without positives adds
        only its negative term, or 0 with the miner. In both codes the mean is over all anchors of the batch.
-    8. The released code reports its best epoch on the test set.
+    7. The released code reports its best epoch on the test set.
 Tables and figures of the paper
     The paper reports, with BN-Inception and 512 dimensions, R@1 65.7 on CUB, 84.1 on Cars, 78.2 on SOP and 89.7 on
     In-Shop, as quoted in Proxy-Anchor (Tables 2 to 4). Metrix (Table 2; ResNet-50, alpha 18, beta 75, lambda 0.77)

@@ -41,8 +41,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     Its gradient is Eq. (6). With h+(x) = exp(-alpha (s(x,p) - delta)) and h-(x) = exp(alpha (s(x,p) + delta)), it is
         dl/ds(x,p) = -alpha / |P+|  *  h+(x) / (1 + sum of h+ over X_p+)    for an image x of the class of p,
         dl/ds(x,p) =  alpha / |P|   *  h-(x) / (1 + sum of h- over X_p-)    for an image x of another class.
-    So the gradient of a positive depends on the other positives of p, too, and that of a negative on its other
-    negatives.
+    So the gradient of a positive depends on the other positives of p, too, and that of a negative on the other
+    negatives of p.
     """
     s = F.normalize(proxies, dim=1) @ z.T                # (C, B): a row for each proxy, a column for each image
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]      # (C, B): image b has class c

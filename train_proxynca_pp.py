@@ -11,7 +11,7 @@ those of the paper of Proxy-Anchor, arXiv:2003.13911.
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, or 2 for Eq. (1) as printed
+    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, in Proxy-NCA 2 as in Eq. (1)
 
     python train_proxynca_pp.py [--dataset cub --data data]
 """
@@ -123,7 +123,7 @@ DEFAULTS = {
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),
-    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),             # note 11
+    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),             # the scale of the Reality Check, note 11
 }
 
 
@@ -185,8 +185,9 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them.
     9. With one class the loss of the released code divides by 0, and with two classes it is wrong. It makes one-hot
        labels by label_binarize of scikit-learn, which then returns a single column.
-   10. Proxy-NCA with T = 2 has gradients that are about 18 times smaller at the start than those of ProxyNCA++. On the
-       benchmarks Adam's eps of 1 makes the steps smaller by the same factor, so a fair comparison needs a higher --lr.
+   10. Proxy-NCA with T = 2 has gradients that are about 18 times smaller at the start than those of ProxyNCA++. With
+       Adam's eps of 1, on the benchmarks, a step is about proportional to the gradient, so it is 18 times smaller, too:
+       a fair comparison needs a higher --lr.
    11. Proxy-NCA in other papers:
            Reality Check, Section 1.3   cross-entropy on distances, so the positive proxy is in the denominator. In its
                                         code the distances are squared, with a scale of 13.98 for CUB. So run

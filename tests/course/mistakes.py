@@ -180,11 +180,11 @@ MISTAKES['retrieval_metrics'] = {
     'a query is its own match': ('present[query_labels] - own', 'present[query_labels]'),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
     'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
-    'no match: excluded from R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(average))'),
+    'no match: excluded from R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(maps))'),
     'no match: counts in RP and MAP@R': (
-        '100 * sum(precision) / max(1, len(precision))', '100 * sum(precision) / len(query)',
-        '100 * sum(average) / max(1, len(average))', '100 * sum(average) / len(query)'),
-    'no match: not counted': ('len(average) < len(query)', 'False'),
+        '100 * sum(rps) / max(1, len(rps))', '100 * sum(rps) / len(query)',
+        '100 * sum(maps) / max(1, len(maps))', '100 * sum(maps) / len(query)'),
+    'no match: not counted': ('len(maps) < len(query)', 'False'),
     # TorchDR pull request 295; mteb 1154, 5376; pytorch-metric-learning 464
     'the first result is excluded, not the query': (
         'for rows, _, index in search(query, None if within else gallery, depth):',
@@ -193,7 +193,7 @@ MISTAKES['retrieval_metrics'] = {
     'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
     'no error for NaN in the gallery': (', (gallery, gallery_labels))', ',)'),
     'precision at non-matches': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
-    'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)', 'int(r.max())', 'max(ks)'),
+    'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
     'class numbers of the gallery': (', minlength=int(labels.max()) + 1)', ')'),
 }
@@ -297,7 +297,7 @@ RIGHT['retrieval_metrics'] = {'query by query': '''
 def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8), search=k_nearest):
     within, rows = gallery is None, []
     ranked, labels = (query, query_labels) if within else (gallery, gallery_labels)
-    if not len(query) or len(ranked) < 1 + within or not (query.isfinite().all() and ranked.isfinite().all()):
+    if not len(query) or not len(ranked) or not (query.isfinite().all() and ranked.isfinite().all()):
         raise UsageError('empty or not finite')
     for block, _, index in search(query, gallery, len(ranked) - within):
         for i, others in zip(block, labels[index]):
