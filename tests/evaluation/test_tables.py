@@ -230,6 +230,17 @@ def test_flags_that_do_not_change_results_are_not_part_of_the_recipe(run, small)
         'ms dim=16 freeze_bn=True', 'ms dim=8 freeze_bn=True', 'ms dim=16 freeze_bn=False']
 
 
+def test_a_run_that_was_made_longer_is_no_seed_of_the_longer_recipe(run, small):
+    """Its learning rates were those of a shorter cosine schedule."""
+    run(train_ms, '--name', 'long', '--epochs', '3', '--steps', '0')
+    for name, schedule in (('x', 'cosine'), ('y', 'constant')):
+        run(train_ms, '--name', name, '--epochs', '1', '--steps', '0', '--schedule', schedule)
+        for epochs in '23':
+            train_ms.main(['--resume', f'runs/{name}', '--epochs', epochs, '--device', 'cpu'])
+    long, x, y = evaluation.read_runs([common.Path(f'runs/{name}') for name in ('long', 'x', 'y')])
+    assert x.recipe - long.recipe == {('earlier_epochs', '1 2')} and 'earlier_epochs' not in y.args
+
+
 def test_runs_that_are_not_seeds_of_one_recipe(runs, run, tmp_path, capsys):
     """Runs with other classes, epochs or datasets are rejected. Runs without folds, or with another number of folds,
     are other recipes."""
