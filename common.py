@@ -1470,8 +1470,8 @@ def load_run(args, about, model, states, per_epoch, total):
         if done > total or done < total and done % per_epoch:
             raise UsageError(f'{args.resume} has {done} steps done, {per_epoch} an epoch, and cannot continue with '
                              'these --steps and --epochs; start a new run')
-        # The learning rates of a cosine schedule depend on the length: to eval.py, a run that was made longer is no seed
-        # of the longer recipe.
+        # The learning rates of a cosine schedule depend on the length: for eval.py, a run that was made longer is not a
+        # seed of the longer recipe.
         earlier = saved['args'].get('earlier_epochs', [])
         if args.schedule == 'cosine' and saved['args']['epochs'] != args.epochs:
             earlier = [*earlier, saved['args']['epochs']]

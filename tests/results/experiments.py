@@ -127,7 +127,7 @@ EXPERIMENTS = [
         seeds(3), MIXUP,
         [('feature, long', 'none, long', 3.6), ('feature, short', 'none, short'), ('none, long', 'none, short'),
          ('feature, long', 'none, short'),
-         *((patch, 'none, long') for patch in ('shared', 'hardest', 'push')),
+         *((patch, base) for patch in ('shared', 'hardest', 'push') for base in ('none, long', 'feature, long')),
          *((f'feature, {flags}', f'none, {flags}') for flags in ('m 0.5', 'per-class 5'))]),
     Experiment(
         'late', 'The runs of `mixup` by epoch: does mixup pay late?',
