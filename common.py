@@ -90,6 +90,10 @@ class Embedder(nn.Module):
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
                  normalize=True, trunk=None, head_init='kaiming', precision='fp32', input_shape=(3, 224, 224)):
         super().__init__()
+        for value, allowed in ((pool, ('avg', 'max', 'avg+max')), (precision, ('bf16', 'fp32')),
+                               (head_init, ('kaiming', 'default', 'identity'))):
+            if value not in allowed:
+                raise UsageError(f'{value!r} is not one of {", ".join(allowed)}')
         self.trunk = make_trunk(arch, weights, input_shape[-1]) if trunk is None else trunk
         self.pool = pool
         self.normalize = normalize
@@ -97,7 +101,7 @@ class Embedder(nn.Module):
         batchnorm = [m for m in self.trunk.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.frozen_bn = batchnorm if freeze_bn else []
         c = self.count_channels(input_shape)
-        self.dim = dim or c
+        self.dim = int(dim or c)
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(c, self.dim)
         initialise(self.linear, head_init)
@@ -257,7 +261,8 @@ class BalancedSampler(Sampler):
     generator   torch.Generator; None is torch's global one
 
     An epoch has N // B batches, at least one. The P classes of a batch are different, and so are its images, unless a
-    class has fewer than K. All classes, and all images of a class, occur about equally often.
+    class has fewer than K. All classes occur about equally often: those left over from one random order of all classes
+    are the first of the next. So do the images of a class.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -312,7 +317,9 @@ class StepBatches:
         """Samples one batch for each step in the range `steps`."""
         self.steps = steps
         with seeded(self.seed, EPOCH, epoch):
-            self.batches = list(itertools.islice(self.sampler, len(steps)))
+            self.batches = [list(map(int, indices)) for indices in itertools.islice(self.sampler, len(steps))]
+        if len(self.batches) < len(steps):
+            raise UsageError(f'the sampler yields {len(self.batches)} batches, and its length is {len(self)}')
 
     def without_positive(self, labels):
         """The fraction of the images whose batch has no other image of their class"""
@@ -417,7 +424,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch:
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
             model.train()
-            with frozen(model.trunk) if epoch <= args.freeze_epochs else nullcontext():
+            with random_state_kept(), frozen(model.trunk) if epoch <= args.freeze_epochs else nullcontext():
                 row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
@@ -428,7 +435,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if rank() == 0:
             about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
             save_epoch(folder, args, model, states, about)
-            log(folder, row, rows)
+            log(folder, *copy.deepcopy((row, rows)))        # it may change them
         show_row(row)                                       # last, because printing may fail
     return summary(args, data, folder, rows)
 
@@ -491,12 +498,14 @@ def embed(model, images, batch_size=128):
     `model` is any module with weights that turns images (B, 3, S, S) into (B, D)."""
     weight = next(model.parameters())
     training = {module: module.training for module in model.modules()}     # a user may have frozen some BatchNorm
-    model.eval()
     indices = own_positions(len(images), repeat_last=True)               # with torchrun, equally many each
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), weight.device)
-    z = torch.cat([model(x.to(weight)).float() for x, _ in loader])         # on its device, in its precision
-    for module, mode in training.items():
-        module.training = mode
+    try:
+        model.eval()
+        z = torch.cat([model(x.to(weight)).float() for x, _ in loader])     # on its device, in its precision
+    finally:
+        for module, mode in training.items():
+            module.training = mode
     return gather(z)[:len(images)].cpu()
 
 
@@ -536,7 +545,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
     gallery  (G, D), gallery_labels (G,)
-    search   a function like k_nearest, such as an approximate index or a re-ranking
+    search   a function like k_nearest, such as an approximate index or a re-ranking; the index -1 is nothing found
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; with 'unmatched', a count, if it is not 0: see rule 3
     raises   UsageError if there are no queries or no gallery, an embedding is NaN or infinite, or shapes do not agree
     A match of a query is another image of its class; R is the number of its matches in the gallery.
@@ -569,7 +578,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     found = Counter()                                                    # {k: queries with a match among the k nearest}
     rps, maps = [], []                                                   # RP and MAP@R of the queries with a match
     for rows, _, index in search(query, None if within else gallery, depth):            # b queries at a time
-        hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
+        if within and (index == rows[:, None]).any():
+            raise UsageError('search has to exclude each query from its own results')
+        hit = (gallery_labels[index] == query_labels[rows, None]) & (index >= 0)        # (b, depth)
         for k in {*ks}:
             found[k] += int(hit[:, :k].any(dim=1).sum())
         matched = matches[rows] > 0                                      # (b,) rule 3
@@ -670,7 +681,7 @@ STD = (0.229, 0.224, 0.225)
 class Images(torch.utils.data.Dataset):
     """A torch Dataset of N images with labels, or of N vectors: precomputed features.
 
-    items         N paths, PIL images or uint8 arrays (height, width, 3); or a tensor (N, c) of vectors
+    items         N paths, PIL images or uint8 arrays (height, width, 3); or a tensor or array (N, c) of vectors
     labels        N classes, by name or number; or if `classes` is given, integers, which are positions in it
     classes       the names of the C classes; None: all labels, sorted
     superclasses  (N,) integers, or None
@@ -686,6 +697,8 @@ class Images(torch.utils.data.Dataset):
 
     def __init__(self, items, labels, classes=None, superclasses=None, paths=None, transform=None,
                  train_transform=None, workers=None):
+        if isinstance(items, np.ndarray) and items.ndim == 2:
+            items = torch.as_tensor(items)
         self.is_vectors = torch.is_tensor(items)
         if self.is_vectors and items.ndim != 2:
             raise UsageError(f'a tensor of vectors is (N, c), and this one is {tuple(items.shape)}; images are a list '
@@ -932,7 +945,8 @@ class Splits:
     >>> transforms = common.transforms_from(args)      # or your own; then also set .transform after load_checkpoint
     >>> data = common.Splits('mine', common.Images(images, labels, **transforms),
     ...                       common.Images(test_images, test_labels, **transforms))
-    >>> model = common.build(args, data=data)                      # or with trunk=module, for a network of your own
+    >>> with common.seeded(args.seed):                             # the initial weights
+    ...     model = common.build(args, data=data)                  # or with trunk=module, for a network of your own
     >>> optimizer = common.make_optimizer(args, [dict(params=model.parameters())])
     >>> def step(images, labels):
     ...     return script.the_loss(model(images), labels)
@@ -1483,7 +1497,8 @@ def load_run(args, about, model, states, per_epoch, total):
 
 def saved_flags(args):
     """{flag: value} for a checkpoint: plain values, which excludes Path objects and the device"""
-    return {name: value for name, value in vars(args).items()
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in vars(args).items()}
+    return {name: value for name, value in values.items()
             if value is None or isinstance(value, (bool, int, float, str, list))}
 
 
@@ -1531,7 +1546,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
     """A trained Embedder, ready to embed, from a file or a run folder (its best.pt if there is one, else its last.pt)
 
     precision        auto: fp32 if the network was trained with --precision fp32, otherwise that of pick_precision
-    trunk            if the network was built with Embedder(trunk=...), such a module
+    trunk            if the network was built with Embedder(trunk=...), such a module; a copy of it gets the weights
     model.transform  converts an image (a path, a PIL image or an array) to (3, S, S);
                      model(model.transform(image)[None]) is its embedding (1, D)
     model.args       its training flags, a dict
@@ -1551,7 +1566,8 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
     if saved['embedder']['arch'] == 'module' and trunk is None:
         raise UsageError(f'the trunk of {path} was made in Python: common.load_checkpoint(path, trunk=module) loads it')
     with untrusted_file(path), torch.random.fork_rng(devices=[]):       # weights are random first
-        model = Embedder(weights='none', trunk=trunk, precision=pick_precision(precision, device), **saved['embedder'])
+        model = Embedder(weights='none', trunk=copy.deepcopy(trunk), precision=pick_precision(precision, device),
+                         **saved['embedder'])
         model.load_state_dict(saved['model'])
         model.args = saved['args']
         model.classes = saved.get('classes', [])
@@ -2029,8 +2045,8 @@ def check_labels(z, y, **others):
     """The labels y of embeddings z as int64. Raises UsageError if they are not labels, see loss. On a CUDA device, the
     range of the labels is an assertion that runs there, because the CPU would have to wait for it: wrong labels end
     the process with a CUDA error, after the text is printed."""
-    if z.ndim != 2:
-        raise UsageError(f'embeddings are (B, D), and these are {tuple(z.shape)}')
+    if not torch.is_tensor(z) or z.ndim != 2:
+        raise UsageError(f'embeddings are a tensor (B, D), and these are {type(z).__name__} {np.shape(z)}')
     if not (torch.is_tensor(y) and y.shape == z.shape[:1] and not y.is_floating_point()):
         raise UsageError(f'labels are a tensor of {len(z)} integers, one for each embedding, and not '
                          f'{getattr(y, "dtype", type(y).__name__)} {tuple(np.shape(y))}')
@@ -2086,17 +2102,24 @@ def set_seed(*seeds, seed_torch=torch.manual_seed):
 
 
 @contextmanager
-def seeded(*seeds):
-    """set_seed inside `with`. After it, the generators of torch (on the CPU), NumPy and Python are as before, so that a
-    notebook does not notice."""
+def random_state_kept():
+    """After `with`, or after a function with this decorator, the generators of torch (on the CPU), NumPy and Python are
+    as before. Otherwise a random search, a loop over runs, would draw the same values again and again."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        set_seed(*seeds, seed_torch=torch.default_generator.manual_seed)        # not the devices, which takes long
         try:
             yield
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextmanager
+def seeded(*seeds):
+    """set_seed inside `with`, after which the generators are as before"""
+    with random_state_kept():
+        set_seed(*seeds, seed_torch=torch.default_generator.manual_seed)        # not the devices, which takes long
+        yield
 
 
 # torchrun starts a script several times, once for each GPU. Each process loads a part of each batch, and the parts are

@@ -476,6 +476,7 @@ def reject_impossible_mixup(args):
                                 'feature map: use --mixup embed, or --pairs pos-neg')
 
 
+@common.random_state_kept()
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)

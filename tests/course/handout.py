@@ -226,7 +226,7 @@ def results(exercise, files, script, *options):
         for case in ElementTree.parse(report).iter('testcase'):
             failed = next((part for part in case if part.tag in ('failure', 'error', 'skipped')), None)
             reason = '' if failed is None else failed.get('message', '') or 'it failed'
-            if case.get('name').startswith('test_'):
+            if (case.get('name') or '').startswith('test_'):
                 name = case.get('name').split('[')[0]       # a point for all its parameters
                 tests[name] = tests.get(name) or reason
             else:                                           # the test file cannot be imported
@@ -269,6 +269,8 @@ def grade(name, paths, table=None, feedback=None):
     every, why = results(exercise, files, source(exercise.script))
     if why or any(every.values()):
         raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
+    if table:
+        write_table(table, [])                              # a wrong path fails now
     for path in scripts_in(paths, exercise.script):
         try:
             tests, why = results(exercise, files, submission(exercise, path.read_text('utf-8-sig')))
@@ -282,11 +284,22 @@ def grade(name, paths, table=None, feedback=None):
         if feedback:
             failed = [f'{test}\n    {reason}' for test, reason in tests.items() if reason]
             text = '\n\n'.join([f'{name}: {total[0]} of {total[1]} points', *filter(None, [why]), *failed]) + '\n'
-            write(feedback, {os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-'): text})
-    if table:
-        Path(table).parent.mkdir(parents=True, exist_ok=True)
-        with open(table, 'w', newline='') as file:
-            csv.writer(file).writerows([['file', 'equation', 'points', 'of', 'remark'], *rows])
+            file = os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-').lstrip('.-')      # not hidden
+            write(feedback, {file[-200:]: text})            # a file name has at most 255 bytes
+        if table:                                           # after each, so that an interruption loses no points
+            write_table(table, rows)
+    if not rows:
+        raise SystemExit(f'error: there is no {exercise.script} in {", ".join(map(str, paths))}')
+    for path in filter(Path.is_dir, map(Path, paths)):
+        folders = sorted(part for part in path.iterdir() if part.is_dir())
+        if missing := [part.name for part in folders if not any(part.rglob(exercise.script))]:
+            print(f'without a {exercise.script}: {", ".join(missing)}')
+
+
+def write_table(path, rows):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'w', newline='') as file:
+        csv.writer(file).writerows([['file', 'equation', 'points', 'of', 'remark'], *rows])
 
 
 def check(names, verbose=False):

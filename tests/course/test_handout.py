@@ -49,13 +49,15 @@ def test_a_folder_is_graded_with_a_table_and_texts(tmp_path, capsys):
         (tmp_path / f'in/{name}.py').write_text(text)
     handout.main(['grade', 'positivity_threshold', str(tmp_path / 'in'), '--csv', str(tmp_path / 'new/grades.csv'),
                   '--feedback', str(tmp_path / 'texts')])
-    right, wrong, broken, skipped = [line.split('/in/')[1] for line in capsys.readouterr().out.splitlines()]
+    *lines, without = capsys.readouterr().out.splitlines()
+    assert without == 'without a train_metrix.py: train_metrix.py'
+    right, wrong, broken, skipped = [line.split('/in/')[1] for line in lines]
     assert right == 'a.py: metrix_eq24 3/3, in all 3/3'
     assert wrong.startswith('b.py: metrix_eq24 ') and 'in all 3/3' not in wrong
     assert broken.startswith('c.py: metrix_eq24 0/3, in all 0/3 (SyntaxError')
     assert skipped == 'd.py: metrix_eq24 0/3, in all 0/3'
     assert len((tmp_path / 'new/grades.csv').read_text().splitlines()) == 5
-    text = next((tmp_path / 'texts').glob('*in-b.txt')).read_text()
+    text = next((tmp_path / 'texts').glob('[!.]*in-b.txt')).read_text()
     assert 'test_metrix_eq24_by_hand\n    AssertionError: Metrix Eq. (24), lambda 0.5' in text
     assert 'expected  0.77' in text
     with pytest.raises(SystemExit):

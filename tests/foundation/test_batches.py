@@ -62,6 +62,14 @@ def test_the_fraction_of_anchors_without_a_positive():
     assert batches.without_positive(torch.tensor([0, 0, 1, 2])) == 6 / 8
 
 
+def test_a_sampler_of_ones_own_may_yield_tensors_and_has_as_many_batches_as_its_length():
+    batches = common.StepBatches([torch.tensor([0, 0, 4, 4])], seed=0)
+    batches.start(1, range(1))
+    assert batches.without_positive(torch.arange(5)) == 1
+    with pytest.raises(common.UsageError, match='the sampler yields 1 batches, and its length is 1'):
+        batches.start(1, range(2))
+
+
 def test_the_number_of_worker_processes_is_that_of_the_flag(before_training):
     images = before_training(train_ms, '--workers', '1').data.train
     for part in (images, images.subset(torch.arange(3))):

@@ -158,6 +158,7 @@ def test_class_names_of_another_unicode_form_are_the_same_classes():
 def test_vectors_in_memory_are_finite_and_become_constants():
     assert Images(torch.ones(2, 3, dtype=torch.uint8), [0, 1]).items.dtype == torch.float32
     assert not Images(torch.ones(2, 3, requires_grad=True), [0, 1]).items.requires_grad
+    assert Images(np.ones((2, 3), np.float32), [0, 1]).is_vectors
     with pytest.raises(UsageError, match='^some vectors are NaN or infinite$'):
         Images(torch.tensor([[0.0], [np.nan]]), [0, 1])
 

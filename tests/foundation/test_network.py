@@ -1,4 +1,5 @@
 """common.Embedder: pooling, head, precision, frozen BatchNorm, trunks."""
+import copy
 import math
 import sys
 from types import SimpleNamespace
@@ -127,6 +128,16 @@ def test_embed_keeps_the_training_mode_of_a_network(small, training):
     common.embed(model, images)
     assert model.training == training and torch.equal(model.trunk.bn1.running_mean, before)
     assert not model.trunk.bn1.training
+    images.transform = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        common.embed(model, images)
+    assert model.training == training
+
+
+@pytest.mark.parametrize('options', [dict(pool='mean'), dict(head_init='xavier'), dict(precision='fp16')])
+def test_an_unknown_option_of_a_network_is_rejected(options):
+    with pytest.raises(UsageError, match=' is not one of '):
+        Embedder('none', input_shape=(4,), **options)
 
 
 def test_float32_is_not_rounded_to_tf32_in_a_script(monkeypatch):
@@ -321,6 +332,10 @@ def test_any_module_as_trunk_is_trained_resumed_reloaded_and_evaluated(run, monk
     full, mine = (common.load_checkpoint(f'runs/{name}', trunk=Patches(pooled)) for name in ('full', 'mine'))
     assert all(torch.equal(value, mine.state_dict()[name]) for name, value in full.state_dict().items())
     assert mine.trunk.frozen.equal(Patches(pooled).frozen)
+    trunk = Patches(pooled)
+    before = copy.deepcopy(trunk.state_dict())
+    common.load_checkpoint('runs/mine', trunk=trunk)
+    assert all(map(torch.equal, trunk.state_dict().values(), before.values())) and trunk.training
     data = common.dataset_from(train_ms.get_args(['--resume', 'runs/mine']))
     assert common.evaluate(mine, data).items() <= record.items()
     for load in (common.load_checkpoint, lambda path: evaluation.main(['--checkpoint', path])):
