@@ -252,8 +252,11 @@ def test_retrieval_with_another_search_function():
     expect_metrics(found, {'R@1': 200 / 3, 'RP': 200 / 3, 'MAP@R': 200 / 3},
                    'queries at 0, 180 and 80 degrees, the least similar of 0 and 180: 2 of 3 are matches')
 
+
+def test_a_search_that_finds_nothing_or_the_query_itself():
     def same(index):
         return lambda query, gallery, k: [(torch.arange(3), torch.ones(3, k), torch.full((3, k), index))]
+    z, y = points(0, 180, 80), torch.tensor([0, 1, 1])
     found = retrieval_metrics(z, y, ks=(1,), search=same(-1))           # as FAISS, where nothing is found
     expect_metrics(found, {'R@1': 0, 'RP': 0, 'MAP@R': 0, 'unmatched': 1}, 'nothing is found')
     with pytest.raises(UsageError, match='search has to exclude each query from its own results'):
