@@ -261,8 +261,8 @@ class BalancedSampler(Sampler):
     generator   torch.Generator; None is torch's global one
 
     An epoch has N // B batches, at least one. The P classes of a batch are different, and so are its images, unless a
-    class has fewer than K. All classes occur about equally often: those left over from one random order of all classes
-    are the first of the next. So do the images of a class.
+    class has fewer than K. Classes are taken from a random order of all classes. Those that are left over for less than
+    a batch are the first of the next batch, so all occur about equally often. The same holds for the images of a class.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -352,8 +352,9 @@ def make_loader(images, batch_sampler, device):
     workers = images.workers if images.are_files else 0
     if workers is None:
         workers = min(own_cores(), len(images) // 128)
+    # Without a generator of its own, a DataLoader draws a number from torch's global one.
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
-                      pin_memory=device.type == 'cuda', generator=torch.Generator())     # leaves torch's alone
+                      pin_memory=device.type == 'cuda', generator=torch.Generator())
 
 
 # ---- 3. training -----------------------------------------------------------------------------------
@@ -2104,7 +2105,7 @@ def set_seed(*seeds, seed_torch=torch.manual_seed):
 @contextmanager
 def random_state_kept():
     """After `with`, or after a function with this decorator, the generators of torch (on the CPU), NumPy and Python are
-    as before. Otherwise a random search, a loop over runs, would draw the same values again and again."""
+    as before. Otherwise the values of a random search, drawn between its runs, would all be the same."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

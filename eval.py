@@ -232,11 +232,11 @@ def answer_queries(args, model):
         gallery = common.embed(model, images)
     print(f'the gallery is {len(images):,} images of {folder}')
     s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
-    folder = common.best_of(args.checkpoint[0]).parent
-    path = args.sheet or folder / 'query.png'
+    run = common.best_of(args.checkpoint[0]).parent
+    path = args.sheet or run / 'query.png'
     try:
-        if not args.sheet and not (folder / 'log.jsonl').exists():
-            raise UsageError(f'{folder} is not the folder of a run, so there is no image grid')
+        if not args.sheet and not (run / 'log.jsonl').exists():         # there, query.png could be a file of the user
+            raise UsageError(f'{run} is not the folder of a run, so there is no image grid')
         reject_replacing([path], [*photos.paths, *images.paths])
         draw_grid(path, model, photos, images, range(len(photos)), s, index)
     except UsageError as error:

@@ -284,8 +284,8 @@ def grade(name, paths, table=None, feedback=None):
         if feedback:
             failed = [f'{test}\n    {reason}' for test, reason in tests.items() if reason]
             text = '\n\n'.join([f'{name}: {total[0]} of {total[1]} points', *filter(None, [why]), *failed]) + '\n'
-            file = os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-').lstrip('.-')      # not hidden
-            write(feedback, {file[-200:]: text})            # a file name has at most 255 bytes
+            file = os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-')
+            write(feedback, {file[-200:].lstrip('.-'): text})       # it must not be too long, and not be hidden
         if table:                                           # after each, so that an interruption loses no points
             write_table(table, rows)
     if not rows:
