@@ -3,18 +3,16 @@
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
 with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest.
-L_center, the squared distance to this centre, keeps pulling.
+L_center, the squared distance to this centre, keeps pulling. For example, take two classes, s = 16, no margin and no
+smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y), where p_y is the softmax at the class of x, is 8.0 where
+both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of lambda L_center is always 2 lambda.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
     c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is the one of the class of x
     s = 1/tau  s        --s       scaling factor: inverse temperature (in other scripts, s are the similarities)
     m          margin   --margin  margin on the cosine c_y.x
-    lambda     lam      --lam     weight of L_center, or in center_loss of the distance, Eq. (7)
-
-For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y),
-where p_y is the softmax at the class of x, is 8.0 where both cosines are equal, and only 0.6 where c_y.x is larger by
-0.2. That of lambda L_center is always 2 lambda.
+    lambda     lam      --lam     weight of L_center; with --loss center_loss, of the distance in Eq. (7)
 
     python train_ccl.py [--dataset cub --data data]
 """
@@ -44,9 +42,10 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast. Without smoothing it is -log p_y: first line of Eq. (2), Eq. (8), (10); with a margin Eq. (11)
+    # (B,)  L_contrast. Without smoothing it is -log p_y: Eq. (8), (10), first line of Eq. (2); with a margin Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    center_term = 2 - 2 * (z * c[y]).sum(dim=1)             # (B,)  L_center: second line of Eq. (2), Eq. (3), (4)
+    # (B,)  L_center: Eq. (4), second line of Eq. (2), called Eq. (3). Unlike `cosine`, c has a gradient with stop_grad.
+    center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
 
@@ -72,7 +71,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
     -log( exp(s c_y.x) / sum_{j != y} exp(s c_j.x) )
 
     The centre c_y is not in the denominator, so the loss can be negative. For s = 1, the sum over the batch is
-    Proxy-Anchor Eq. (1).
+    Proxy-NCA as in Proxy-Anchor Eq. (1).
     Arguments as in center_contrastive_loss. If there is only one class, the denominator is left out.
     """
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
@@ -139,15 +138,15 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=0,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, and crops of 256 px. On CUB and Cars it
-# adds frozen BatchNorm, dropout, and colour jitter of unknown strength. Table 2 states dim. Our choices are resize, and
-# the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8).
+# adds frozen BatchNorm, dropout, and colour jitter of unknown strength. Table 2 states arch and dim. Our choices are
+# resize, and the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8).
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=256, resize=288, crop_from='resized', min_crop=0.16, jitter=0.25,
     epochs=30, batch_size=128, per_class=0,
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
-# With this momentum, the warmup of the cosine schedule keeps the first steps small.
+# Such a momentum needs the warmup of the cosine schedule, which keeps the first steps small.
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
 # loss). The last entry that has it wins.
@@ -194,7 +193,7 @@ def corrupt_labels(labels, noise, generator=None):
         return labels % classes
     shuffled = torch.randperm(classes, generator=generator)
     images_so_far = torch.bincount(labels, minlength=classes)[shuffled].cumsum(0)
-    num_dissolved = int((images_so_far <= rate * total).sum())
+    num_dissolved = int((images_so_far <= rate * total).sum())           # the first of `shuffled`: these sums increase
     num_dissolved = min(num_dissolved, classes - 2)                      # two classes always remain
     dissolved, remaining = shuffled.tensor_split([num_dissolved])
     for c in dissolved:
@@ -209,8 +208,8 @@ def add_label_noise(images, noise, seed):
     rate = float(noise.split(':')[1])
     if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
-    # The remaining classes are numbered anew, from 0. The names of dissolved ones follow, because the network sees
-    # their images: common.summary and eval.py count these classes as seen.
+    # The remaining classes are numbered anew, from 0. The names of dissolved ones are kept, after theirs: the network
+    # sees their images, so common.summary and eval.py have to count these classes as seen.
     remaining, images.labels = labels.unique(return_inverse=True)
     remaining = remaining.tolist()
     dissolved = [c for c in range(len(images.classes)) if c not in remaining]
@@ -218,8 +217,8 @@ def add_label_noise(images, noise, seed):
 
 
 def label_noise(text):
-    """The type of --label-noise: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. A ValueError makes
-    argparse print __name__, which is set below."""
+    """The type of --label-noise: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. After a ValueError,
+    argparse prints the __name__ of the type as what it expects, so below this function gets such a name."""
     kind, rate = text.split(':')
     if kind not in ('symmetric', 'longtail'):
         raise ValueError
@@ -272,9 +271,8 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
-    # With SGD, the angle by which a step turns a centre scales as 1 / length^2: the gradient scales as 1 / length, and
-    # so does the angle of a step of a given size. Centres begin with length 1; those of randn, of length sqrt(D), would
-    # turn D times more slowly.
+    # The gradient of a centre of length l is proportional to 1 / l, and so is the angle by which a step of a given size
+    # turns it. So with SGD, centres of randn, of length sqrt(D), would turn D times more slowly than those of length 1.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -289,7 +287,7 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
-        dropped = F.dropout(z, args.dropout)                             # note 5; its default is training=True
+        dropped = F.dropout(z, args.dropout)                             # note 5; step is called in training only
         if args.loss == 'proxynca':
             return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.loss == 'center_loss':
@@ -297,7 +295,8 @@ def main(argv=None):
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,
                                        stop_grad=args.loss == 'stop_grad')
         if args.loss == 'cluster':
-            # In place before backward: allowed, because the loss has a copy of the centres, the normalized ones.
+            # Means are of z without dropout. In place before backward: allowed, because the loss has a copy of the
+            # centres, the normalized ones.
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 
@@ -307,7 +306,7 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Further equations, with --smoothing 0:
-           (2), (8), (10)   --lam 0             (8) is NSoftmax, the normalized softmax of the Reality Check
+           (8), (10)        --lam 0             and first line of (2). (8) is NSoftmax, see Reality Check below
            (3)              a part of the loss  The text calls the second line of (2) so; the number is not printed.
            (11)             --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
@@ -329,19 +328,20 @@ What differs from the paper
        stop_grad the angle depends on the learning rate and lambda, in cluster on mu.
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
-    8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, min_crop,
-       epochs, schedule and the jitter on CUB are from it. In other points it is not followed: it freezes BatchNorm on
-       all datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on CUB, and
-       squashes Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no weight
-       decay on biases and BatchNorm. It reports its best epoch on the test set.
+    8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, crop_from,
+       min_crop, epochs, schedule and the jitter on CUB are from it. In other points it is not followed: it freezes
+       BatchNorm on all datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on
+       CUB, and squashes Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no
+       weight decay on biases and BatchNorm. It reports its best epoch on the test set.
 Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1
                                                           --margin M   CCL*       73.5   91.0   83.1   92.3
-    Table 1: --loss stop_grad --margin M, and --margin M. Fig. 6: --dim. Fig. 5: SOP, --margin 0 to 0.4, --lam 0 to 2.
+    Table 1: --loss stop_grad --margin M; second row: --margin M. Fig. 6: --dim. Fig. 5: SOP, with --margin 0 to 0.4,
+    --lam 0 to 2.
     Table 3: --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5, in the paper with Inception.
     Reality Check: --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, with --margin its CosFace.
-    On CUB the values are --s 9.2 for the first, and --s 100 --margin 0.62 --center-lr-mult 2500 for CosFace.
+    On CUB its released results have --s 9.2 for the first, and --s 100 --margin 0.62 --center-lr-mult 2500 for CosFace.
 """
 
 

@@ -3,15 +3,15 @@
 Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Learning. ICCV 2023.
 Images of two to four classes, the source classes, are mixed into a hybrid, which gets no label. Each image of a source
 class is a weak positive of the hybrid. The hybrid loss L_Hy, HSE Eq. (9), pulls the hybrid to its nearest weak positive
-and pushes it away from the nearest image of any other class. It pulls it only to the nearest one: pulling a hybrid to
-all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10), where L_m is
-any loss of the labelled images (--loss).
+and pushes it away from the nearest of all images of other classes. It pulls it only to the nearest one: pulling a
+hybrid to all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10),
+where L_m is any loss of the labelled images (--loss).
 
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
     Cnum       combinations  --combinations  how many sets of `num` classes are mixed
-    Nsize      per_class     --per-class     images of each class in a batch, and hybrids of each set: H = Nsize Cnum
+    Nsize      per_class     --per-class     images of each class in a batch. A set has as many hybrids: H = Nsize Cnum
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
     -          temperature   --temperature   T, by which the inner products in L_Hy are divided
 
@@ -43,8 +43,8 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     weak_positive  (H, B) bool, images of source classes: Eq. (8) chooses one
     negative       (H, B) bool, images of other classes: Eq. (7) chooses one
     temperature    T > 0: 1 in the paper, 0.1 in the released code
-    returns        scalar >= 0. A hybrid without weak positives, or without negatives, adds 0, but counts in the mean.
-                   Without hybrids the loss is 0.
+    returns        scalar >= 0. A hybrid without negatives (or, with other masks, without weak positives) adds 0, but
+                   counts in the mean. Without hybrids the loss is 0.
     """
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
@@ -71,7 +71,7 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
-    l_m = base_loss(z, y)                                   # first, because it checks y
+    l_m = base_loss(z, y)                                   # first: its decorator checks y, which is an index below
     weak_positive, negative = weak_positives_and_negatives(y, sources)
     return l_m + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)                 # Eq. (10), (11)
 
@@ -95,7 +95,7 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     generator       for the choice of classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
-    y = labels.cpu().long()                         # the many small operations of a choice are slow on a GPU
+    y = labels.cpu().long()             # to choose classes takes many small operations, which are slow on a GPU
     sources = [y.new_empty(0, num)]                 # so that cat works if no set is chosen
     for classes in choose_classes(y, num, combinations, superclasses, generator):
         columns = []
@@ -112,8 +112,10 @@ def choose_classes(y, num, combinations, superclasses=None, generator=None):
     categories), all classes of a set are of one superclass.
 
     The classes of each superclass are shuffled and cut into sets of `num`, and all sets are shuffled. This is repeated
-    until there are enough sets. A batch of SOP has 2 classes of each of the 12 superclasses, so with num = 2 and 12
-    combinations there is one set of each superclass.  y (B,), superclasses (B,) or None -> list of (num,)
+    until there are enough sets, so a set can occur again. A batch of SOP has 2 classes of each of the 12 superclasses,
+    so with num = 2 and 12 combinations there is one set of each superclass.
+
+    y (B,), superclasses (B,) or None -> list of (num,)
     """
     superclasses = torch.zeros_like(y) if superclasses is None else superclasses.cpu()
     groups = [y[superclasses == superclass].unique() for superclass in superclasses.unique()]
@@ -132,23 +134,23 @@ def blend(parts, kind, axis, mask_size):
     """Mixes num images into one.  parts (H, num, 3, S, S) -> (H, 3, S, S)"""
     _, num, _, height, width = parts.shape
     if kind == 'mixup':
-        return parts.mean(dim=1)                    # with two images HSE Eq. (3) for lambda = 1/2
+        return parts.mean(dim=1)        # equal proportions (Section 2.3): with two images HSE Eq. (3) for lambda = 1/2
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij')      # (height, width) each
-    layout = axis if kind == 'cutmix' else kind     # top-bottom or left-right, or gridmask
     # source_index (height, width): from which of the num sources each pixel is taken
-    if layout == 'top-bottom':
-        source_index = row * num // height
-    elif layout == 'left-right':
-        source_index = column * num // width
-    elif layout == 'gridmask':
+    if kind == 'gridmask':
         source_index = (row // mask_size + column // mask_size) % num       # with two sources, a checkerboard
+    elif (kind, axis) == ('cutmix', 'top-bottom'):
+        source_index = row * num // height
+    elif (kind, axis) == ('cutmix', 'left-right'):
+        source_index = column * num // width
     else:
-        raise common.UsageError(f'{layout} is not a way to mix images')
+        raise common.UsageError(f'{kind} {axis} is not a way to mix images')
     if source_index.max() < num - 1:                # the last source has no pixel
         raise common.UsageError(f'{kind} cannot combine {num} images in {height} x {width} px: take '
                                 'larger images, a smaller --num or, with gridmask, a smaller --mask-size')
     source_index = common.to_device(source_index, parts.device)[None, None, None]           # (1, 1, 1, height, width)
-    return parts.take_along_dim(source_index, dim=1).squeeze(1)                             # (H, 3, S, S), broadcast
+    # Dimension 1 is indexed, by one map for all hybrids and colours.
+    return parts.take_along_dim(source_index, dim=1).squeeze(1)                             # (H, 3, S, S)
 
 
 # ---- base losses L_m: z (B, D) L2-normalized, y (B,) -> scalar. Their alpha is not the weight of L_Hy.
@@ -162,7 +164,7 @@ def pairs(y):
 
 def log1p_sum_exp(t, keep):
     """log(1 + sum of exp(t)) of each row, over the columns where keep is true.  t, keep (n, B) -> (n,)"""
-    # Each row is padded with a 0, because exp(0) is the "1 +". The other columns become -inf, and exp(-inf) = 0.
+    # Where keep is false, t becomes -inf, and exp(-inf) = 0. Each row is padded with a 0, because exp(0) is the "1 +".
     return F.pad(t.masked_fill(~keep, float('-inf')), (1, 0)).logsumexp(dim=1)
 
 
@@ -173,7 +175,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
-    # Easy pairs are dropped, see mine in train_ms.py.
+    # Easy pairs are dropped, see mine in train_ms.py. A pair with NaN is kept (hence ~), and the loss becomes NaN.
     positive &= ~(s - epsilon >= hardest_negative)
     negative &= ~(s + epsilon <= hardest_positive)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,)
@@ -186,9 +188,10 @@ def contrastive_loss(z, y, neg_margin=0.5):
     """HSE Eq. (2): d^2 for a positive pair, max(m - d, 0)^2 for a negative one; m is neg_margin. Positive and negative
     pairs are averaged separately, over the pairs with non-zero loss, as in train_contrastive.py."""
     s = z @ z.T                                                          # (B, B)
-    d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s                    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j
-    # Where d2 is within rounding error of 0, d is 0, without gradient. The derivative of sqrt is infinite at 0, so d2
-    # is clamped before.
+    # |z_i|^2 + |z_j|^2 - 2 z_i.z_j, where the squared norms are not exactly 1 if z was in half precision
+    d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s
+    # A d2 below 16 eps is a rounding error: d is set to 0 there, without gradient. It is clamped before sqrt, whose
+    # derivative at 0 is infinite.
     floor = 16 * torch.finfo(d2.dtype).eps
     d = d2.clamp_min(floor).sqrt().masked_fill(d2 <= floor, 0)           # HSE Eq. (1): the Euclidean distance
     positive, negative = pairs(y)
@@ -204,6 +207,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y         # (C, B)
     pull = log1p_sum_exp(-alpha * (s - delta), positive)                # (C,)
     push = log1p_sum_exp(alpha * (s + delta), ~positive)                # (C,)
+    # The positive term is a mean over the classes in the batch, the negative one over all C.
     return pull.sum() / positive.any(dim=1).sum() + push.mean()
 
 
@@ -232,7 +236,7 @@ def npair_loss(z, y):
     same = y[:, None] == y                                               # (B, B)
     rank = same.tril(-1).sum(dim=1)                 # (B,) which image of its class it is: 0, 1, 2, ...
     second = (rank == 1).nonzero()[:, 0]                                 # (P,)
-    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) one in each row, of the same class
+    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) the column: each row has one entry
     s = z[first] @ z[second].T                                           # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
 
@@ -249,10 +253,10 @@ class SuperclassSampler:
         if per_class < 1 or batch_size % (len(self.members) * per_class):
             raise common.UsageError(f'--batch-size must be a multiple of {len(self.members)} x --per-class, and '
                                     '--per-class at least 1')
-        self.batches = max(1, len(labels) // batch_size)
         share = batch_size // len(self.members)                          # images of each superclass in a batch
         self.samplers = [common.BalancedSampler(labels[m], share, per_class) for m in self.members]
-        self.batch_size = sum(sampler.batch_size for sampler in self.samplers)
+        self.batch_size = sum(sampler.batch_size for sampler in self.samplers)      # smaller with too few classes
+        self.batches = max(1, len(labels) // self.batch_size)
 
     def __len__(self):
         return self.batches
@@ -273,7 +277,7 @@ class SuperclassSampler:
 #     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
 #                    cropped
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
-#     per_class      images of each class in a batch; 0: random images, only with alpha 0
+#     per_class      images of each class in a batch; 0: random images, only with alpha 0 and without superclasses
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
 #     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
@@ -285,24 +289,24 @@ SHAPES = dict(
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10,
-    temperature=1.0, mask_size=16)
+    mask_size=16)
 # Batches and dim are those of Tables 2 and 3, as far as these state them (note 8); mask_size is from Table 4. The rest
-# is from the commands in the released code, and is used here for all base losses.
+# is from the released code, and is used here for all base losses.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
     epochs=60, batch_size=128, per_class=8,
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
-    clip=10.0, proxy_lr_mult=100, temperature=0.1, mask_size=50)
+    clip=10.0, proxy_lr_mult=100, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  hybrids='append', combinations=12)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
 # loss). The last entry that has it wins.
 DEFAULTS = {
-    'shapes': SHAPES,
+    'shapes': SHAPES | dict(temperature=1.0),       # note 1
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
-    'folder': SHAPES | common.FOLDER | dict(temperature=0.1),
-    'vectors': SHAPES | common.VECTORS,             # rejected below: vectors are not images
+    'folder': SHAPES | common.FOLDER,
+    'vectors': SHAPES | common.VECTORS,             # only for the error below: vectors are not images
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
@@ -339,7 +343,8 @@ def get_args(argv=None):
     add('--hybrids', choices=['replace', 'append'], default='replace',
         help='replace the last images of the batch by hybrids, or append the hybrids to the batch')
     add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
-    # Flags that have an effect only with some values of another flag; given with its other values, they are an error
+    # {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a flag
+    # without effect is an error.
     uses = {'loss': dict(proxy_anchor=['proxy_lr_mult']), 'kind': dict(cutmix=['axis'], gridmask=['mask_size']),
             'alpha': {0: [], common.OTHER: 'temperature kind num combinations axis mask_size hybrids'.split()}}
     args = common.parse(parser, DEFAULTS, argv, uses)
@@ -348,7 +353,7 @@ def get_args(argv=None):
 
 
 def reject_impossible_hybrids(args):
-    """Raises UsageError for hybrids that cannot be made."""
+    """Raises UsageError for hybrids that cannot be made, and for batches without pairs, which most losses need."""
     if args.dataset == 'vectors':
         raise common.UsageError('hybrids are composed of images, and --dataset vectors has none: use another script')
     if args.loss != 'proxy_anchor':
@@ -363,8 +368,9 @@ def reject_impossible_hybrids(args):
 def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
-    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, the classes that hybrids
-    replace. With superclasses, it needs `num` classes of every superclass.
+    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, those that are replaced:
+    the hybrids of a set are as many as the images of a class, and replace one. With superclasses, it needs `num`
+    classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
     # How many classes of each superclass fit in a batch
@@ -386,12 +392,11 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     labels, superclasses, num_classes = data.train.labels, data.train.superclasses, data.train.num_classes
-    # All classes are in one superclass, if the dataset has none, or with --fold: a fold may have too few classes of a
-    # superclass.
+    # Without superclasses, all classes form one; also with --fold, because a fold may have too few of a superclass.
     if superclasses is None or args.fold:
         superclasses = torch.zeros_like(labels)                             # (N,)
     superclass_of = labels.new_zeros(num_classes)                           # (C,)
-    superclass_of[labels] = superclasses
+    superclass_of[labels] = superclasses                                    # images of a class write the same value
     if args.alpha > 0:
         reject_small_batches(args, superclass_of)
     has_superclasses = len(superclasses.unique()) > 1
@@ -401,8 +406,8 @@ def main(argv=None):
     loss_params = {}
     if args.loss == 'proxy_anchor':                 # with proxies as in train_proxy_anchor.py
         proxies = torch.randn(num_classes, model.dim) * (2 / num_classes) ** 0.5            # (C, D)
-        proxies = loss_params['proxies'] = torch.nn.Parameter(proxies.to(args.device))
-        groups.append(dict(params=[proxies], lr=args.lr * args.proxy_lr_mult))
+        loss_params = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))
+        groups.append(dict(params=[loss_params['proxies']], lr=args.lr * args.proxy_lr_mult))
     optimizer = common.make_optimizer(args, groups)
     base_loss = partial(LOSSES[args.loss], **loss_params)
 
@@ -413,8 +418,8 @@ def main(argv=None):
         if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        # make_hybrids chooses the sources on the CPU. For the labels, the CPU waits until the GPU has ended the step
-        # before.
+        # The sources are chosen on the CPU. To copy the labels there, it has to wait until the GPU has finished the
+        # previous step.
         y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])
@@ -432,17 +437,17 @@ What differs from the paper
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
        is the first column, which is Eq. (9).
     4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
-       each class.
+       each class. Algorithm 1 takes the first classes of a batch; here they are drawn at random.
     5. Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, which are of one class. Section 4 says
        random ones. Here they are the last ones, or none (--hybrids append, as in Table 3). With --alpha 0 all stay.
     6. For ms on CUB and Cars the paper uses BN-Inception, this script a ResNet-50. The paper uses the learning rates of
        the base losses (Section 4). Here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
        block of 250 px (Table 4) needs an --image-size above 250; with 256, 95% of the pixels are from one source.
-    8. The table has alpha; batch size / images per class. A dash means that a value is not stated. In-Shop has the
-       values of SOP, and npair 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and its
-       margin 0.5 as in the released code. (For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars,
-       but in Table 2 the best results have 8 and 16.)
+    8. The table has alpha; batch size / images per class. A dash: not stated, or no command. In-Shop has the values of
+       SOP. On all four, npair has 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and
+       its margin 0.5 as in the released code. (For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for
+       Cars, but in Table 2 the best results have 8 and 16.)
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
                        SOP        -; 120 / 5              0.3; 120 / 5         0.3; 120 / 5
@@ -453,15 +458,17 @@ What differs from the paper
                        SOP        -; 120 / 5              1; 120 / 5           1; 120 / 5
          npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
-    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP both may be
-       of one class, and with Proxy-Anchor, sources and negatives come from ten random images of one superclass. Here
-       both classes of a superclass in a batch of SOP are sources, so negatives are of other superclasses.
+    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP the two
+       images may be of one class, and with Proxy-Anchor, sources and negatives come from ten random images of one
+       superclass. Here a batch of SOP has two classes of each superclass. Both are sources, so negatives are of other
+       superclasses.
    10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
        less, and positives above 0.9999. Its N-pair uses cosine similarities, as here; Sohn's uses inner products.
 Tables and figures of the paper
-    Tables 2 and 3: --loss, --per-class and --alpha 0. For EPSHN on CUB, R@1 is 64.9 without hybrids (--per-class 16),
-    and 66.9 (16) and 67.4 (8) with them. Table 4: --loss epshn with --kind, --num, --mask-size. Fig. 6: --loss ms
-    --combinations N. Fig. 5, which does not name its loss: --arch resnet18 --batch-size 128 --per-class N.
+    Tables 2 and 3: --loss and --per-class; rows marked * have --alpha 0. For EPSHN on CUB, R@1 is 64.9 without hybrids
+    (--per-class 16), and 66.9 (16) and 67.4 (8) with them. Table 4: --loss epshn with --kind, --num, --mask-size.
+    Fig. 6: --loss ms --combinations N. Fig. 5, which does not name its loss: --arch resnet18 --batch-size 128
+    --per-class N.
 """
 
 

@@ -1,18 +1,18 @@
 """train_metrix.py -- Metrix: mixup for metric learning. A mixed example is partly a positive, partly a negative.
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep Metric Learning.
-ICLR 2022. arXiv:2106.04990. In metric learning, labels are relative to an anchor a: 1 for its positives, 0 for its
-negatives. Metrix mixes two examples, as images, features or embeddings, Metrix Eq. (4), and their labels, Eq. (8). A
-positive mixed with a negative has the label lambda: in the loss of a, it counts as a positive with weight lambda, and
-as a negative with weight 1 - lambda. The pairs to mix for an anchor are of one of three kinds: pos-neg is a positive
-and a negative, anc-neg is the anchor itself and a negative, pos-pos is two positives, with label 1.
-The E candidates for mixing are the images of the batch and, with Proxy-Anchor, the proxies of its classes. The anchors
-are the images or, with Proxy-Anchor, these proxies.
+ICLR 2022. arXiv:2106.04990. Metrix adds to a base loss (--loss) the same loss of mixed examples, Metrix Eq. (10). In
+it, labels are relative to an anchor a: 1 for its positives, 0 for its negatives. Two examples are mixed, as images,
+features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mixed with a negative has the share of the
+positive as its label: it counts as a positive with this weight, and as a negative with the rest. Which pairs are mixed
+for an anchor is one of three choices: pos-neg, a positive and a negative; anc-neg, the anchor itself and a negative;
+pos-pos, two positives, with label 1. The E candidates for mixing are the images of the batch and, with Proxy-Anchor,
+the proxies of the classes in the batch. The anchors are the images or, with Proxy-Anchor, these proxies.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
     x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v, i < j
-    lambda   lam        --alpha      (M,) share of candidate i in v, from Beta(alpha, alpha)
+    lambda   lam        --alpha      (M,) share of candidate i in v, also if i is the negative; from Beta(alpha, alpha)
     y        label      -            (A, M) label of v for each anchor: lam if i is the positive (or the anchor),
                                      1 - lam if j is, and 1 for pos-pos. The variable y is the class labels (B,)
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
@@ -55,9 +55,9 @@ def labelled_loss(s, label, valid, kind, **hyper):
     return pull + push                                                              # Eq. (3), (7), (9), (13)
 
 
-# ---- Table 1. Each function is one of its rows; notes 2 and 4 say what differs. It takes similarities s and weights of
-# the examples, all (A, n): `pos_weight` is y, `neg_weight` is 1 - y, and both are 0 for examples that are not the
-# anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
+# ---- Table 1. Each function is one of its rows; notes 2 and 4, at the end, say what differs. It takes
+# similarities s and weights of the examples, all (A, n): `pos_weight` is y, `neg_weight` is 1 - y, and both are 0 for
+# examples that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
 
 
 def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
@@ -67,8 +67,8 @@ def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    examples whose weight y is above 0: of clean ones the positives, of mixed ones all. The second sum is divided by the
-    number of its terms that are not 0, because examples below the margin add nothing.
+    examples with y > 0: if they are clean, these are the positives, if mixed, all of them. The second sum is divided by
+    the number of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -95,8 +95,9 @@ def proxy_anchor(s, pos_weight, neg_weight, alpha=32.0, delta=0.1):
 
     log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))  and  log(1 + sum_{x in X_p-} exp(alpha (s(x,p) + delta)))
 
-    With mixed examples, their weights stand before the exponentials, and mixed_loss averages both logarithms over the
-    classes in the batch. Table 1 differs (note 4): it has s - m in the second logarithm, and factors 1/beta, 1/gamma.
+    X_p+ are the images of the class of the proxy p, and X_p- all other images of the batch. With mixed examples, their
+    weights stand before the exponentials, and mixed_loss averages both logarithms over the classes in the batch.
+    Table 1 differs (note 4): it has s - m in the second logarithm, and factors 1/beta, 1/gamma.
     """
     pull = log1p_sum_exp(-alpha * (s - delta), pos_weight)              # Proxy-Anchor Eq. (4), first logarithm
     push = log1p_sum_exp(alpha * (s + delta), neg_weight)               # Proxy-Anchor Eq. (4), second logarithm
@@ -122,12 +123,14 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     proxies  (C, D), for the last two
     epsilon  tolerance of the miner of ms, as in train_ms.py; None: no miner
     """
-    if kind == 'proxynca_pp':       # Unlike Table 1, the positive proxy is in the denominator. Logits: 2 z.p / T
+    if kind == 'proxynca_pp':
+        # Table 1 has a sum over the negative proxies, and logits z.p / T. Here the sum is over all, as in a softmax,
+        # and logits are 2 z.p / T.
         return F.cross_entropy(proxy_logits(z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
         positive = torch.arange(len(proxies), device=y.device)[:, None] == y                    # (C, B)
-        pull, push = proxy_anchor(s, positive, ~positive, **hyper)                              # (C,), (C,)
+        pull, push = proxy_anchor(s, positive, ~positive, **hyper)      # (C,), (C,); as weights, masks are 1 and 0
         # Proxy-Anchor Eq. (4): |P+| is the number of classes in the batch, and |P| is C (note 3 of train_proxy_anchor)
         return pull.sum() / positive.any(dim=1).sum() + push.mean()
     s = z @ z.T                                                                                 # (B, B)
@@ -138,14 +141,15 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         # The miner drops easy pairs: positives above every negative by epsilon or more, and negatives below every
-        # positive by epsilon or more. A pair with NaN is kept, and the loss becomes NaN.
+        # positive by epsilon or more. An anchor without positives keeps no negatives. A pair with NaN is kept (hence
+        # ~), and the loss becomes NaN.
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
     # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (10), first term
 
 
-@common.loss
+@common.loss            # for the proxies, which are inside of `base` in mixed_loss
 def proxy_logits(v, proxies, temperature=1 / 9):
     """Logits of ProxyNCA++, 2 v.p / T, of embeddings v (M, D), where p are the proxies (C, D), L2-normalized -> (M, C).
     Their softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p.
@@ -177,7 +181,7 @@ def mixed_loss(base, config, model, levels, y):
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
-    # common.loss sees tensors among the arguments, not those inside of `levels` and `base`: these are checked here.
+    # common.loss sees tensors among the arguments. Those in `levels` and `base` are converted and checked here.
     z = common.at_least_float32(levels['embed'])                                    # (B, D)
     y = common.check_labels(z, y, proxies=base.proxies)
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
@@ -188,9 +192,9 @@ def mixed_loss(base, config, model, levels, y):
     # training, BatchNorm fails on one 1 x 1 feature map.
     if len(i) < (2 if config.mixup == 'input' else 1):
         return 0 * z.sum()                                                          # 0, with a gradient for backward()
-    # Images are the first candidates, and proxies are only mixed as embeddings (see plan). So i and j also index images
-    # and feature maps.
-    v = mixed_embeddings(config, model, dict(levels, embed=cand_z), i, j, lam)      # (M, D)
+    # Candidates 0 to B - 1 are the images. Input and feature mixup mix no proxies (see plan), so there i and j are
+    # indices of images.
+    v = mix_and_embed(config, model, dict(levels, embed=cand_z), i, j, lam)      # (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
         loss_i = F.cross_entropy(logits, cand_y[i], reduction='none')               # (M,)
@@ -246,7 +250,8 @@ def mixed_pairs(config, z, y, anchor, num_images):
     mixes = first.float().T @ second.float() > 0                                    # (E, E)
     # The order of p and q does not matter: the upper triangle has each pair once, with i < j.
     i, j = (mixes | mixes.T).triu(1).nonzero().unbind(dim=1)                        # (M,), (M,)
-    # Eq. (8): (M,) one lambda for a pair, for all anchors. Drawn on the CPU, it is the same on every device.
+    # (M,) one lambda for each pair, unlike Eq. (8) the same for all anchors (note 1). Drawn on the CPU, it does not
+    # depend on the device.
     lam = common.to_device(Beta(config.alpha, config.alpha).sample(i.shape), y.device)
     # The positive may be i or j, because i < j sorts by index.
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
@@ -263,12 +268,12 @@ def hardest_negatives(s, negative, k):
     return negative & torch.zeros_like(negative).scatter(1, hardest, True)
 
 
-def mixed_embeddings(config, model, levels, i, j, lam):
+def mix_and_embed(config, model, levels, i, j, lam):
     """Eq. (4): embeddings v of M mixed examples. The mixed tensor passes through the rest of the network. -> (M, D)"""
     if config.mixup == 'input':
         return model(mix(levels['input'], i, j, lam))       # Eq. (4), f(lam x + (1 - lam) x')
     if config.mixup == 'feature':
-        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the backbone, f_m is mix_features and project
+        # Eq. (4), f_m(lam g_m(x) + (1 - lam) g_m(x')): g_m is the backbone, f_m pooling (in mix_features) and project
         return model.project(mix_features(levels['feature'], i, j, lam, model.pool))
     if config.mixup == 'embed':
         return mix_embeddings(levels['embed'], i, j, lam)
@@ -323,9 +328,9 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
-    attracts it while s(a, v) is below this value. The probability of Eq. (25), the same as Eq. (11), is the share of
-    those pairs (a, v) whose similarity is at most this threshold, among the pairs with this lambda.
-    tests/results/fig2.py measures it; training does not use it.
+    attracts it while s(a, v) is below this value. Of all pairs (a, v) with this lambda, the share whose similarity is
+    at most this threshold is the probability of Eq. (25), the same as Eq. (11). tests/results/fig2.py measures it;
+    training does not use it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
@@ -385,11 +390,12 @@ DEFAULTS = {
 }
 
 # USES is {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a
-# flag without effect is an error, such as --delta with --loss ms. The alpha of proxy_anchor is --proxy-alpha, because
-# --alpha is that of Beta.
+# flag without effect is an error, such as --delta with --loss ms. A flag in several entries needs all of them. The
+# alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
+PROXY_LOSSES = ('proxy_anchor', 'proxynca_pp')
 USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_negatives', 'strength', 'alpha']},
         'pairs': {'pos-pos': [], common.OTHER: ['hard_negatives']},
         'strength': {0: [], common.OTHER: ['pairs', 'hard_negatives', 'alpha']}}
@@ -404,7 +410,7 @@ def plan(args):
     for mixup in args.mixup:
         # Which pairs: by default pos-neg or anc-neg, Section 4.1
         pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]
-        if args.loss == 'proxynca_pp':              # note 5: each image is the anchor of its anc-neg pairs
+        if args.loss == 'proxynca_pp':              # note 5: each image, as an anchor, is mixed with its negatives
             pairs = ['anc-neg']
         elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
@@ -457,10 +463,10 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    if 'proxy' not in args.loss:
+    if args.loss not in PROXY_LOSSES:
         common.require_pairs(args)
-    # With proxies, one class is enough for the clean loss, whose negatives include other proxies. In mixed examples,
-    # the negatives are images of the batch.
+    # With proxies, one class is enough for the clean loss, which compares images with the proxies of all classes. In
+    # mixed examples, the negatives are images of the batch.
     elif (args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos'
           and args.batch_size < 2 * args.per_class):
         raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one '
@@ -487,7 +493,7 @@ def main(argv=None):
         torch.backends.cudnn.benchmark = False
     groups = [dict(params=model.parameters())]
     loss_params = {}
-    if 'proxy' in args.loss:                        # the proxies of both losses begin as in train_proxy_anchor.py
+    if args.loss in PROXY_LOSSES:                   # the proxies of both losses begin as in train_proxy_anchor.py
         C = data.train.num_classes
         proxies = torch.randn(C, model.dim) * (2 / C) ** 0.5
         loss_params = dict(proxies=torch.nn.Parameter(proxies.to(args.device)))                     # (C, D)
@@ -519,13 +525,13 @@ NOTES = """
 What differs from the paper
     1. Each pair is mixed once, with the same lambda for all anchors. Eq. (8) seems to sample lambda anew for each
        anchor. In Section B.4, pos-pos contains both orders of a pair, and each positive with itself; here it does not.
-       Mixed embeddings are L2-normalized, as in the released code. Mixed images enter BatchNorm's statistics.
+       Section 3.5 allows neg-neg pairs, too; they are left out. Mixed embeddings are L2-normalized, as in the code.
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
     4. Proxy-Anchor follows its own paper: s + delta on negatives, where Table 1 has s - m, and no 1/beta or 1/gamma.
-       Its mixed loss is averaged over the classes in the batch; with all proxies as anchors, Eq. (10) divides by C. Its
-       anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup, the
-       k hardest negatives are those of a proxy, its anchor; in the paper they are those of an example.
+       Its mixed loss is averaged over the classes in the batch; Eq. (10), with all proxies as anchors, divides by C.
+       Its anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup,
+       the k hardest negatives are those of the anchor, a proxy; in the paper they are those of an example.
     5. ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. In Table 1 its positives and negatives are
        proxies, which input and feature mixup cannot mix, though the paper reports results for both. Here a mixed
        example is a query with two targets: lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy, averaged
@@ -539,14 +545,14 @@ code trains with Adam, draws one lambda per batch, and reports the epoch that is
        hard negatives           of each anchor      in input mixup, of the first anchor (bug) those that the miner keeps
        mixed examples are in    both terms          both terms                                the positive term (bug)
        means are over           anchors (note 2)    non-zero values of each term              mixed examples
-    7. The code for contrastive has 60 epochs, k = 1 in input mixup, and a Euclidean margin of 0.5 (a cosine of 0.875).
+    7. For contrastive it has 60 epochs, k = 1 in input mixup, w = 0.3 in embed with anc-neg, a cosine margin of 0.875.
     8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), where lam
-       weights the clean ones. Then a mask of pairs of images selects entries of a matrix whose rows are mixed examples.
-       So most mixed examples are not used, and the others have a wrong anchor (bug).
-    9. Its commands for ms on CUB   epochs   learning rate           summed over the epochs that train the backbone
+       weights the clean ones. Its similarities have a row for each mixed example, but the mask that selects them has a
+       row for each image. So most mixed examples are not used, and the others have a wrong anchor (bug).
+    9. Its commands for ms on CUB   epochs   learning rate           sum of the rates after the frozen epochs
        without mixup                60       1e-4, halved every 5    5e-4
        with mixup                   100      1e-4, halved every 10   15e-4
-       The paper has 100 epochs for both (Section B.1). Here both have the schedule of the second row.
+       The paper has 100 epochs for both (Section B.1), and so have both here, with the second schedule.
 Tables and figures of the paper
     --dataset, --loss and --mixup choose Metrix or a base loss in Tables 2, 3 and 5. --loss contrastive with --mixup,
     --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), the last with --mixup input feature

@@ -442,7 +442,7 @@ def test_a_single_mixed_image_is_left_out(before_training):
 def test_an_unknown_mixup_is_rejected():
     z, pair = unit(3), torch.tensor([0])
     with pytest.raises(common.UsageError, match='mixup is input, feature or embed, and not '):
-        train_metrix.mixed_embeddings(MixupConfig('embedding', 'pos-neg', None, 2), None, dict(embed=z), pair, pair, z)
+        train_metrix.mix_and_embed(MixupConfig('embedding', 'pos-neg', None, 2), None, dict(embed=z), pair, pair, z)
 
 
 # ---- flags
