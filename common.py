@@ -52,7 +52,6 @@ from collections import Counter, OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, reduce, wraps
-from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -112,26 +111,16 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of two blank inputs in evaluation mode. Before it is one in training mode, where
-        some networks need larger images, or return several tensors: this should fail here, not in the first step.
-        Buffers and the state of the random generator are restored."""
+        """c, found by a forward pass of a blank input in evaluation mode"""
         device = next(self.trunk.parameters(), torch.empty(0)).device       # a trunk for vectors has no parameters
-        x = torch.zeros(2, *input_shape, device=device)
-        buffers = [buffer.clone() for buffer in self.trunk.buffers()]
+        self.trunk.eval()                                   # so that no statistics of BatchNorm change
         try:
-            with torch.random.fork_rng(devices=[]):
-                self.train()
-                self.features(x)
-                self.trunk.eval()
-                return self.features(x).shape[1]
+            return self.features(torch.zeros(1, *input_shape, device=device)).shape[1]
         except UsageError:                                  # a ValueError, which the next line would catch
             raise
         except (RuntimeError, AssertionError, ValueError) as error:     # every network has errors of its own
             raise UsageError(f'the network takes no input of shape {tuple(input_shape)}: {error}; try another '
                              '--image-size or --arch') from error
-        finally:
-            for buffer, before in zip(self.trunk.buffers(), buffers):
-                buffer.copy_(before)
 
     def place(self, device):
         """Moves the network to a device, in the memory format whose convolutions are fast there. Returns itself."""
@@ -425,7 +414,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch:
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
             model.train()
-            with random_state_kept(), frozen(model.trunk) if epoch <= args.freeze_epochs else nullcontext():
+            with frozen(model.trunk) if epoch <= args.freeze_epochs else nullcontext():
                 row |= train_epoch(args, loader, step, optimizer, epoch, steps, total)
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
@@ -564,8 +553,6 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     within = gallery is None                                             # the queries are also the gallery
     if within:
         gallery, gallery_labels = query, query_labels
-    if not (np.iterable(ks) and len(ks) and all(isinstance(k, Integral) and k > 0 for k in ks)):
-        raise UsageError(f'ks are the K of Recall@K, such as (1, 2, 4, 8), and not {ks!r}')
     check_embeddings(query, query_labels, gallery, gallery_labels)
     if query.device.type == 'mps':                                       # the GPU of a Mac has no float64
         query, gallery = query.cpu(), gallery.cpu()
@@ -644,10 +631,10 @@ def embed_test(model, data):
     return z, gallery
 
 
-def score(data, z, gallery=None, search=k_nearest):
+def score(data, z, gallery=None):
     """The metrics of a test set from the embeddings of embed_test, with s+ and s-, the mean cosine similarities of the
     positive and of the negative pairs of queries (left out if there are no such pairs)"""
-    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks, search)
+    metrics = retrieval_metrics(z, data.query.labels, gallery, data.gallery.labels, data.ks)
     for key, value in zip(('s+', 's-'), mean_similarities(z, data.query.labels.to(z.device))):
         if value is not None:
             metrics[key] = value
@@ -1086,10 +1073,9 @@ def hold_out(train, fold):
 def read_cub(root):
     """Lines `<image id> <class>/<file>`, where a class starts with its number"""
     for _, path in split_lines(f'{root}/CUB_200_2011/images.txt'):
-        if '/._' not in path:               # macOS leaves files `._<file>` next to the real ones
-            # The first 100 classes are for training; train_test_split.txt is for another task, classification.
-            split = 'train' if int(path[:3]) <= 100 else 'query'
-            yield split, f'{root}/CUB_200_2011/images/{path}', path.split('/')[0], None
+        # The first 100 classes are for training; train_test_split.txt is for another task, classification.
+        split = 'train' if int(path[:3]) <= 100 else 'query'
+        yield split, f'{root}/CUB_200_2011/images/{path}', path.split('/')[0], None
 
 
 def read_cars(root):
@@ -1340,8 +1326,6 @@ def build(args, data=None, **options):
                      precision=pick_precision(args.precision, args.device), **options)
     if args.dataset == 'vectors':
         model.trunk.mean_norm.copy_(vectors.norm(dim=1).mean())
-        if not model.trunk.mean_norm:
-            raise UsageError(f'all training vectors in {args.data} are 0')
     if world_size() > 1 and not args.freeze_bn:             # statistics over the batches of all processes
         if args.device.type != 'cuda':
             raise UsageError('several processes on a CPU cannot compute joint statistics of BatchNorm: add --freeze-bn')
@@ -1448,27 +1432,21 @@ def about_data(args, data):
     validation block, too, because the epoch was selected on them), a hash of all images, and one of the test images,
     with which eval.py checks that it has the same ones"""
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []),
-                fingerprint=hash_of(data, data.train, data.query, data.gallery),
-                test_fingerprint=hash_of(data, data.query, data.gallery) if data.query and not args.fold else None)
+                fingerprint=hash_of(data.train, data.query, data.gallery),
+                test_fingerprint=hash_of(data.query, data.gallery) if data.query and not args.fold else None)
 
 
-def hash_of(data, *sets):
-    """A hash of the classes, labels and images of these sets of `data`, each Images or None. Of files it takes names
-    and sizes, of shapes only names, because the pixels that are drawn differ slightly from CPU to CPU."""
-
-    def size(images, path):
-        return images.are_files and os.path.isfile(path) and os.path.getsize(path)
-
+def hash_of(*sets):
+    """A hash of the classes, labels and names of these sets, each Images or None; of files also of their sizes, and of
+    vectors of their values"""
     sets = list(filter(None, sets))
     content = [(images.classes, images.labels.tolist(),
-                [(os.path.basename(path), size(images, path)) for path in images.paths]) for images in sets]
+                [(os.path.basename(path), images.are_files and os.path.getsize(path)) for path in images.paths])
+               for images in sets]
     digest = hashlib.sha256(repr(content).encode())
     for images in sets:
         if images.is_vectors:
             digest.update(images.items.float().cpu().numpy().tobytes())          # NumPy has no bfloat16
-        elif not images.are_files and data.name != 'shapes':
-            for image in images.items:
-                digest.update(np.asarray(image).tobytes())
     return digest.hexdigest()
 
 
@@ -1630,13 +1608,9 @@ def errors_explained(arch, weights):
     except Exception as error:
         if weights != 'imagenet':
             raise UsageError(f'cannot make {arch}: {error}; try another --image-size or --arch') from error
-        # Causes: no connection, a wrong hash, no such weights, or a web page or empty file in place of the download
-        file = ''
-        with suppress(Exception):
-            url = torchvision.models.get_model_weights(arch)['IMAGENET1K_V1'].url
-            file = f'delete {torch.hub.get_dir()}/checkpoints/{Path(url).name} if it is damaged, or '
-        raise UsageError(f'no ImageNet weights for {arch}: {type(error).__name__} {error}; {file}name a file of them: '
-                         '--weights FILE') from error
+        # Causes: no connection, no such weights, or a web page in place of the download
+        raise UsageError(f'no ImageNet weights for {arch}: {type(error).__name__} {error}; name a file of them, '
+                         f'--weights FILE, or delete a damaged one in {torch.hub.get_dir()}/checkpoints') from error
 
 
 def load_weights(trunk, weights, classifier):
@@ -2103,24 +2077,16 @@ def set_seed(*seeds, seed_torch=torch.manual_seed):
 
 
 @contextmanager
-def random_state_kept():
-    """After `with`, or after a function with this decorator, the generators of torch (on the CPU), NumPy and Python are
-    as before. Otherwise the values of a random search, drawn between its runs, would all be the same."""
+def seeded(*seeds):
+    """set_seed inside `with`, after which the generators of torch (on the CPU), NumPy and Python are as before"""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
+        set_seed(*seeds, seed_torch=torch.default_generator.manual_seed)        # not the devices, which takes long
         try:
             yield
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-
-
-@contextmanager
-def seeded(*seeds):
-    """set_seed inside `with`, after which the generators are as before"""
-    with random_state_kept():
-        set_seed(*seeds, seed_torch=torch.default_generator.manual_seed)        # not the devices, which takes long
-        yield
 
 
 # torchrun starts a script several times, once for each GPU. Each process loads a part of each batch, and the parts are

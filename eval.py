@@ -34,8 +34,8 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     copies              number of test images whose nearest training image has a cosine above 0.9999. They are probable
                         duplicates (train-test leakage), unless the embeddings have collapsed. A large JPEG file,
                         decoded at a reduced size, may differ more from its duplicate in another format
-With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, alignment
-if no two queries have the same class, and the threshold if no query has a match.
+With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, and
+alignment if no two queries have the same class.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -129,8 +129,7 @@ def analyse(z, training, data, result, gallery=None):
         metrics['uniformity'] = uniformity(z)
     if 's+' in result:
         metrics['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
-    if result.get('unmatched', 0) < len(y):
-        metrics['threshold'], metrics['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
+    metrics['threshold'], metrics['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
     return metrics
 
 
@@ -162,13 +161,21 @@ def reject_replacing(outputs, inputs):
             raise UsageError(f'the output would replace {path}, an input; name another file')
 
 
-def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
+def print_nearest(queries, gallery, rows, s, index):
+    """Prints class and path of the queries in `rows` and of their nearest images, where s and index are (Q, k)."""
+    for n, query in enumerate(rows):
+        print(f'row {n + 1}    {queries.classes[queries.labels[query]]}  {queries.paths[query]}')
+        for similarity, i in zip(s[n].tolist(), index[n].tolist()):
+            print(f'{similarity:9.3f}  {gallery.classes[gallery.labels[i]]}  {gallery.paths[i]}')
+
+
+def draw_grid(path, model, queries, gallery, rows, index, hit=None):
     """Writes a PNG: each row is a query and then its nearest images, with a green border if they are of its class, and
-    a red one if not. Prints the classes and paths of these images.
+    a red one if not.
 
     queries, gallery  Images;  rows  the Q queries to draw
-    s, index, hit     (Q, k) similarities, positions in the gallery, and whether they match; hit None: unknown, so all
-                      borders are white
+    index, hit        (Q, k) positions in the gallery, and whether they match; hit None: unknown, so all borders are
+                      white
     """
     unnormalized = common.make_test_transform(model.args['resize'], model.args['image_size'], (0, 0, 0), (1, 1, 1))
     tiles = []
@@ -178,14 +185,8 @@ def draw_grid(path, model, queries, gallery, rows, s, index, hit=None):
             colour = WHITE
             if column and hit is not None:
                 colour = GREEN if hit[n, column - 1] else RED
-            try:
-                image = unnormalized(common.to_rgb(images.items[i], unnormalized.min_side))
-            except UsageError as error:                     # a photo that was embedded earlier, and is gone
-                common.warn(f'{error}; its place is blank')
-                image = torch.ones(3, *2 * [model.args['image_size']])
+            image = unnormalized(common.to_rgb(images.items[i], unnormalized.min_side))
             tiles.append(v2.functional.pad(image, BORDER, fill=colour))
-            title = f'{s[n, column - 1]:9.3f}  ' if column else f'row {n + 1}    '
-            print(f'{title}{images.classes[images.labels[i]]}  {images.paths[i]}')
     with common.atomic_write(path) as file:
         save_image(tiles, file, format='png', nrow=1 + index.shape[1], pad_value=1)
     print(f'{len(rows)} queries and their nearest images: {path}')
@@ -210,11 +211,12 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
         rows = rows[map_at_r[rows].argsort(stable=True)][:ROWS]
     else:
         rows = rows[torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
-    draw_grid(path, model, data.query, data.gallery, rows.tolist(), s[rows], index[rows], hit[rows])
+    print_nearest(data.query, data.gallery, rows.tolist(), s[rows], index[rows])
+    draw_grid(path, model, data.query, data.gallery, rows.tolist(), index[rows], hit[rows])
 
 
 def answer_queries(args, model):
-    """--query: prints and draws the images nearest to each photo."""
+    """--query: prints the images nearest to each photo; with --sheet, draws them, too."""
     photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform, workers=args.workers)
     z = common.embed(model, photos)                         # (Q, D), first, so that a wrong name is noticed at once
     dataset, folder = place_of_test_set(args, [model.args])
@@ -232,17 +234,10 @@ def answer_queries(args, model):
         gallery = common.embed(model, images)
     print(f'the gallery is {len(images):,} images of {folder}')
     s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
-    run = common.best_of(args.checkpoint[0]).parent
-    path = args.sheet or run / 'query.png'
-    try:
-        if not args.sheet and not (run / 'log.jsonl').exists():         # there, query.png could be a file of the user
-            raise UsageError(f'{run} is not the folder of a run, so there is no image grid')
-        reject_replacing([path], [*photos.paths, *images.paths])
-        draw_grid(path, model, photos, images, range(len(photos)), s, index)
-    except UsageError as error:
-        if args.sheet:
-            raise
-        common.warn(f'{error}; name a place for the grid with --sheet')      # the folder of a run may be read-only
+    print_nearest(photos, images, range(len(photos)), s, index)
+    if args.sheet:
+        reject_replacing([args.sheet], [*photos.paths, *images.paths])
+        draw_grid(args.sheet, model, photos, images, range(len(photos)), index)
     found = [dict(query=photo, nearest=[
         dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=images.paths[i])
         for similarity, i in zip(*row)]) for photo, *row in zip(photos.paths, s.tolist(), index.tolist())]
@@ -423,7 +418,8 @@ SINGLE = {                                                  # flags for one chec
     '--sheet': dict(type=file_that_ends_in('.png'), metavar='PNG',
                     help='image grid of some queries and their nearest images'),
     '--hardest': dict(action='store_true', help='with --sheet: the queries with the worst results first'),
-    '--query': dict(type=Path, nargs='+', metavar='PHOTO', help='print and draw the images nearest to each of these'),
+    '--query': dict(type=Path, nargs='+', metavar='PHOTO',
+                    help='print the images nearest to each of these; --sheet draws them'),
     '--top': dict(type=common.at_least(1), default=5, help='number of nearest images in grids and for --query'),
 }
 FLAGS = {
@@ -492,7 +488,7 @@ def load_test_set(args, model, name, folder):
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
     expected = model.progress['test_fingerprint']
     if expected and not (args.dataset or args.data or args.whole):
-        if common.hash_of(data, data.query, data.gallery) != expected:
+        if common.hash_of(data.query, data.gallery) != expected:
             common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
     if seen := {*model.classes} & {*data.query.present}:
         common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate were in the training set, so '
@@ -522,7 +518,7 @@ def evaluate_one(args):
         result |= dict(data=folder)
     if why := common.why_meaningless(data):
         common.warn(f'{why}, so there is nothing to measure')
-    if len(data.query.classes) > 1:
+    else:
         metrics = common.score(data, z, gallery)
         if args.analyse:
             training = common.embed(model, examples).to(z.device)

@@ -386,7 +386,6 @@ def reject_small_batches(args, superclass_of):
                                 f'{available.min()}: {advice}')
 
 
-@common.random_state_kept()
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)

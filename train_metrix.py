@@ -409,19 +409,21 @@ def plan(args):
     choices = []
     for mixup in args.mixup:
         # Which pairs: by default pos-neg or anc-neg, Section 4.1
-        pairs = ['pos-neg', 'anc-neg'] if args.pairs == 'both' else [args.pairs]
         if args.loss == 'proxynca_pp':              # note 5: each image, as an anchor, is mixed with its negatives
             pairs = ['anc-neg']
-        elif args.loss == 'proxy_anchor' and args.pairs == 'both' and mixup != 'embed':
+        elif args.pairs != 'both':
+            pairs = [args.pairs]
+        elif args.loss == 'proxy_anchor' and mixup != 'embed':
             pairs = ['pos-neg']                     # anc-neg would mix a proxy, which has no image or feature map
+        else:
+            pairs = ['pos-neg', 'anc-neg']
         # How many negatives. auto: 3 in input mixup (Section B.2), or 1 if --mixup has feature as well (Table 6); the
         # other types take all. pos-pos mixes no negatives.
+        k = None
         if args.hard_negatives not in ('auto', 'all'):
             k = args.hard_negatives
         elif args.hard_negatives == 'auto' and mixup == 'input' and args.pairs != 'pos-pos':
             k = 1 if 'feature' in args.mixup else 3
-        else:
-            k = None
         print(f'{args.loss}, {mixup} mixup: {" or ".join(pairs)}' + (f', {k} hardest negatives' if k else ''))
         choices.append([MixupConfig(mixup, each, k, args.alpha) for each in pairs])
     return choices
@@ -482,7 +484,6 @@ def reject_impossible_mixup(args):
                                 'feature map: use --mixup embed, or --pairs pos-neg')
 
 
-@common.random_state_kept()
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)

@@ -149,7 +149,6 @@ def get_args(argv=None):
     return args
 
 
-@common.random_state_kept()
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)

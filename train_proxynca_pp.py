@@ -140,7 +140,6 @@ def get_args(argv=None):
     return common.parse(parser, DEFAULTS, argv, uses)
 
 
-@common.random_state_kept()
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)

@@ -81,7 +81,6 @@ def get_args(argv=None):
     return common.parse(parser, DEFAULTS, argv)
 
 
-@common.random_state_kept()
 def main(argv=None):
     args = get_args(argv)
     common.set_seed(args.seed)

@@ -18,7 +18,7 @@ from common import UsageError, retrieval_metrics
 # Folder of the images; {file: its lines}; the labels of each split; the classes of the test set
 FORMATS = {
     'cub': ('CUB_200_2011/images', {'CUB_200_2011/images.txt': [
-        '1 001.A/x.jpg', '2 100.B/x.jpg', '3 100.B/._x.jpg', '4 101.C/x.jpg', '5 101.C/y.jpg', '6 200.D/x.jpg']},
+        '1 001.A/x.jpg', '2 100.B/x.jpg', '4 101.C/x.jpg', '5 101.C/y.jpg', '6 200.D/x.jpg']},
         dict(train=[0, 1], query=[0, 0, 1]), ['101.C', '200.D']),
     'sop': ('Stanford_Online_Products', {
         'Stanford_Online_Products/Ebay_train.txt': [

@@ -110,12 +110,12 @@ def test_imagenet_weights_are_the_first_version(monkeypatch):
     get_model.assert_called_once_with('resnet50', weights='IMAGENET1K_V1')
 
 
-def test_a_page_in_place_of_downloaded_weights_is_one_line_with_its_name(monkeypatch, tmp_path):
+def test_a_page_in_place_of_downloaded_weights_is_one_line_with_its_folder(monkeypatch, tmp_path):
     monkeypatch.setenv('TORCH_HOME', str(tmp_path))
     file = tmp_path / 'hub/checkpoints/resnet18-f37072fd.pth'
     file.parent.mkdir(parents=True)
     file.write_text('<!DOCTYPE html><html><body>Please log in</body></html>')
-    with pytest.raises(UsageError, match=f'no ImageNet weights for resnet18: .*; delete {file} if it is damaged'):
+    with pytest.raises(UsageError, match=f'no ImageNet weights for resnet18: .* delete a damaged one in {file.parent}'):
         Embedder('resnet18')
 
 
@@ -220,19 +220,6 @@ def test_a_trunk_that_does_not_fit_is_rejected_in_one_line(transformer, flags, m
     with pytest.raises(UsageError, match=message) as raised:
         common.build(args)
     assert '\n' not in str(raised.value)
-
-
-def test_a_trunk_that_needs_larger_images_in_training_is_rejected_before_it():
-    """As Inception's auxiliary classifier does. The forward pass in training mode changes no buffer, no generator."""
-    class Trunk(SmallNet):
-        def forward(self, x):
-            f = self.bn1(F.dropout(self.conv1(x), 0.5, self.training))
-            return F.conv2d(f, torch.ones(4, 16, 40, 40)) if self.training else f
-    trunk, state = Trunk(), torch.get_rng_state()
-    with pytest.raises(UsageError, match=r'no input of shape \(3, 32, 32\)'):
-        Embedder(trunk=trunk, freeze_bn=False, input_shape=(3, 32, 32))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not trunk.bn1.running_mean.any() and not trunk.bn1.num_batches_tracked
 
 
 def test_a_trunk_that_does_not_return_one_tensor_is_rejected():
