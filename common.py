@@ -74,7 +74,8 @@ class Embedder(nn.Module):
                  none, for --dataset vectors, which are precomputed features. On resnet50_v1 see make_trunk
     dim          D, embedding dimension; None: as many as the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
-    weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), a file, or a run
+    weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), a file, or the
+                 folder of a run
     freeze_bn    BatchNorm uses its stored mean and variance in training, too. Only these statistics are frozen: its
                  scale and shift are trained.
     layer_norm   LayerNorm without affine weights, between pooling and head
@@ -107,7 +108,7 @@ class Embedder(nn.Module):
         # A checkpoint contains this dict, from which the network can be built again.
         self.config = dict(arch=arch if trunk is None else 'module', dim=self.dim, pool=pool, freeze_bn=freeze_bn,
                            layer_norm=layer_norm, normalize=normalize, input_shape=tuple(input_shape))
-        self.train()                        # see below: it puts frozen BatchNorm into evaluation mode
+        self.train()                        # all but frozen BatchNorm, see below
 
     @torch.no_grad()
     def count_channels(self, input_shape):
@@ -127,7 +128,7 @@ class Embedder(nn.Module):
         self.to(device)
         kind = self.linear.weight.device.type
         if kind == 'cpu' or (kind == 'cuda' and self.precision == 'bf16'):      # faster there; on a Mac see section 10
-            self.trunk.to(memory_format=torch.channels_last)             # images and features will have it, too
+            self.trunk.to(memory_format=torch.channels_last)             # convolutions return it, if weights have it
         return self
 
     def train(self, mode=True):
@@ -137,8 +138,8 @@ class Embedder(nn.Module):
         return self
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map of a ResNet, (B, c, h, w). Most other networks, and vectors (B, c),
-        give (B, c, 1, 1)."""
+        """Images (B, 3, S, S) -> last feature map of a ResNet of torchvision, (B, c, h, w). Most other networks, and
+        vectors (B, c), give (B, c, 1, 1)."""
         share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
         dtype = next(self.trunk.parameters(), x).dtype      # not float32 after .half() or .bfloat16()
         if x.is_floating_point():       # uint8 is not normalized, so it stays as it is, and the trunk rejects it
@@ -151,7 +152,7 @@ class Embedder(nn.Module):
                              f'{type(f).__name__} {tuple(getattr(f, "shape", ()))}: use another --arch')
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
-        return f if len(f) == len(x) else gather(at_least_float32(f))    # (B, c, h, w), from all processes
+        return f if len(f) == len(x) else gather(at_least_float32(f))    # (B, c, h, w); of a share, from all processes
 
     def pool_features(self, f):
         """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max is twice the features."""
@@ -181,7 +182,8 @@ class Embedder(nn.Module):
 
 
 class Rescale(nn.Module):
-    """The trunk for vectors, which are features already: it divides them by the mean L2 norm of the training set."""
+    """The trunk for vectors, which are features already: it divides them by the mean L2 norm of the training set, which
+    build sets."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +221,7 @@ def make_trunk(arch, weights='none', image_size=224):
     if not linear:
         raise UsageError(f'--arch {arch} has no linear classifier that could be cut off')
     classifier = linear[-1]
-    *body, (pooling, _), (last, _) = network.named_children()           # names of the last two layers
+    *body, (pooling, _), (last, _) = network.named_children()           # (name, layer) of each layer
     if (pooling, last) == ('avgpool', 'fc'):
         network = nn.Sequential(OrderedDict(body))
     else:
@@ -250,8 +252,9 @@ class BalancedSampler(Sampler):
     generator   torch.Generator; None is torch's global one
 
     An epoch has N // B batches, at least one. The P classes of a batch are different, and so are its images, unless a
-    class has fewer than K. Classes are taken from a random order of all classes. Those that are left over for less than
-    a batch are the first of the next batch, so all occur about equally often. The same holds for the images of a class.
+    class has fewer than K. Classes are taken from a random order of all classes. If fewer than P are left in it, the
+    next batch begins with them, and goes on with a new order, so all occur about equally often. The same holds for the
+    images of a class.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -274,8 +277,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. While it is too short, the items that are not in
-            it are appended in random order, or if all are in it, all of them again."""
+            """Removes and returns the first `number` items of a queue. While it is too short, the items that it lacks
+            are appended in random order; if it lacks none, because there are few, all of them again."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -290,8 +293,8 @@ class BalancedSampler(Sampler):
 
 class StepBatches:
     """The batch sampler of a training DataLoader. For each image it yields its index and integers that seed its
-    augmentation (section 10). So --seed, --batch-size and --per-class determine all batches and crops. The method, the
-    number of workers and processes, and --resume do not affect them.
+    augmentation. So methods with one seed and one kind of batches see the same batches and crops. The number of workers
+    and processes, and --resume, do not affect them. EPOCH and CROP are constants of section 10.
 
     sampler  yields lists of indices of equal length; its random order comes from torch's global generator
     """
@@ -324,7 +327,7 @@ class StepBatches:
 
     def __iter__(self):
         for step, indices in zip(self.steps, self.batches):
-            # The index of an image, and the seed of its augmentation; CROP is a constant of section 10
+            # Images takes such a tuple as an index: that of the image, and the seed of its augmentation
             yield [(indices[position], self.seed, CROP, step, position) for position in own_positions(len(indices))]
 
 
@@ -341,7 +344,7 @@ def make_loader(images, batch_sampler, device):
     workers = images.workers if images.are_files else 0
     if workers is None:
         workers = min(own_cores(), len(images) // 128)
-    # Without a generator of its own, a DataLoader draws a number from torch's global one.
+    # Without a generator of its own, a DataLoader draws a number from torch's global one, and so changes it.
     return DataLoader(images, batch_sampler=batch_sampler, num_workers=workers, persistent_workers=workers > 0,
                       pin_memory=device.type == 'cuda', generator=torch.Generator())
 
@@ -376,7 +379,7 @@ def make_optimizer(args, groups, **options):
 
 
 def write_log(folder, row, rows):
-    """Writes log.jsonl: `rows`, those of all evaluated epochs. To log elsewhere, pass train a function log(folder, row,
+    """Writes the rows of all evaluated epochs to log.jsonl. To log elsewhere, pass train a function log(folder, row,
     rows) of your own; `row`, unused here, is that of the epoch that just ended, evaluated or not."""
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(evaluated) + '\n' for evaluated in rows).encode())
@@ -385,9 +388,9 @@ def write_log(folder, row, rows):
 def train(args, model, data, step, optimizer, loss_params=None, sampler=None, log=write_log):
     """Trains (in train_epoch), evaluates, logs and saves. Returns the last row of the log, or the best with --fold.
 
-    step         step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S), the
-                 complete batch, augmented and normalized, and labels (B,) are on the device. The backward pass runs
-                 after step returns, so step must not change in place a tensor that the backward pass needs.
+    step         step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S) or vectors
+                 (B, c), the complete batch, augmented and normalized, and labels (B,) are on the device. The backward
+                 pass runs after step returns, so step must not change in place a tensor that the backward pass needs.
     optimizer    over the weights of the model and the learnable parameters of the loss
     loss_params  {name: parameter or module}: learnable parameters of the loss, saved in the checkpoint
     sampler      yields lists of indices of equal length; None: from --batch-size and --per-class
@@ -419,7 +422,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - start) / 60
-        row = from_rank0(dict, row)                         # with torchrun, all take a copy of the main process's
+        row = from_rank0(dict, row)                         # dict(row); with torchrun, that of the main process for all
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
         if rank() == 0:
@@ -468,7 +471,7 @@ def train_epoch(args, loader, step, optimizer, epoch, steps, total):
         optimizer.step()
         losses.append(loss.detach())
         if number % 20 == 0 or number == len(steps):        # only every 20 steps, because .item() waits for the GPU
-            mean = torch.stack(losses).mean().item()
+            mean = torch.stack(losses).mean().item()        # of the epoch so far
             if not math.isfinite(mean):
                 raise UsageError(f'the loss is {mean} at epoch {epoch}, step {number} of {len(steps)} or in the 19 '
                                  'before; try a lower --lr, or --precision fp32')
@@ -513,10 +516,10 @@ def k_nearest(query, gallery, k):
     # The gallery is shuffled, because its images are sorted by class: the first of equally similar ones would all be of
     # one class.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
-    position = order.argsort()                                           # (G,) of each image in the shuffled gallery
+    position = order.argsort()                                           # (G,) where each image is after the shuffle
     gallery = gallery[order]
     # Of equal cosines, topk returns any. So a little more is subtracted for each later image, and the first one wins.
-    # It is less than the rounding error of a cosine.
+    # In float64, because all of it is less than the rounding error of a cosine in float32.
     tie_break = torch.arange(len(gallery), dtype=torch.float64, device=query.device) * 2 ** -50
     b = max(1, min(4096, 2 ** 25 // len(gallery)))                       # (b, G) in float64 takes 256 MiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
@@ -546,7 +549,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     1. A query is excluded from its own results by its index, because the first result may be a duplicate of it.
     2. Among equal similarities, a fixed random order of the gallery decides. So collapsed embeddings, which are all
-       equal, score about chance, not 100, and no metric depends on `ks`.
+       equal, score about chance, not 100, and R@1 does not depend on the other `ks`.
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the other
        queries, 0 if there are none.
     """

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast; checks the labels
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
     """The mean over the batch of L = L_contrast + lambda L_center, CCL Eq. (5):
 
@@ -128,7 +128,7 @@ def momentum_centers(centers, z, y, mu):
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the centres learn (--freeze-epochs)
+#     freeze_epochs  number of first epochs in which only the head and the centres learn (--freeze-backbone-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_ccl.py` runs: a small ResNet from scratch on the built-in dataset
@@ -152,7 +152,7 @@ SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003,
 # loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
-    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER | dict(per_class=0),
     'vectors': SHAPES | common.VECTORS | dict(epochs=12, per_class=0),
     'cub': CUB,

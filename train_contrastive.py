@@ -20,7 +20,7 @@ import torch
 import common
 
 
-@common.loss            # float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast; checks the labels
 def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     """The mean over the positive pairs with non-zero loss, plus the mean over the negative pairs with non-zero loss.
 
@@ -115,7 +115,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head learns (--freeze-epochs)
+#     freeze_epochs  number of first epochs in which only the head learns (--freeze-backbone-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_contrastive.py` runs: a small ResNet from scratch on the built-in dataset
@@ -134,7 +134,7 @@ CUB = dict(
     clip=10.0, neg_margin=0.5)
 DEFAULTS = {
     'shapes': SHAPES,
-    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER | dict(neg_margin=0.5),
     'vectors': SHAPES | common.VECTORS | dict(epochs=6, neg_margin=0.5),
     'cub': CUB,

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # float32 inside, also under autocast
+@common.loss            # at least float32 inside, also under autocast
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """The mean over the hybrids of L_Hy, HSE Eq. (9), here with a temperature T:
 
@@ -280,7 +280,7 @@ class SuperclassSampler:
 #     per_class      images of each class in a batch; 0: random images, only with alpha 0 and without superclasses
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_hse.py` runs: a small ResNet from scratch on the built-in dataset
@@ -304,7 +304,7 @@ SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_ra
 # loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES | dict(temperature=1.0),       # note 1
-    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS,             # only for the error below: vectors are not images
     'cub': CUB,

@@ -30,7 +30,7 @@ from torch.distributions import Beta
 import common
 
 
-@common.loss            # float32 inside, also under autocast
+@common.loss            # at least float32 inside, also under autocast
 def labelled_loss(s, label, valid, kind, **hyper):
     """The generic loss, Eq. (7), where y is the argument `label`: an example counts as a positive with weight y, and as
     a negative with weight 1 - y.
@@ -349,7 +349,7 @@ def positivity_threshold(lam, beta, gamma, m):
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_metrix.py` runs: a small ResNet from scratch on the built-in dataset. A batch of 128 images, as in
@@ -373,7 +373,7 @@ SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_
 # loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
-    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
@@ -541,19 +541,19 @@ What differs from the released code (github.com/billpsomas/metrix: contrastive a
 b679703). Feature mixup exists there for contrastive only; Proxy-Anchor has no mixup, and ProxyNCA++ is missing. The
 code trains with Adam, draws one lambda per batch, and reports the epoch that is best on the test set.
     6.                          here                code for contrastive                      code for ms
-       positives of an anchor   all                 its first one; in input mixup all         the least similar one
+       positives of an anchor   all                 first in batch; in input mixup all        the least similar one
        anchors of anc-neg       all                 those without a positive                  (no anc-neg)
-       hard negatives           of each anchor      in input mixup, of the first anchor (bug) those that the miner keeps
+       hard negatives           of each anchor      in input mixup, from a wrong list (bug)   those that the miner keeps
        mixed examples are in    both terms          both terms                                the positive term (bug)
        means are over           anchors (note 2)    non-zero values of each term              mixed examples
-    7. For contrastive it has 60 epochs, k = 1 in input mixup, w = 0.3 in embed with anc-neg, a cosine margin of 0.875.
+    7. For contrastive: 60 epochs, k = 1 in input, w = 0.3 for anc-neg in embed, distance margin 0.5 (cosine 0.875).
     8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), where lam
-       weights the clean ones. Its similarities have a row for each mixed example, but the mask that selects them has a
-       row for each image. So most mixed examples are not used, and the others have a wrong anchor (bug).
-    9. Its commands for ms on CUB   epochs   learning rate           sum of the rates after the frozen epochs
-       without mixup                60       1e-4, halved every 5    5e-4
-       with mixup                   100      1e-4, halved every 10   15e-4
-       The paper has 100 epochs for both (Section B.1), and so have both here, with the second schedule.
+       weights the clean ones. Its table of similarities has a row and a column for each mixed example, but is read with
+       the numbers of images (bug). So most mixed examples are not used, and nearly all others count for a wrong image.
+    9. Its commands for ms on CUB   epochs            learning rate           sum of the rates after the frozen epochs
+       without mixup                60                1e-4, halved every 5    5e-4
+       with mixup                   100 (title: 60)   1e-4, halved every 10   15e-4
+       The paper has 100 epochs for both (Section B.1). Here both have 100 epochs and the second schedule.
 Tables and figures of the paper
     --dataset, --loss and --mixup choose Metrix or a base loss in Tables 2, 3 and 5. --loss contrastive with --mixup,
     --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), the last with --mixup input feature

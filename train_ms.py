@@ -19,7 +19,7 @@ import torch
 import common
 
 
-@common.loss            # float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast; checks the labels
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     """Metrix Eq. (2) in the letters of the MS paper, for an anchor a with its positives P(a) and its negatives N(a):
 
@@ -96,7 +96,7 @@ def mine(s, y, epsilon):
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head learns (--freeze-epochs)
+#     freeze_epochs  number of first epochs in which only the head learns (--freeze-backbone-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_ms.py` runs: a small ResNet from scratch on the built-in dataset
@@ -122,7 +122,7 @@ METRIX = dict(
     clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
 DEFAULTS = {
     'shapes': SHAPES,
-    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS | dict(epochs=3),
     'cub': CUB,

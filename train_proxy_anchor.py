@@ -13,7 +13,8 @@ Proxy-Anchor Eq. (6).
     s(x,p)   s         -         (C, B) cosine similarities
     alpha    alpha     --alpha   scaling factor: the larger, the more the hardest images dominate
     delta    delta     --delta   margin: positives should be above delta, negatives below -delta
-                                 B images in a batch, C classes, D dimensions; common.py lists all letters
+
+B images in a batch, C classes, D dimensions; common.py lists all letters.
 
     python train_proxy_anchor.py [--dataset cub --data data]
 """
@@ -23,15 +24,15 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast; checks the labels
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     """Proxy-Anchor Eq. (4):
 
     l(X) = 1/|P+| sum_{p in P+} log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))    pull
          + 1/|P|  sum_{p in P}  log(1 + sum_{x in X_p-} exp( alpha (s(x,p) + delta)))    push
 
-    P are the proxies of all C classes (some copies of the paper print P-, see note 3), P+ those of the classes in the
-    batch. X_p+ are the images of the batch that have the class of p, and X_p- are all other images of the batch.
+    P are the proxies of all C classes (some copies of the paper have P-, see note 3 below), P+ those of the classes in
+    the batch. X_p+ are the images of the batch that have the class of p, and X_p- are all other images of the batch.
 
     z        (B, D) L2-normalized embeddings
     y        (B,)   class labels, 0 to C - 1
@@ -81,7 +82,7 @@ def new_proxies(num_classes, dim):
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_proxy_anchor.py` runs: a small ResNet from scratch on the built-in dataset
@@ -102,7 +103,7 @@ CUB = dict(
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1)
 DEFAULTS = {
     'shapes': SHAPES,
-    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS,
     'cub': CUB,
@@ -110,7 +111,7 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP,
     # The protocol of A Metric Learning Reality Check (Musgrave et al., ECCV 2020). It did not test Proxy-Anchor: the
-    # batches, and the learning rate of the proxies, are those of its Proxy-NCA.
+    # batches, and the learning rate of the proxies, 6000 x 1e-6, are those of its Proxy-NCA.
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
 }
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast; checks the labels
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     """ProxyNCA++ as in the authors' code, where p+ is the positive proxy of x, the proxy of its class:
 
@@ -87,7 +87,7 @@ def new_proxies(num_classes, dim):
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-epochs)
+#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
 #     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
 
 # What `python train_proxynca_pp.py` runs: a small ResNet from scratch on the built-in dataset
@@ -111,7 +111,7 @@ SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs
 # loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
-    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead.
+    # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
     'vectors': SHAPES | common.VECTORS | dict(epochs=12),
     'cub': CUB,
