@@ -644,13 +644,17 @@ def score(data, z, gallery=None):
     return metrics
 
 
+def num_matches(data):
+    """R of each query of a test set, (N,): its matches in the gallery, where a query is not a match of itself"""
+    present = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)     # (C,) images of each class
+    return present[data.query.labels] - int(data.gallery is data.query)
+
+
 def why_meaningless(data):
     """Why the metrics of a test set mean nothing, or ''"""
     if len({*data.query.present, *data.gallery.present}) < 2:
         return 'all test images have the same class'
-    present = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)     # (C,) images of each class
-    own = int(data.gallery is data.query)                                # a query is not a match of itself
-    if not (present[data.query.labels] > own).any():
+    if not num_matches(data).any():
         return 'no test image has a match, another image of its class'
     return ''
 

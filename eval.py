@@ -194,18 +194,17 @@ def draw_grid(path, model, queries, gallery, rows, index, hit=None):
 
 def draw_queries(path, model, data, z, gallery, top, hardest):
     """A grid of ROWS queries: the hardest ones, or evenly spaced ones in the order of the classes."""
-    itself = int(gallery is None)                                        # a query is not a match of itself
-    k = min(top, len(data.gallery) - itself)
+    k = min(top, len(data.gallery) - int(gallery is None))               # without the query itself
     if k < 1:
         raise UsageError('an image grid needs at least one image besides the query')
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    same_class = torch.bincount(data.gallery.labels, minlength=data.query.num_classes)[data.query.labels]      # (N,)
-    rows = (same_class > itself).nonzero()[:, 0]            # queries without a match are skipped,
+    matches = common.num_matches(data)                                   # (N,)
+    rows = matches.nonzero()[:, 0]                          # queries without a match are skipped,
     if not len(rows):                                       # unless no query has one
         rows = torch.arange(len(s))
     if hardest:     # lowest MAP@R first, R being at most k; of equal ones, the most similar mistake first
-        _, map_at_r = common.precisions(hit, (same_class - itself).clamp(1, k))                     # (N,)
+        _, map_at_r = common.precisions(hit, matches.clamp(1, k))                                   # (N,)
         mistake = s.masked_fill(hit, -1).amax(dim=1)                                                # (N,)
         rows = rows[mistake[rows].argsort(descending=True, stable=True)]
         rows = rows[map_at_r[rows].argsort(stable=True)][:ROWS]
