@@ -1282,7 +1282,8 @@ def download(name, root):
 DATASETS = dict(
     shapes=dict(sizes=(32, 32), flags=dict(eval_every=10, precision='fp32')),
     folder=dict(read=read_folder, sizes=(64, 64),
-                layout='a folder of images for each class; without train/ and test/, half of them are the test set'),
+                layout='a folder of images for each class (without train/ and test/, half of them are the test set), '
+                       'or files.txt'),
     vectors=dict(read=read_vectors, layout='train.npz and test.npz, or one NPZ file', flags=dict(precision='fp32')),
     cub=dict(read=read_cub, counts=dict(train=(5864, 100), query=(5924, 100)),
              layout='CUB_200_2011/ with images.txt and images/ (--download gets CUB_200_2011.tgz, 1.1 GB)',
@@ -1472,11 +1473,12 @@ def load_run(args, about, model, states, per_epoch, total):
                              'these --steps and --epochs; start a new run')
         # The learning rates of a cosine schedule depend on the length: for eval.py, a run that was made longer is not a
         # seed of the longer recipe.
-        earlier = saved['args'].get('earlier_epochs', [])
-        if args.schedule == 'cosine' and saved['args']['epochs'] != args.epochs:
-            earlier = [*earlier, saved['args']['epochs']]
+        earlier = saved['args'].get('earlier_steps', [])
+        before = min(saved['args']['epochs'] * per_epoch, saved['args']['steps'] or math.inf)
+        if args.schedule == 'cosine' and before != total:
+            earlier = [*earlier, before]
         if earlier:
-            args.earlier_epochs = earlier
+            args.earlier_steps = earlier
         from_rank0(write_log, args.resume, None, saved['rows'])         # it may have ended before it wrote the log
         return saved['epoch'], saved['rows'], time.time() - 60 * saved['minutes']
 
@@ -1899,8 +1901,8 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     if missing := [action.option_strings[0] for action in parser._actions
                    if action.container.title in ('data', 'network', 'training') and getattr(args, action.dest) is None
                    and (action.dest, args.dataset) != ('dim', 'vectors')]:
-        raise UsageError(f'{parser.prog} has no recipe for {args.dataset}: add one to its DEFAULTS, or pass '
-                         + ', '.join(missing))
+        raise UsageError(f'{parser.prog} has no recipe for {args.protocol or args.dataset}: add one to its DEFAULTS, '
+                         f'or pass {", ".join(missing)}')
     reject_wrong_results(args, typed)
     for flag, users in [*USES.items(), *(uses or {}).items()]:
         value = getattr(args, flag)

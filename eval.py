@@ -296,6 +296,10 @@ def read_runs(paths):
     for path in paths:
         saved = common.read_checkpoint(path)
         args = saved['args']
+        file = common.best_of(path)
+        if file.name == 'best.pt' and file.with_name('last.pt').exists():
+            # If the run was resumed with other flags, best.pt may be from before, with the earlier ones.
+            args = common.read_checkpoint(file.with_name('last.pt'))['args']
         fold = args.get('fold') or 'none'
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
         recipe = frozenset((flag, as_text(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
@@ -322,6 +326,8 @@ def group(runs):
         shared = frozenset.intersection(*(run.recipe for run in runs if run.script == script))
         differs = [f'{flag}={value}' for flag, value in sorted(recipe - shared)]
         name = ' '.join([script.removeprefix('train_'), *differs])
+        if name in groups:                                  # of ms.py, for example, a changed copy of train_ms.py
+            name = f'{name} ({script}.py)'
         if len({frozenset(run.classes) for run in own}) > 1:
             raise UsageError(f'the networks of {name} were trained on different classes, so they are not seeds of '
                              'one recipe')

@@ -5,7 +5,7 @@ Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL
 with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest.
 L_center, the squared distance to this centre, keeps pulling. For example, take two classes, s = 16, no margin and no
 smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y), where p_y is the softmax at the class of x, is 8.0 where
-both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of lambda L_center is always 2 lambda.
+both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of lambda L_center, 2 lambda = 4, is constant.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
@@ -42,9 +42,9 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast. Without smoothing it is -log p_y: Eq. (8), (10), first line of Eq. (2); with a margin Eq. (11)
+    # (B,)  L_contrast. Without smoothing it is -log p_y: Eq. (8), (10), first line of Eq. (2); Eq. (11), see note 1
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # (B,)  L_center: Eq. (4), second line of Eq. (2), called Eq. (3). Unlike `cosine`, c has a gradient with stop_grad.
+    # (B,)  L_center: Eq. (4), second line of Eq. (2), in the text Eq. (3). With stop_grad, it alone moves the centres.
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -146,7 +146,7 @@ CUB = dict(
     epochs=30, batch_size=128, per_class=0,
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
-# Such a momentum needs the warmup of the cosine schedule, which keeps the first steps small.
+# A momentum of 0.99 needs the warmup of the cosine schedule, which keeps the first steps small.
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
 # loss). The last entry that has it wins.
@@ -162,8 +162,8 @@ DEFAULTS = {
     # In the Reality Check, batches for classification losses have one image per class. In its released results for CUB,
     # the learning rate of the centres of a normalized softmax is about 4500 times --lr.
     'reality-check': common.PROTOCOL | dict(per_class=1, center_lr_mult=4500),
-    # With lam = 2 the gradient of the second term would be about 60 times that of the first (on shapes, before
-    # training). With 0.03 they are about equal.
+    # With lam = 2 the gradient of the second term of Eq. (7) would be about 60 times that of the first (on shapes,
+    # before training). With 0.03 they are about equal.
     'center_loss': dict(lam=0.03),
 }
 
@@ -208,8 +208,8 @@ def add_label_noise(images, noise, seed):
     rate = float(noise.split(':')[1])
     if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
-    # The remaining classes are numbered anew, from 0. The names of dissolved ones are kept, after theirs: the network
-    # sees their images, so common.summary and eval.py have to count these classes as seen.
+    # The remaining classes are numbered anew, from 0. The names of the dissolved ones come after them: the network sees
+    # their images, so common.summary and eval.py have to count these classes as seen.
     remaining, images.labels = labels.unique(return_inverse=True)
     remaining = remaining.tolist()
     dissolved = [c for c in range(len(images.classes)) if c not in remaining]
@@ -305,7 +305,7 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Further equations, with --smoothing 0:
-           (8), (10)        --lam 0             and first line of (2). (8) is NSoftmax, see Reality Check below
+           (2) line 1, (8)  --lam 0             NSoftmax, the normalized softmax of the Reality Check; also (10)
            (3)              a part of the loss  The text calls the second line of (2) so; the number is not printed.
            (11)             --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
@@ -317,7 +317,7 @@ What differs from the paper
          how the centres start     random, of length 1
          symmetric noise           changes the class of each chosen image
          clusters of long-tail     5 consecutive images of a class
-         x_y of (14)               the mean embedding of class y in the batch
+         which x_y in (14)         the mean embedding of class y in the batch
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
        after the L2 normalization, as in the code that the paper builds on. With --dropout 0.2 an embedding has a length
        of about 1.118 in training, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA
@@ -328,7 +328,7 @@ What differs from the paper
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
     8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, crop_from,
-       min_crop, epochs, schedule and the jitter on CUB are from it. In other points it is not followed: it freezes
+       min_crop, epochs, schedule and the jitter on CUB are from it. Its other settings are not used here: it freezes
        BatchNorm on all datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on
        CUB, and squashes Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no
        weight decay on biases and BatchNorm. It reports its best epoch on the test set.

@@ -3,15 +3,16 @@
 Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Learning. ICCV 2023.
 Images of two to four classes, the source classes, are mixed into a hybrid, which gets no label. Each image of a source
 class is a weak positive of the hybrid. The hybrid loss L_Hy, HSE Eq. (9), pulls the hybrid to its nearest weak positive
-and pushes it away from the nearest of all images of other classes. It pulls it only to the nearest one: pulling a
-hybrid to all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10),
+and pushes it away from the nearest of all images of other classes. The hybrid is pulled only to the nearest: pulling it
+to all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10),
 where L_m is any loss of the labelled images (--loss).
 
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
     Cnum       combinations  --combinations  how many sets of `num` classes are mixed
-    Nsize      per_class     --per-class     images of each class in a batch. A set has as many hybrids: H = Nsize Cnum
+    Nsize      per_class     --per-class     images of each class in a batch. A set has Nsize hybrids: H = Nsize Cnum
+    -          -             --hybrids       replace: they take the place of the last H images; append: all images stay
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
     -          temperature   --temperature   T, by which the inner products in L_Hy are divided
 
@@ -43,7 +44,7 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     weak_positive  (H, B) bool, images of source classes: Eq. (8) chooses one
     negative       (H, B) bool, images of other classes: Eq. (7) chooses one
     temperature    T > 0: 1 in the paper, 0.1 in the released code
-    returns        scalar >= 0. A hybrid without negatives (or, with other masks, without weak positives) adds 0, but
+    returns        scalar >= 0. A hybrid without negatives (or, if you pass such a mask, weak positives) adds 0, but
                    counts in the mean. Without hybrids the loss is 0.
     """
     s = h @ z.T / temperature                                            # (H, B)
@@ -71,7 +72,7 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
-    l_m = base_loss(z, y)                                   # first: its decorator checks y, which is an index below
+    l_m = base_loss(z, y)                                   # first: its decorator checks y, which is indexed below
     weak_positive, negative = weak_positives_and_negatives(y, sources)
     return l_m + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)                 # Eq. (10), (11)
 
@@ -84,14 +85,14 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
                  mask_size=50, superclasses=None, generator=None):
     """Mixed sample data augmentation (MSDA): `per_class` hybrids for each of `combinations` sets of `num` classes.
 
-    Hybrid r of a set mixes the r-th image of each of its classes. A class with fewer than `per_class` images starts
-    again at its first. If no set of `num` classes can be chosen, H = 0.
+    Hybrid r of a set mixes the r-th image, in the batch, of each of its classes. A class with fewer than `per_class`
+    images starts again at its first. If no set of `num` classes can be chosen, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
     kind            cutmix: `num` strips of about equal size, stacked vertically or side by side (axis);
                     mixup: the mean; gridmask: square blocks of mask_size pixels, from the sources in turn
-    superclasses    (B,) or None. If given, as on SOP, the classes of a set are of one superclass, and a superclass
-                    with fewer than `num` classes in the batch is skipped.
+    superclasses    (B,) or None. If given, as on SOP (Section 4.2.1), the classes of a set are of one superclass, and
+                    a superclass with fewer than `num` classes in the batch is skipped.
     generator       for the choice of classes; None is torch's global one
     returns         hybrids (H, 3, S, S); sources (H, num), positions in the batch, of different classes
     """
@@ -234,7 +235,7 @@ def npair_loss(z, y):
     positive, and the second images of the other classes are its negatives. The loss is the cross-entropy over cosine
     similarities, averaged over the P classes that have at least two images in the batch."""
     same = y[:, None] == y                                               # (B, B)
-    rank = same.tril(-1).sum(dim=1)                 # (B,) which image of its class it is: 0, 1, 2, ...
+    rank = same.tril(-1).sum(dim=1)                 # (B,) number of earlier images of its class
     second = (rank == 1).nonzero()[:, 0]                                 # (P,)
     first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) the column: each row has one entry
     s = z[first] @ z[second].T                                           # (P, P)
@@ -306,7 +307,7 @@ DEFAULTS = {
     'shapes': SHAPES | dict(temperature=1.0),       # note 1
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
-    'vectors': SHAPES | common.VECTORS,             # only for the error below: vectors are not images
+    'vectors': SHAPES | common.VECTORS,             # only for the error of reject_impossible_hybrids
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
@@ -368,9 +369,8 @@ def reject_impossible_hybrids(args):
 def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
-    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, those that are replaced:
-    the hybrids of a set are as many as the images of a class, and replace one. With superclasses, it needs `num`
-    classes of every superclass.
+    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, one class for each set:
+    its hybrids replace as many images as a class has. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
     # How many classes of each superclass fit in a batch
@@ -417,12 +417,12 @@ def main(argv=None):
         if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        # The sources are chosen on the CPU. To copy the labels there, it has to wait until the GPU has finished the
-        # previous step.
+        # The sources are chosen on the CPU, which has to wait for the labels until the GPU has finished the previous
+        # step.
         y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])
-        z, h = model(torch.cat([images, hybrids])).tensor_split([len(images)])              # (B, D), (H, D)
+        z, h = model(torch.cat([images, hybrids])).tensor_split([len(images)])              # (B - H or B, D), (H, D)
         return hse_loss(base_loss, z, labels, h, sources, args.alpha, args.temperature)
 
     return common.train(args, model, data, step, optimizer, loss_params, sampler)
@@ -436,9 +436,9 @@ What differs from the paper
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
        is the first column, which is Eq. (9).
     4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
-       each class. Algorithm 1 takes the first classes of a batch; here they are drawn at random.
-    5. Algorithm 1, and the code on CUB and Cars, replace the last Nsize images, which are of one class. Section 4 says
-       random ones. Here they are the last ones, or none (--hybrids append, as in Table 3). With --alpha 0 all stay.
+       each class. Algorithm 1 takes the first classes of a batch; here, as in Section 1, they are drawn at random.
+    5. Algorithm 1, and the code on CUB and Cars, have hybrids in the last Nsize places of a batch, those of one class.
+       Section 4 also has random places, and hybrids that are appended (--hybrids append, as in Table 3).
     6. For ms on CUB and Cars the paper uses BN-Inception, this script a ResNet-50. The paper uses the learning rates of
        the base losses (Section 4). Here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
@@ -453,7 +453,7 @@ What differs from the paper
          proxy_anchor  CUB        2; 128                  2; 128 / 8           2; 128 / 8
                        Cars       2; 128                  0.5; 120 / 4         2; 128 / 8
                        SOP        -; 120 / 5              2; 120               2; 120 / 5
-         epshn         CUB, Cars  -; 128 / 8 and 16       -                    0.1; 128 / 8, on Cars 16
+         epshn         CUB, Cars  -; 128 / 8 or 16        -                    0.1; 128 / 8, on Cars 16
                        SOP        -; 120 / 5              1; 120 / 5           1; 120 / 5
          npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)

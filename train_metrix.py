@@ -7,12 +7,12 @@ features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mi
 positive as its label: it counts as a positive with this weight, and as a negative with the rest. Which pairs are mixed
 for an anchor is one of three choices: pos-neg, a positive and a negative; anc-neg, the anchor itself and a negative;
 pos-pos, two positives, with label 1. The E candidates for mixing are the images of the batch and, with Proxy-Anchor,
-the proxies of the classes in the batch. The anchors are the images or, with Proxy-Anchor, these proxies.
+the proxies of the classes in the batch. Anchors are the images; with Proxy-Anchor these proxies, in Eq. (3) all.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
-    x, x'    i, j       --pairs      (M,) indices of the two candidates in each of M mixed examples v, i < j
-    lambda   lam        --alpha      (M,) share of candidate i in v, also if i is the negative; from Beta(alpha, alpha)
+    x, x'    i, j       --pairs      (M,) indices of the two candidates in each mixed example v; i < j: each pair once
+    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). In Eq. (13) to (15) lambda is y
     y        label      -            (A, M) label of v for each anchor: lam if i is the positive (or the anchor),
                                      1 - lam if j is, and 1 for pos-pos. The variable y is the class labels (B,)
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
@@ -63,7 +63,7 @@ def labelled_loss(s, label, valid, kind, **hyper):
 def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
     """The two sums of
     Eq. (1)   sum_p -s(a,p)           + sum_n [s(a,n) - m]+                 where [t]+ = max(t, 0)
-    Eq. (14)  sum_v -lambda s(a,v)    + sum_v (1 - lambda) [s(a,v) - m]+    over the mixed examples v of pos-neg pairs
+    Eq. (14)  sum_v -y s(a,v)         + sum_v (1 - y) [s(a,v) - m]+         over the mixed examples v of pos-neg pairs
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
@@ -83,7 +83,7 @@ def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
 def ms(s, pos_weight, neg_weight, beta=18.0, gamma=75.0, m=0.77):
     """The two terms of
     Eq. (2)   1/beta log(1 + sum_p exp(-beta (s(a,p) - m)))  +  1/gamma log(1 + sum_n exp(gamma (s(a,n) - m)))
-    Eq. (15), the same with sums over mixed examples, whose weights lambda and 1 - lambda stand before the exponentials
+    Eq. (15), the same with sums over mixed examples, whose weights y and 1 - y stand before the exponentials
     """
     pull = log1p_sum_exp(-beta * (s - m), pos_weight) / beta            # Eq. (2), (15), first term
     push = log1p_sum_exp(gamma * (s - m), neg_weight) / gamma           # Eq. (2), (15), second term
@@ -106,8 +106,8 @@ def proxy_anchor(s, pos_weight, neg_weight, alpha=32.0, delta=0.1):
 
 def log1p_sum_exp(t, weight):
     """log(1 + sum of weight * exp(t)) of each row, computed without overflow.  (A, n), (A, n) -> (A,)"""
-    # Here the weights, lambda and 1 - lambda in Eq. (15), enter: weight exp(t) = exp(t + log weight), which is
-    # exp(-inf) = 0 for the weight 0. Each row is padded with a 0, because exp(0) is the "1 +".
+    # Here the weights y and 1 - y enter, lambda and 1 - lambda in Eq. (15): weight exp(t) = exp(t + log weight), which
+    # is exp(-inf) = 0 for the weight 0. Each row is padded with a 0, because exp(0) is the "1 +".
     return F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)
 
 
@@ -124,8 +124,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     epsilon  tolerance of the miner of ms, as in train_ms.py; None: no miner
     """
     if kind == 'proxynca_pp':
-        # Table 1 has a sum over the negative proxies, and logits z.p / T. Here the sum is over all, as in a softmax,
-        # and logits are 2 z.p / T.
+        # Table 1 has only the negative proxies in the denominator, and logits z.p / T. Here all are in it, as in a
+        # softmax, and logits are 2 z.p / T.
         return F.cross_entropy(proxy_logits(z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
@@ -149,7 +149,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (10), first term
 
 
-@common.loss            # for the proxies, which are inside of `base` in mixed_loss
+@common.loss            # converts the proxies: in mixed_loss they are inside `base`, where its decorator sees none
 def proxy_logits(v, proxies, temperature=1 / 9):
     """Logits of ProxyNCA++, 2 v.p / T, of embeddings v (M, D), where p are the proxies (C, D), L2-normalized -> (M, C).
     Their softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p.
@@ -194,7 +194,7 @@ def mixed_loss(base, config, model, levels, y):
         return 0 * z.sum()                                                          # 0, with a gradient for backward()
     # Candidates 0 to B - 1 are the images. Input and feature mixup mix no proxies (see plan), so there i and j are
     # indices of images.
-    v = mix_and_embed(config, model, dict(levels, embed=cand_z), i, j, lam)      # (M, D)
+    v = mix_and_embed(config, model, dict(levels, embed=cand_z), i, j, lam)         # (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
         loss_i = F.cross_entropy(logits, cand_y[i], reduction='none')               # (M,)
@@ -239,19 +239,18 @@ def mixed_pairs(config, z, y, anchor, num_images):
     itself = anchor[:, None] == torch.arange(E, device=y.device)                    # (A, E)  S(a): the anchor
     # (E,) False for proxies, which can be anchors, but not positives or negatives
     image = torch.arange(E, device=y.device) < num_images
-    positive = (y[anchor][:, None] == y) & image & ~itself                          # (A, E)  P(a) in U+(a), Eq. (5)
-    negative = (y[anchor][:, None] != y) & image                                    # (A, E)  N(a) in U-(a), Eq. (6)
+    positive = (y[anchor][:, None] == y) & image & ~itself                          # (A, E)  P(a), Eq. (5)
+    negative = (y[anchor][:, None] != y) & image                                    # (A, E)  N(a), Eq. (6)
     if config.k:
         negative = hardest_negatives(z[anchor] @ z.T, negative, config.k)
     # Anchor a mixes each candidate of first[a] with each of second[a]. Both masks are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
                      'pos-pos': (positive, positive)}[config.pairs]
-    # mixes[p, q]: whether some anchor has p in `first` and q in `second`. The matrix product counts such anchors.
+    # mixes[p, q]: whether some anchor has p in `first` and q in `second`. The matrix product counts these anchors.
     mixes = first.float().T @ second.float() > 0                                    # (E, E)
     # The order of p and q does not matter: the upper triangle has each pair once, with i < j.
     i, j = (mixes | mixes.T).triu(1).nonzero().unbind(dim=1)                        # (M,), (M,)
-    # (M,) one lambda for each pair, unlike Eq. (8) the same for all anchors (note 1). Drawn on the CPU, it does not
-    # depend on the device.
+    # (M,) one lambda for each pair, for all anchors (note 1). Drawn on the CPU, it does not depend on the device.
     lam = common.to_device(Beta(config.alpha, config.alpha).sample(i.shape), y.device)
     # The positive may be i or j, because i < j sorts by index.
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
@@ -329,7 +328,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
     attracts it while s(a, v) is below this value. Of all pairs (a, v) with this lambda, the share whose similarity is
-    at most this threshold is the probability of Eq. (25), the same as Eq. (11). tests/results/fig2.py measures it;
+    at most this threshold is the probability that v is positive, Eq. (25) and (11). tests/results/fig2.py measures it;
     training does not use it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
@@ -390,8 +389,8 @@ DEFAULTS = {
 }
 
 # USES is {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a
-# flag without effect is an error, such as --delta with --loss ms. A flag in several entries needs all of them. The
-# alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
+# flag without effect is an error, such as --delta with --loss ms. A flag in several entries must be listed by all.
+# The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -529,7 +528,7 @@ What differs from the paper
        Section 3.5 allows neg-neg pairs, too; they are left out. Mixed embeddings are L2-normalized, as in the code.
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
-    4. Proxy-Anchor follows its own paper: s + delta on negatives, where Table 1 has s - m, and no 1/beta or 1/gamma.
+    4. Proxy-Anchor follows its own paper: s + delta on negatives (Table 1: s - m), and no factors 1/beta and 1/gamma.
        Its mixed loss is averaged over the classes in the batch; Eq. (10), with all proxies as anchors, divides by C.
        Its anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup,
        the k hardest negatives are those of the anchor, a proxy; in the paper they are those of an example.
@@ -548,16 +547,16 @@ code trains with Adam, draws one lambda per batch, and reports the epoch that is
        means are over           anchors (note 2)    non-zero values of each term              mixed examples
     7. For contrastive: 60 epochs, k = 1 in input, w = 0.3 for anc-neg in embed, distance margin 0.5 (cosine 0.875).
     8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), where lam
-       weights the clean ones. Its table of similarities has a row and a column for each mixed example, but is read with
-       the numbers of images (bug). So most mixed examples are not used, and nearly all others count for a wrong image.
+       is on the clean ones (sic). Its table of similarities has a row and a column for each mixed example, but is read
+       at the indices of images (bug). So most mixed examples are not used, and nearly all others are in a wrong sum.
     9. Its commands for ms on CUB   epochs            learning rate           sum of the rates after the frozen epochs
        without mixup                60                1e-4, halved every 5    5e-4
-       with mixup                   100 (title: 60)   1e-4, halved every 10   15e-4
+       with mixup                   100 (README: 60)  1e-4, halved every 10   15e-4
        The paper has 100 epochs for both (Section B.1). Here both have 100 epochs and the second schedule.
 Tables and figures of the paper
-    --dataset, --loss and --mixup choose Metrix or a base loss in Tables 2, 3 and 5. --loss contrastive with --mixup,
-    --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), the last with --mixup input feature
-    embed. Fig. 6 is --strength. tests/results/fig2.py measures Fig. 2, eval.py --analyse Section 4.3.
+    --dataset, --loss and --mixup (none: the base loss) choose rows of Tables 2, 3 and 5. --loss contrastive with
+    --mixup, --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), the last with --mixup input
+    feature embed. Fig. 6: contrastive on Cars with --strength. Fig. 2: tests/results/fig2.py. 4.3: eval.py --analyse.
 """
 
 

@@ -19,11 +19,13 @@ graded tests in a process of its own. It executes submissions: run it where they
 import argparse
 import ast
 import csv
+import io
 import multiprocessing
 import os
 import re
 import sys
 import tempfile
+from argparse import ArgumentError
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from functools import lru_cache
@@ -54,16 +56,21 @@ def functions(text, names):
     return {name: node for name, node in found.items() if name in names}
 
 
+def lines_in(text):
+    """The lines of a text as Python counts them. splitlines also splits at other characters, such as U+2028."""
+    return io.StringIO(text).readlines()
+
+
 def replace_functions(text, bodies):
     """The text with other lines for the functions {name: lines}, without decorators"""
-    lines = text.splitlines(keepends=True)
+    lines = lines_in(text)
     for name, node in sorted(functions(text, bodies).items(), key=lambda item: -item[1].lineno):
         lines[node.lineno - 1:node.end_lineno] = bodies[name]
     return ''.join(lines)
 
 
 def lines_of(text, node):
-    return text.splitlines(keepends=True)[node.lineno - 1:node.end_lineno]
+    return lines_in(text)[node.lineno - 1:node.end_lineno]
 
 
 def stub_out(text, names):
@@ -80,7 +87,7 @@ def without_other_tests(text, words):
     """A test file without the tests whose names have none of these words"""
     others = [node for node in ast.parse(text).body if getattr(node, 'name', '').startswith('test_')
               and not any(word in node.name for word in words)]
-    lines = text.splitlines(keepends=True)
+    lines = lines_in(text)
     for node in reversed(others):
         first = min(part.lineno for part in [node, *node.decorator_list])
         del lines[first - 1:node.end_lineno]
@@ -141,7 +148,7 @@ def flawed(names, seed):
     """{path: text} of complete scripts, each with one of its mistakes, and common.py"""
     from mistakes import MISTAKES
     if len({EXERCISES[name].script for name in names}) < len(names):
-        raise SystemExit('error: two of these exercises are in one script, and a script has only one mistake')
+        raise ArgumentError(None, 'two of these exercises are in one script, and a script has only one mistake')
     files = {'common.py': source('common.py')}
     for name in names:
         changes = list(MISTAKES[name].values())
@@ -168,9 +175,9 @@ def changed(text, names, solution):
 
 def make(out, names, seed=None, keep=False):
     if Path(out).is_file() or Path(out).is_dir() and any(Path(out).iterdir()):
-        raise SystemExit(f'error: {out} exists and is not empty')
+        raise ArgumentError(None, f'{out} exists and is not empty')
     if Path(out).resolve().is_relative_to(ROOT):
-        raise SystemExit(f'error: {out} is in the project, whose tests would find it: use ../{Path(out).name}')
+        raise ArgumentError(None, f'{out} is in the project, whose tests would find it: use ../{Path(out).name}')
     rows = []
     for name in names:
         e = EXERCISES[name]
@@ -259,6 +266,8 @@ def points(tests, every, name):
 def scripts_in(paths, script):
     """The files to grade. In a folder these are the scripts with this name at any depth, and its own .py files."""
     for path in map(Path, paths):
+        if not path.exists():
+            raise ArgumentError(None, f'no such file: {path}')
         found = [path] if path.is_file() else sorted({*path.rglob(script), *path.glob('*.py')})
         yield from filter(Path.is_file, found)
 
@@ -266,12 +275,19 @@ def scripts_in(paths, script):
 def grade(name, paths, table=None, feedback=None):
     """Prints the points of each script; writes a table and texts."""
     exercise, files, rows = EXERCISES[name], handout([name], keep=True), []
+    scripts = list(scripts_in(paths, exercise.script))
+    if not scripts:
+        raise ArgumentError(None, f'there is no {exercise.script} in {", ".join(map(str, paths))}')
+    if table and Path(table).exists():                      # it may be that of another exercise
+        raise ArgumentError(None, f'{table} exists already: name another table')
     every, why = results(exercise, files, source(exercise.script))
     if why or any(every.values()):
         raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
-    if table:
-        write_table(table, [])                              # a wrong path fails now
-    for path in scripts_in(paths, exercise.script):
+    if table:                                               # a wrong path fails now
+        write_table(table, [])
+    if feedback:
+        Path(feedback).mkdir(parents=True, exist_ok=True)
+    for path in scripts:
         try:
             tests, why = results(exercise, files, submission(exercise, path.read_text('utf-8-sig')))
         except Exception as error:                          # one odd submission must not end the grading
@@ -285,11 +301,9 @@ def grade(name, paths, table=None, feedback=None):
             failed = [f'{test}\n    {reason}' for test, reason in tests.items() if reason]
             text = '\n\n'.join([f'{name}: {total[0]} of {total[1]} points', *filter(None, [why]), *failed]) + '\n'
             file = os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-')
-            write(feedback, {file[-200:].lstrip('.-'): text})       # it must not be too long, and not be hidden
+            write(feedback, {f'{name}-{file[-180:].lstrip(".-")}': text})           # not longer than names may be
         if table:                                           # after each, so that an interruption loses no points
             write_table(table, rows)
-    if not rows:
-        raise SystemExit(f'error: there is no {exercise.script} in {", ".join(map(str, paths))}')
     for path in filter(Path.is_dir, map(Path, paths)):
         folders = sorted(part for part in path.iterdir() if part.is_dir())
         if missing := [part.name for part in folders if not any(part.rglob(exercise.script))]:
@@ -348,17 +362,20 @@ def main(argv=None):
     command.add_argument('-v', action='store_true', help='print a line for each solution')
     args = parser.parse_args(argv)
     os.environ['OMP_NUM_THREADS'] = '1'                     # of the child processes
-    if args.command == 'list':
-        for name, e in EXERCISES.items():
-            print(f'{name:28} week {e.week}  level {e.level} {e.minutes:4} minutes  {e.source}')
-    elif args.command == 'make':
-        make(args.out, args.names, args.flawed, args.keep)
-    elif args.command == 'grade':
-        if missing := [path for path in args.files if not Path(path).exists()]:
-            parser.error(f'no such file: {missing[0]}')
-        grade(args.name, args.files, args.csv, args.feedback)
-    else:
-        return check(args.names or list(EXERCISES), args.v) > 0
+    try:
+        if args.command == 'list':
+            for name, e in EXERCISES.items():
+                print(f'{name:28} week {e.week}  level {e.level} {e.minutes:4} minutes  {e.source}')
+        elif args.command == 'make':
+            if args.keep and args.flawed is not None:
+                parser.error('--keep has no effect with --flawed')
+            make(args.out, args.names, args.flawed, args.keep)
+        elif args.command == 'grade':
+            grade(args.name, args.files, args.csv, args.feedback)
+        else:
+            return check(args.names or list(EXERCISES), args.v) > 0
+    except (ArgumentError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == '__main__':

@@ -78,7 +78,9 @@ def get_args(argv=None):
     add('--margin', type=common.at_least(0, float), default=0.1, help='m, a distance')
     add('--hardest', action=argparse.BooleanOptionalAction, default=False,
         help='for each anchor and positive, use only the nearest negative')
-    return common.parse(parser, DEFAULTS, argv)
+    args = common.parse(parser, DEFAULTS, argv)
+    common.require_pairs(args)
+    return args
 
 
 def main(argv=None):

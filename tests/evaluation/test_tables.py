@@ -234,12 +234,30 @@ def test_flags_that_do_not_change_results_are_not_part_of_the_recipe(run, small)
 def test_a_run_that_was_made_longer_is_no_seed_of_the_longer_recipe(run, small):
     """Its learning rates were those of a shorter cosine schedule."""
     run(train_ms, '--name', 'long', '--epochs', '3', '--steps', '0')
+    steps = common.read_checkpoint('runs/long')['step']
     for name, schedule in (('x', 'cosine'), ('y', 'constant')):
         run(train_ms, '--name', name, '--epochs', '1', '--steps', '0', '--schedule', schedule)
-        for epochs in '23':
-            train_ms.main(['--resume', f'runs/{name}', '--epochs', epochs, '--device', 'cpu'])
+        for flags in (['--epochs', '3', '--steps', str(2 * steps // 3)], ['--steps', '0']):
+            train_ms.main(['--resume', f'runs/{name}', *flags, '--device', 'cpu'])
     long, x, y = evaluation.read_runs([common.Path(f'runs/{name}') for name in ('long', 'x', 'y')])
-    assert x.recipe - long.recipe == {('earlier_epochs', '1 2')} and 'earlier_epochs' not in y.args
+    assert x.recipe - long.recipe == {('earlier_steps', f'{steps // 3} {2 * steps // 3}')} and x.epoch == 3
+    assert 'earlier_steps' not in y.args
+
+
+def test_the_best_epoch_has_the_flags_with_which_its_run_was_resumed(run, small):
+    """The run may have been resumed after this epoch. Then seeds of one recipe have the same flags again."""
+    run(train_ms, '--name', 'x', '--fold', '0/3')
+    saved = common.read_checkpoint('runs/x/last.pt')
+    torch.save(saved | dict(args=saved['args'] | dict(patience=99), epoch=5), 'runs/x/last.pt')
+    [resumed] = evaluation.read_runs([common.Path('runs/x')])
+    assert resumed.args['patience'] == 99 and resumed.epoch == saved['epoch']
+
+
+def test_a_changed_copy_of_a_script_has_a_row_of_its_own(run, small):
+    run(train_ms, '--name', 'x')
+    torch.save(common.read_checkpoint('runs/x') | dict(script='ms'), 'copy.pt')
+    runs = evaluation.read_runs([common.Path('runs/x'), common.Path('copy.pt')])
+    assert list(evaluation.group(runs)) == ['ms', 'ms (ms.py)']
 
 
 def test_runs_that_are_not_seeds_of_one_recipe(runs, run, tmp_path, capsys):

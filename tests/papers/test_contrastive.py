@@ -27,7 +27,7 @@ def four_points():
 def test_rc_eq1_by_hand(margins, pull, push):
     """Each term is the mean over its non-zero entries."""
     expect(contrastive_loss(*four_points(), **margins), pull + push,
-           f'Reality Check Eq. (1) at 0, 20 (class 5), 40, 100 degrees (class 2), margins 0 and 0.5, but {margins}')
+           f'Reality Check Eq. (1) at 0, 20 (class 5), 40, 100 degrees (class 2), margins 0 and 0.5 {margins or ""}')
 
 
 @pytest.mark.parametrize('power', [1, 2])
