@@ -52,6 +52,21 @@ def test_image_grids_of_a_dataset(tmp_path):
         np.testing.assert_array_equal(tiles[row, column], tile)
 
 
+def test_a_grid_shows_queries_from_their_own_set(tmp_path):
+    queries, gallery = (common.Images([np.full((6, 6, 3), value, np.uint8) for value in values], values)
+                        for values in ((0, 200), (10, 20, 30)))
+    model = SimpleNamespace(args=dict(resize=6, image_size=6))
+    evaluation.draw_grid(tmp_path / 'x.png', model, queries, gallery, [1], torch.tensor([[2, 0]]))
+    assert pixels_of(tmp_path / 'x.png')[8::16, 8::16, 0].tolist() == [[200, 30, 10]]
+
+
+def test_a_large_class_is_not_hard_because_few_of_its_images_are_shown(tmp_path):
+    """Images 0 to 5 find two of their five matches, at both places. Images 6 and 7 find one match at two places."""
+    degrees = (0, 1, 2, 3, 4, 5, 90, 91, 170, 95, 171)
+    _, shown = grid(tmp_path / 'x.png', degrees, [*6 * [0], 1, 1, 1, 2, 2], 2, hardest=True)
+    assert [tiles[0] for tiles in shown[2:]] == [9, 7, 6, 0, 1, 2]
+
+
 def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
     """Eight of 24 queries, which are sorted by class, are shown at regular intervals."""
     _, shown = grid(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)

@@ -189,8 +189,9 @@ def test_the_trunk_is_compiled_once_and_not_for_evaluations(run, small, monkeypa
 
 
 def test_minutes_and_images_per_second(run, small, monkeypatch):
-    """The first of each three steps takes ten minutes, the others one. A resumed run adds to the minutes before."""
-    clock, steps, real = SimpleNamespace(now=0.0), [], train_ms.multi_similarity_loss
+    """The first of each three steps takes ten minutes, the others one. A resumed run adds to the minutes before. The
+    minutes that are left are those of the whole run."""
+    clock, steps, texts, real = SimpleNamespace(now=0.0), [], [], train_ms.multi_similarity_loss
     clock.time = lambda: clock.now
 
     def slow(*args, **kwargs):
@@ -205,6 +206,10 @@ def test_minutes_and_images_per_second(run, small, monkeypatch):
     assert [record['minutes'] for record in (before, first, last)] == [0, 12, 22]
     assert first['images_per_second'] == pytest.approx(24 / 720) and last['images_per_second'] == pytest.approx(8 / 600)
     assert last['no_positive'] == 0
+    steps.clear()
+    monkeypatch.setattr(common, 'show_progress', lambda text, done=False: texts.append(text))
+    run(train_ms, '--epochs', '2', '--steps', '4', '--name', 'y')
+    assert 'step 3 of 3, 4.0 min left' in texts[1]
 
 
 @pytest.mark.parametrize('bad_step, noticed', [(20, 20), (21, 40)])
