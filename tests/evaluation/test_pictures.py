@@ -128,6 +128,15 @@ def test_a_photo_that_is_not_in_the_gallery(run, small, folder, tmp_path, capsys
         evaluation.main(flags)
 
 
+def test_workers_reach_photos_searched_images_and_test_sets(run, small, folder, monkeypatch):
+    run(train_ms, '--name', 'mine')
+    used, embed = [], common.embed
+    monkeypatch.setattr(common, 'embed', lambda model, images: used.append(images.workers) or embed(model, images))
+    for query in ([], ['--query', str(folder / 'test/car3/1.jpg')]):
+        evaluation.main(['--checkpoint', 'runs/mine', '--workers', '0', *query, *EVAL])
+    assert used == [0, 0, 0]
+
+
 def test_a_file_of_embeddings_is_searched_like_its_folder_and_only_photos_are_embedded(run, small, folder, monkeypatch):
     """Several photos have the same results as single ones."""
     run(train_ms, '--name', 'mine')

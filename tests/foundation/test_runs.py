@@ -88,9 +88,9 @@ def test_a_gallery_is_named_in_the_recipe_and_by_eval(run, small, tmp_path, caps
         make_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
     record = run(train_ms, '--data', str(tmp_path / 'shop'), '--batch-size', '4', '--name', 'x')
     evaluation.main(['--checkpoint', 'runs/x', '--device', 'cpu'])
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert 'folder: 6 training images of 2 classes, 3 with a gallery of 6 test images of 3 classes' in out
-    assert 'none of these classes is in the training set' in out and 'inflated' not in out, 'a is in the gallery only'
+    assert 'none of these classes is in the training set' in out and 'inflated' not in err, 'a is in the gallery only'
     assert record['unmatched'] == 1 and 'unmatched queries have no match in the gallery: misses in R@K' in out
 
 
