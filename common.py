@@ -52,6 +52,7 @@ from collections import Counter, OrderedDict
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, reduce, wraps
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -112,16 +113,26 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of a blank input in evaluation mode"""
+        """c, found by a forward pass of two blank inputs in evaluation mode. Before it is one in training mode, where
+        some networks need larger images, or return several tensors: this should fail here, not in the first step.
+        Buffers and the state of the random generator are restored."""
         device = next(self.trunk.parameters(), torch.empty(0)).device       # a trunk for vectors has no parameters
-        self.trunk.eval()                                   # so that no statistics of BatchNorm change
+        x = torch.zeros(2, *input_shape, device=device)
+        buffers = [buffer.clone() for buffer in self.trunk.buffers()]
         try:
-            return self.features(torch.zeros(1, *input_shape, device=device)).shape[1]
+            with torch.random.fork_rng(devices=[]):
+                self.train()
+                self.features(x)
+                self.trunk.eval()
+                return self.features(x).shape[1]
         except UsageError:                                  # a ValueError, which the next line would catch
             raise
         except (RuntimeError, AssertionError, ValueError) as error:     # every network has errors of its own
             raise UsageError(f'the network takes no input of shape {tuple(input_shape)}: {error}; try another '
                              '--image-size or --arch') from error
+        finally:
+            for buffer, before in zip(self.trunk.buffers(), buffers):
+                buffer.copy_(before)
 
     def place(self, device):
         """Moves the network to a device, in the memory format whose convolutions are fast there. Returns itself."""
@@ -556,6 +567,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     within = gallery is None                                             # the queries are also the gallery
     if within:
         gallery, gallery_labels = query, query_labels
+    if not (np.iterable(ks) and len(ks) and all(isinstance(k, Integral) and k > 0 for k in ks)):
+        raise UsageError(f'ks are the K of Recall@K, such as (1, 2, 4, 8), and not {ks!r}')
     check_embeddings(query, query_labels, gallery, gallery_labels)
     if query.device.type == 'mps':                                       # the GPU of a Mac has no float64
         query, gallery = query.cpu(), gallery.cpu()
@@ -1334,6 +1347,8 @@ def build(args, data=None, **options):
                      precision=pick_precision(args.precision, args.device), **options)
     if args.dataset == 'vectors':
         model.trunk.mean_norm.copy_(vectors.norm(dim=1).mean())
+        if not model.trunk.mean_norm:
+            raise UsageError(f'all training vectors in {args.data} are 0')
     if world_size() > 1 and not args.freeze_bn:             # statistics over the batches of all processes
         if args.device.type != 'cuda':
             raise UsageError('several processes on a CPU cannot compute joint statistics of BatchNorm: add --freeze-bn')
@@ -1440,13 +1455,13 @@ def about_data(args, data):
     validation block, too, because the epoch was selected on them), a hash of all images, and one of the test images,
     with which eval.py checks that it has the same ones"""
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []),
-                fingerprint=hash_of(data.train, data.query, data.gallery),
-                test_fingerprint=hash_of(data.query, data.gallery) if data.query and not args.fold else None)
+                fingerprint=hash_of(data, data.train, data.query, data.gallery),
+                test_fingerprint=hash_of(data, data.query, data.gallery) if data.query and not args.fold else None)
 
 
-def hash_of(*sets):
-    """A hash of the classes, labels and names of these sets, each Images or None; of files also of their sizes, and of
-    vectors of their values"""
+def hash_of(data, *sets):
+    """A hash of the classes, labels and images of these sets of `data`, each Images or None. Of files it takes names
+    and sizes, of shapes only names, because the pixels that are drawn differ slightly from CPU to CPU."""
     sets = list(filter(None, sets))
     content = [(images.classes, images.labels.tolist(),
                 [(os.path.basename(path), images.are_files and os.path.getsize(path)) for path in images.paths])
@@ -1455,6 +1470,9 @@ def hash_of(*sets):
     for images in sets:
         if images.is_vectors:
             digest.update(images.items.float().cpu().numpy().tobytes())          # NumPy has no bfloat16
+        elif not images.are_files and data.name != 'shapes':
+            for image in images.items:
+                digest.update(np.asarray(image).tobytes())
     return digest.hexdigest()
 
 

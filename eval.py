@@ -493,7 +493,7 @@ def load_test_set(args, model, name, folder):
     data.ks = sorted({1, *args.ks}) if args.ks else data.ks
     expected = model.progress['test_fingerprint']
     if expected and not (args.dataset or args.data or args.whole):
-        if common.hash_of(data.query, data.gallery) != expected:
+        if common.hash_of(data, data.query, data.gallery) != expected:
             common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
     if seen := {*model.classes} & {*data.query.present}:
         common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate were in the training set, so '

@@ -7,7 +7,7 @@ features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mi
 positive as its label: it counts as a positive with this weight, and as a negative with the rest. Which pairs are mixed
 for an anchor is one of three choices: pos-neg, a positive and a negative; anc-neg, the anchor itself and a negative;
 pos-pos, two positives, with label 1. The E candidates for mixing are the images of the batch and, with Proxy-Anchor,
-the proxies of the classes in the batch. Anchors are the images; with Proxy-Anchor these proxies, in Eq. (3) all.
+the proxies of the classes in the batch. The anchors are the images or these proxies (in the clean loss, all proxies).
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
@@ -55,9 +55,9 @@ def labelled_loss(s, label, valid, kind, **hyper):
     return pull + push                                                              # Eq. (3), (7), (9), (13)
 
 
-# ---- Table 1. Each function is one of its rows; notes 2 and 4, at the end, say what differs. It takes
-# similarities s and weights of the examples, all (A, n): `pos_weight` is y, `neg_weight` is 1 - y, and both are 0 for
-# examples that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
+# ---- Table 1. Each function is one of its rows; notes 2 and 4, at the end, say what differs. It takes similarities
+# s and weights of the examples, all (A, n): `pos_weight` is y, `neg_weight` is 1 - y, and both are 0 for examples that
+# are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
 
 
 def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):

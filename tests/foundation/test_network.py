@@ -222,6 +222,19 @@ def test_a_trunk_that_does_not_fit_is_rejected_in_one_line(transformer, flags, m
     assert '\n' not in str(raised.value)
 
 
+def test_a_trunk_that_needs_larger_images_in_training_is_rejected_before_it():
+    """As Inception's auxiliary classifier does. The forward pass in training mode changes no buffer, no generator."""
+    class Trunk(SmallNet):
+        def forward(self, x):
+            f = self.bn1(F.dropout(self.conv1(x), 0.5, self.training))
+            return F.conv2d(f, torch.ones(4, 16, 40, 40)) if self.training else f
+    trunk, state = Trunk(), torch.get_rng_state()
+    with pytest.raises(UsageError, match=r'no input of shape \(3, 32, 32\)'):
+        Embedder(trunk=trunk, freeze_bn=False, input_shape=(3, 32, 32))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not trunk.bn1.running_mean.any() and not trunk.bn1.num_batches_tracked
+
+
 def test_a_trunk_that_does_not_return_one_tensor_is_rejected():
     for output in ((torch.zeros(1, 3), 0), torch.zeros(1, 3, 4)):
         trunk = torch.nn.Module()

@@ -234,6 +234,9 @@ def test_labels_or_embeddings_that_do_not_fit_are_rejected():
     for wrong in (z[0], z.numpy()):
         with pytest.raises(UsageError, match='^retrieval needs tensors .*as_tensor'):
             retrieval_metrics(wrong, y)
+    for ks in (1, (), (0, 1), (1.5,), '1'):
+        with pytest.raises(UsageError, match=r'^ks are the K of Recall@K, such as \(1, 2, 4, 8\), and not '):
+            retrieval_metrics(z, y, ks=ks)
     with pytest.raises(UsageError, match=r'queries \(3, 3\) and gallery \(3, 2\) differ in dimension'):
         retrieval_metrics(z, y, z[:, :2], y)
 

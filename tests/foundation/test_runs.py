@@ -150,11 +150,17 @@ def test_a_run_is_resumed_only_with_the_same_images(run, small, tmp_path, change
         train_ms.main(['--resume', 'runs/x', '--device', 'cpu'])
 
 
-def test_the_hash_of_vectors_depends_on_their_values_and_not_on_the_folder():
-    vectors = torch.rand(3, 4)
-    one, other, moved = (common.Images(items, [0, 1, 1], paths=3 * [path])
-                         for items, path in ((vectors, 'x/a'), (2 * vectors, 'x/a'), (vectors, 'y/a')))
-    assert common.hash_of(one) == common.hash_of(None, moved) != common.hash_of(other)
+def test_the_hash_of_images_in_memory_and_of_vectors_depends_on_their_values():
+    vectors, pixels = torch.rand(3, 4), np.ones((3, 8, 8, 3), np.uint8)
+    for items, others in ((vectors, 2 * vectors), ([*pixels], [*2 * pixels])):
+        one, other = (common.Splits('mine', common.Images(each, [0, 1, 1])) for each in (items, others))
+        assert common.hash_of(one, one.train) == common.hash_of(one, None, one.train)
+        assert common.hash_of(one, one.train) != common.hash_of(other, other.train)
+    one.name = other.name = 'shapes'                        # the pixels of shapes depend on the CPU
+    assert common.hash_of(one, one.train) == common.hash_of(other, other.train)
+    one, other = (common.Splits('mine', common.Images(vectors, [0, 1, 1], paths=3 * [path]))
+                  for path in (__file__, 'gone/test_runs.py'))
+    assert common.hash_of(one, one.train) == common.hash_of(other, other.train)
 
 
 def test_a_resumed_run_has_the_flags_of_its_checkpoint(run, small):

@@ -78,6 +78,13 @@ def test_arrays_that_do_not_fit_end_in_one_line(vectors, changed):
         load(vectors)
 
 
+def test_vectors_that_are_all_zero_are_rejected(run, vectors):
+    saved = dict(np.load(vectors / 'train.npz'))
+    np.savez(vectors / 'train.npz', **saved | dict(embeddings=0 * saved['embeddings']))
+    with pytest.raises(UsageError, match='^all training vectors in .* are 0$'):
+        train_ms.main(['--dataset', 'vectors', '--data', str(vectors)])
+
+
 def test_missing_or_corrupted_files_end_in_one_line(vectors):
     intact = (vectors / 'train.npz').read_bytes()
     for content in (intact[:-400], b'text'):
