@@ -79,12 +79,12 @@ class Embedder(nn.Module):
                  folder of a run
     freeze_bn    BatchNorm uses its stored mean and variance in training, too. Only these statistics are frozen: its
                  scale and shift are trained.
-    layer_norm   LayerNorm without affine weights, between pooling and head
+    layer_norm   LayerNorm without affine weights, between pooling and the linear head
     normalize    embeddings are L2-normalized
     trunk        any module (B, 3, S, S) -> (B, c) or (B, c, h, w), which replaces arch and weights
     head_init    kaiming: normal with std sqrt(2 / D). default: torch's own, which for ResNet-50 and D = 512
                  is about five times smaller. identity, with D = c: embeddings begin as the pooled features
-    precision    bf16: the trunk runs in bfloat16. Pooling, head and loss run in float32.
+    precision    bf16: the trunk runs in bfloat16. Pooling, linear head and loss run in float32.
     input_shape  of one input: (3, S, S), or (c,) of a vector
     """
 
@@ -113,8 +113,8 @@ class Embedder(nn.Module):
 
     @torch.no_grad()
     def count_channels(self, input_shape):
-        """c, found by a forward pass of two blank inputs in evaluation mode. Before it is one in training mode, where
-        some networks need larger images, or return several tensors: this should fail here, not in the first step.
+        """c, found by a forward pass of two blank inputs in evaluation mode. A pass in training mode comes before it:
+        networks that need larger images there, or return several tensors, should fail here, not in the first step.
         Buffers and the state of the random generator are restored."""
         device = next(self.trunk.parameters(), torch.empty(0)).device       # a trunk for vectors has no parameters
         x = torch.zeros(2, *input_shape, device=device)
@@ -149,11 +149,11 @@ class Embedder(nn.Module):
         return self
 
     def features(self, x):
-        """Images (B, 3, S, S) -> last feature map of a ResNet of torchvision, (B, c, h, w). Most other networks, and
-        vectors (B, c), give (B, c, 1, 1)."""
+        """Images (B, 3, S, S) or vectors (B, c) -> features (B, c, h, w). Only networks that end in avgpool and fc,
+        such as a ResNet, have h, w > 1: see make_trunk."""
         share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
         dtype = next(self.trunk.parameters(), x).dtype      # not float32 after .half() or .bfloat16()
-        if x.is_floating_point():       # uint8 is not normalized, so it stays as it is, and the trunk rejects it
+        if x.is_floating_point():       # uint8 images are not normalized: the trunk rejects them
             share = share.to(dtype)
         bf16 = self.precision == 'bf16' and dtype == torch.float32
         with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
@@ -163,7 +163,7 @@ class Embedder(nn.Module):
                              f'{type(f).__name__} {tuple(getattr(f, "shape", ()))}: use another --arch')
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
-        return f if len(f) == len(x) else gather(at_least_float32(f))    # (B, c, h, w); of a share, from all processes
+        return f if len(f) == len(x) else gather(at_least_float32(f))    # (B, c, h, w); shares are gathered
 
     def pool_features(self, f):
         """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max is twice the features."""
@@ -193,8 +193,8 @@ class Embedder(nn.Module):
 
 
 class Rescale(nn.Module):
-    """The trunk for vectors, which are features already: it divides them by the mean L2 norm of the training set, which
-    build sets."""
+    """The trunk for vectors, which are features already: it divides them by their mean L2 norm in the training set. The
+    function build sets this number."""
 
     def __init__(self):
         super().__init__()
@@ -264,8 +264,8 @@ class BalancedSampler(Sampler):
 
     An epoch has N // B batches, at least one. The P classes of a batch are different, and so are its images, unless a
     class has fewer than K. Classes are taken from a random order of all classes. If fewer than P are left in it, the
-    next batch begins with them, and goes on with a new order, so all occur about equally often. The same holds for the
-    images of a class.
+    next batch begins with them, and goes on with the others in a new order. So all occur about equally often. The same
+    holds for the images of a class.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -288,8 +288,8 @@ class BalancedSampler(Sampler):
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. While it is too short, the items that it lacks
-            are appended in random order; if it lacks none, because there are few, all of them again."""
+            """Removes and returns the first `number` items of a queue. While it is too short, the items that are not in
+            it are appended in random order, or all items if none is missing."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -303,9 +303,9 @@ class BalancedSampler(Sampler):
 
 
 class StepBatches:
-    """The batch sampler of a training DataLoader. For each image it yields its index and integers that seed its
-    augmentation. So methods with one seed and one kind of batches see the same batches and crops. The number of workers
-    and processes, and --resume, do not affect them. EPOCH and CROP are constants of section 10.
+    """The batch sampler of a training DataLoader. A batch is a list of tuples: the index of an image, and integers that
+    seed its augmentation. So methods with the same seed and kind of batches see the same batches and crops. The number
+    of workers and processes, and --resume, do not affect them. EPOCH and CROP are constants of section 10.
 
     sampler  yields lists of indices of equal length; its random order comes from torch's global generator
     """
@@ -399,9 +399,9 @@ def write_log(folder, row, rows):
 def train(args, model, data, step, optimizer, loss_params=None, sampler=None, log=write_log):
     """Trains (in train_epoch), evaluates, logs and saves. Returns the last row of the log, or the best with --fold.
 
-    step         step(images, labels) -> scalar loss, all that a method adds to the loop. images (B, 3, S, S) or vectors
-                 (B, c), the complete batch, augmented and normalized, and labels (B,) are on the device. The backward
-                 pass runs after step returns, so step must not change in place a tensor that the backward pass needs.
+    step         step(images, labels) -> scalar loss, the part of the loop that a method defines. It gets the whole
+                 batch on the device: images (B, 3, S, S), augmented and normalized, or vectors (B, c), and labels (B,).
+                 The backward pass runs after step returns, so step must not change in place a tensor that it needs.
     optimizer    over the weights of the model and the learnable parameters of the loss
     loss_params  {name: parameter or module}: learnable parameters of the loss, saved in the checkpoint
     sampler      yields lists of indices of equal length; None: from --batch-size and --per-class
@@ -433,13 +433,13 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None, lo
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - start) / 60
-        row = from_rank0(dict, row)                         # dict(row); with torchrun, that of the main process for all
+        row = from_rank0(dict, row)                         # with torchrun, the row of the main process
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
         if rank() == 0:
             about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
             save_epoch(folder, args, model, states, about)
-            log(folder, *copy.deepcopy((row, rows)))        # it may change them
+            log(folder, *copy.deepcopy((row, rows)))        # copies, because log may change them
         show_row(row)                                       # last, because printing may fail
     return summary(args, data, folder, rows)
 
@@ -529,8 +529,8 @@ def k_nearest(query, gallery, k):
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     position = order.argsort()                                           # (G,) where each image is after the shuffle
     gallery = gallery[order]
-    # Of equal cosines, topk returns any. So a little more is subtracted for each later image, and the first one wins.
-    # In float64, because all of it is less than the rounding error of a cosine in float32.
+    # Of equal cosines, topk returns any. So slightly more is subtracted from each later image, and the first one wins.
+    # In float64, because these amounts are below the rounding error of a cosine in float32.
     tie_break = torch.arange(len(gallery), dtype=torch.float64, device=query.device) * 2 ** -50
     b = max(1, min(4096, 2 ** 25 // len(gallery)))                       # (b, G) in float64 takes 256 MiB at most
     for rows in torch.arange(len(query), device=query.device).split(b):
@@ -549,9 +549,10 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
     gallery  (G, D), gallery_labels (G,)
-    search   a function like k_nearest, such as an approximate index or a re-ranking; the index -1 is nothing found
+    search   a function like k_nearest, such as an approximate index or a re-ranking; index -1: nothing found
     returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; with 'unmatched', a count, if it is not 0: see rule 3
     raises   UsageError if there are no queries or no gallery, an embedding is NaN or infinite, or shapes do not agree
+
     A match of a query is another image of its class; R is the number of its matches in the gallery.
     R@K    percentage of the queries that have a match among their K nearest, for each K of `ks`
     RP     percentage of matches among the R nearest, averaged over the queries
@@ -1371,8 +1372,8 @@ def new_folder(args, data):
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    resume = f', or --resume {folder}' if (folder / 'last.pt').exists() else ''
-    raise UsageError(f'{folder} exists already; choose another --name{resume}')
+    other = f'--resume {folder}' if (folder / 'last.pt').exists() else 'delete it, because it has no checkpoint'
+    raise UsageError(f'{folder} exists already; choose another --name, or {other}')
 
 
 def best_row(rows):
@@ -1990,8 +1991,7 @@ def reject(typed, flags, because):
 def require_pairs(args):
     """Raises UsageError if batches have no positive pairs, or no negative ones, for a loss over pairs."""
     if args.per_class == 1:
-        raise UsageError('--per-class 1 gives batches without positive pairs, which this loss needs: raise it, or take '
-                         '0 for random batches')
+        raise UsageError('--per-class 1 gives batches without positive pairs, which this loss needs: raise it')
     if args.per_class and args.batch_size // args.per_class < 2:
         raise UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one class, '
                          'but this loss compares classes: raise --batch-size')

@@ -4,13 +4,13 @@ The metrics and their rules are explained at common.retrieval_metrics. They are 
 mean cosines. R@1 is what the Reality Check (Musgrave et al., ECCV 2020) calls P@1. The last line that is printed is
 one JSON object, for programs.
 
-By default, the test set of the dataset that the network was trained on is evaluated, otherwise that of --dataset and
---data. In a folder of images the test set is test/, or query/ with gallery/. Without these folders it is the second
-half of the classes. --whole evaluates all images of a folder. If the network was trained on some of the classes, there
-is a warning, because the metrics are inflated.
+The test set is that of --dataset and --data, by default that of the dataset that the network was trained on. In a
+folder of images it is test/, or query/ with gallery/. Without these folders it is the second half of the classes.
+--whole evaluates all images of a folder. If the network was trained on some of the classes, there is a warning, because
+the metrics are inflated.
 
 --embed saves embeddings. --query ranks all images of --data by their similarity to a photo. --data is a folder, or a
-file that --embed wrote with the same network; then only the photo is embedded:
+file that --embed wrote with the same network, so that only the photo has to be embedded:
     python eval.py --checkpoint runs/ms-folder-1 --data photos --whole --embed photos.npz
     python eval.py --checkpoint runs/ms-folder-1 --data photos.npz --query a.jpg b.jpg --top 5
 
@@ -24,7 +24,7 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
 --analyse adds, for one checkpoint:
     standard error      of R@1, if the queries are taken as a random sample
     alignment           mean squared distance of two test images of one class; lower is better   (Wang and Isola, 2020)
-    uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better        (the same)
+    uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better  (Wang and Isola)
     utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
     threshold           two images are called the same class if their similarity is at least this
@@ -32,10 +32,9 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         pairs below it. The threshold is the one with the highest balanced accuracy on the test images.
                         As it is chosen on them, the accuracy is optimistic.
     copies              number of test images whose nearest training image has a cosine above 0.9999. They are probable
-                        duplicates (train-test leakage), unless the embeddings have collapsed. A large JPEG file,
-                        decoded at a reduced size, may differ more from its duplicate in another format
-With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, and
-alignment if no two queries have the same class.
+                        duplicates (train-test leakage), unless the embeddings have collapsed
+With a gallery, the test images of these metrics are the queries, but the pairs of the threshold are a query and an
+image of the gallery. Left out are: uniformity of a single query, and alignment if no two queries have the same class.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
@@ -83,7 +82,7 @@ def utilization(queries, examples):
 
     u(Q, X) = 1/|Q| sum_{q in Q} min_{x in X} || f(q) - f(x) ||^2, where f(q) and f(x) are L2-normalized
 
-    queries (Q, D), examples (X, D), of any length, thousands of each -> float, from 0 to 4
+    queries (Q, D), examples (X, D), of any norm -> float, from 0 to 4
     """
     s, _ = nearest(queries, examples)                                    # (Q, 1) cosines, Metrix Eq. (12): min over x
     return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)
@@ -200,8 +199,8 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
     matches = common.num_matches(data)                                   # (N,)
-    rows = matches.nonzero()[:, 0]                          # queries without a match are skipped,
-    if not len(rows):                                       # unless no query has one
+    rows = matches.nonzero()[:, 0]                          # only queries with a match,
+    if not len(rows):                                       # if there are any
         rows = torch.arange(len(s))
     if hardest:     # lowest MAP@R first, R being at most k; of equal ones, the most similar mistake first
         _, map_at_r = common.precisions(hit, matches.clamp(1, k))                                   # (N,)
@@ -298,7 +297,7 @@ def read_runs(paths):
         args = saved['args']
         file = common.best_of(path)
         if file.name == 'best.pt' and file.with_name('last.pt').exists():
-            # If the run was resumed with other flags, best.pt may be from before, with the earlier ones.
+            # If the run was resumed with other flags, best.pt may be older and have the earlier flags.
             args = common.read_checkpoint(file.with_name('last.pt'))['args']
         fold = args.get('fold') or 'none'
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
@@ -419,7 +418,8 @@ def file_that_ends_in(ending):
 
 SINGLE = {                                                  # flags for one checkpoint
     '--analyse': dict(action='store_true', help='print the additional metrics described above'),
-    '--embed': dict(type=file_that_ends_in('.npz'), metavar='NPZ', help='save embeddings, labels, classes and paths'),
+    '--embed': dict(type=file_that_ends_in('.npz'), metavar='NAME.npz',
+                    help='save embeddings, labels, classes and paths; those of a gallery in NAME-gallery.npz'),
     '--sheet': dict(type=file_that_ends_in('.png'), metavar='PNG',
                     help='image grid of some queries and their nearest images'),
     '--hardest': dict(action='store_true', help='with --sheet: the queries with the worst results first'),

@@ -148,8 +148,8 @@ CUB = dict(
     dropout=0.2)
 # A momentum of 0.99 needs the warmup of the cosine schedule, which keeps the first steps small.
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
-# loss). The last entry that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
+# entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.

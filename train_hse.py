@@ -301,8 +301,8 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  hybrids='append', combinations=12)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
-# loss). The last entry that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
+# entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES | dict(temperature=1.0),       # note 1
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.

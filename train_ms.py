@@ -1,9 +1,10 @@
 """train_ms.py -- Multi-Similarity loss: the harder a pair, the larger its gradient.
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
-arXiv:1904.06627. The loss is Eq. (2) of the paper of Metrix (arXiv:2106.04990), here with the symbols of the MS paper.
-Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its positives, and one over its negatives.
-log(sum(exp(t))) is close to the largest t, so the hardest pairs have the largest gradients. A miner drops easy pairs.
+arXiv:1904.06627. Equation numbers are those of the paper of Metrix (arXiv:2106.04990), symbols those of the MS paper.
+Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its positives, and one over its negatives. It
+is close to the largest exponent, that of the hardest pair, which so gets the largest gradient. A miner drops the easy
+pairs.
 
     MS paper   code      flag        in Metrix   meaning
     S          s         -           s           (B, B) cosine similarities of L2-normalized embeddings z
@@ -169,7 +170,7 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars beta and lambda are those of the released code of Proxy-Anchor and of HSE:
-                     here    released code of ms    paper, by two re-implementations (one in issue 4 of the code of ms)
+                     here    released code of ms    paper, as two re-implementations state it (one: issue 4 there)
            beta      50      40                     50
            lambda    0.5     0.5                    1
     3. Where the settings of a dataset come from:
@@ -178,9 +179,9 @@ What differs from the paper
                         user reports R@1 78.4 instead of the paper's 84.1. Another advises batches of more than 450.
            SOP, In-Shop Metrix's commands for its MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning
                         rate of 6e-4, 60 epochs. The paper of Metrix reports AdamW, 100 epochs, and learning rates of
-                        3e-5 (SOP) and 1e-4 (In-Shop), which is train_metrix.py --mixup none.
-    4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
-       selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
+                        3e-5 (SOP) and 1e-4 (In-Shop): run train_metrix.py --mixup none.
+    4. Metrix's code has the alpha, beta, lambda and epsilon of METRIX for all datasets. The Reality Check selected
+       these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
     5. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a
        similarity of 1 - 1e-5, which includes exact duplicates.

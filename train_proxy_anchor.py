@@ -3,9 +3,9 @@
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
 Each class has a learnable vector, its proxy. It is an anchor, with which all images of the batch are compared: it
 attracts its positives, the images of its class, and repels its negatives, all others, Proxy-Anchor Eq. (4). For each
-proxy, the loss has a log-sum-exp over its positives, and one over its negatives. A log-sum-exp is close to the maximum,
-so the hardest images, which are positives far from the proxy and negatives close to it, get the largest gradients,
-Proxy-Anchor Eq. (6).
+proxy, the loss has a log-sum-exp over its positives, and one over its negatives, both with 1 + in the logarithm. It is
+close to the largest exponent, which is that of the hardest image: the farthest positive, or the closest negative. So
+this image gets the largest gradient, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -50,7 +50,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     num_present = positive.any(dim=1).sum()                                            # |P+|
     # Eq. (4), first sum. The code sums over all C classes: a class that is not in the batch adds log 1 = 0.
     pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / num_present
-    # Eq. (4), second sum: the mean is over all C classes. Note that it is + delta here, and - delta above.
+    # Eq. (4), second sum: the mean is over all C classes.
     push = log1p_sum_exp(alpha * (s + delta), ~positive).mean()
     return pull + push
 
@@ -150,7 +150,7 @@ What differs from the paper
        from the released code, as do the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In issue 1 of
        its repository, an author says that max pooling in addition to average pooling adds about 1% of R@1.
     3. Some copies of the paper print P- instead of P in Eq. (4) to (6). Section 3.1 defines P- for one image, as the
-       proxies of all classes but its own. Eq. (4) is not about one image, and the released code sums over all C.
+       proxies of all classes but its own. Eq. (4) is not about one image, and the released code averages over all C.
 What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)
     4. The released code reports its best epoch on the test set.
     5. With one or two classes the loss of the released code is wrong. It makes one-hot labels by label_binarize of

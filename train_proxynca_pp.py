@@ -2,16 +2,15 @@
 
 Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood Component Analysis. ECCV 2020.
 arXiv:2004.01113. Each class has a learnable vector, its proxy. The loss is cross-entropy with a softmax over the
-proxies; LayerNorm and a higher learning rate for the proxies were also new. Its predecessor, Proxy-NCA
-(Movshovitz-Attias et al., ICCV 2017), omits the positive proxy from the denominator, Proxy-Anchor Eq. (1). Therefore it
-attracts an image to its proxy with the same force however close they are, Eq. (3). The numbers of these equations are
-those of the paper of Proxy-Anchor, arXiv:2003.13911.
+proxies. Its predecessor, Proxy-NCA (Movshovitz-Attias et al., ICCV 2017; Eq. (1) to (3) of the paper of Proxy-Anchor,
+arXiv:2003.13911), omits the positive proxy from the denominator. Therefore it attracts an image to its proxy with the
+same force however close they are. LayerNorm and a higher learning rate of the proxies are further changes.
 
     paper    code          flag            meaning
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, in Proxy-NCA 2 as in Eq. (1)
+    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9; 2 gives Proxy-NCA Eq. (1)
 
     python train_proxynca_pp.py [--dataset cub --data data]
 """
@@ -107,8 +106,8 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
-# loss). The last entry that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
+# entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -123,7 +122,7 @@ DEFAULTS = {
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),
-    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),             # the scale of the Reality Check, note 11
+    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),             # its scale, but not its loss: note 11
 }
 
 

@@ -144,7 +144,7 @@ EXPERIMENTS = [
             for mixup, flag in (('none', ' --mixup none'), ('feature', ''))},
         seeds(5), differences=[
             ('feature', 'none'), *((patch, 'none') for patch in ('shared', 'hardest', 'push', 'softer')),
-            ('push', 'feature'), ('softer', 'feature'),
+            *((patch, 'feature') for patch in ('hardest', 'push', 'softer')),
             *((f'feature, {name}', f'none, {name}') for name in ('m 0.5', 'per-class 0', 'short', 'long')),
             ('none, long', 'none, short'), ('feature, long', 'none, short')]),
     Experiment(
