@@ -238,9 +238,9 @@ def mixed_pairs(config, z, y, anchor, num_images):
     E = len(y)
     itself = anchor[:, None] == torch.arange(E, device=y.device)                    # (A, E)  S(a): the anchor
     # (E,) False for proxies, which can be anchors, but not positives or negatives
-    image = torch.arange(E, device=y.device) < num_images
-    positive = (y[anchor][:, None] == y) & image & ~itself                          # (A, E)  P(a), Eq. (5)
-    negative = (y[anchor][:, None] != y) & image                                    # (A, E)  N(a), Eq. (6)
+    is_image = torch.arange(E, device=y.device) < num_images
+    positive = (y[anchor][:, None] == y) & is_image & ~itself                       # (A, E)  P(a), Eq. (5)
+    negative = (y[anchor][:, None] != y) & is_image                                 # (A, E)  N(a), Eq. (6)
     if config.k:
         negative = hardest_negatives(z[anchor] @ z.T, negative, config.k)
     # Anchor a mixes each candidate of first[a] with each of second[a]. Both masks are (A, E).
@@ -380,7 +380,7 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP | dict(lr=1e-4),
     'reality-check': common.PROTOCOL | dict(proxy_lr_mult=6000),    # see train_proxy_anchor.py
-    'contrastive': dict(m=0.5),                                     # the paper does not state it
+    'contrastive': dict(m=0.5),                                     # the paper does not state it; code: note 7
     ('vectors', 'contrastive'): dict(epochs=3),
     ('cub', 'contrastive'): dict(decay_rate=0.1),
     ('cars', 'contrastive'): dict(decay_rate=0.1),
@@ -402,7 +402,7 @@ USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_nega
 
 def plan(args):
     """Returns [[a MixupConfig for each set of pairs] for each type of --mixup], or [] without mixup, and prints it. A
-    step draws a type of mixup, and then a set of pairs: pos-neg, anc-neg or pos-pos."""
+    step draws a type of mixup, and then a set of pairs, by default pos-neg or anc-neg."""
     if args.mixup == ['none'] or args.strength == 0:
         return []
     choices = []
@@ -464,14 +464,15 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    if args.loss not in PROXY_LOSSES:
+    if args.loss in PROXY_LOSSES:
+        # One class is enough for the clean loss, which compares images with the proxies of all classes. But negatives
+        # that are mixed are images of the batch.
+        mixes_negatives = args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos'
+        if mixes_negatives and args.batch_size < 2 * args.per_class:
+            raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of '
+                                    'one class, which has no negative to mix: raise --batch-size')
+    else:
         common.require_pairs(args)
-    # With proxies, one class is enough for the clean loss, which compares images with the proxies of all classes. In
-    # mixed examples, the negatives are images of the batch.
-    elif (args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos'
-          and args.batch_size < 2 * args.per_class):
-        raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one '
-                                'class, which has no negative to mix: raise --batch-size')
     least = 2 if args.loss == 'proxy_anchor' else 3         # two positives, and the anchor if it is an image
     if args.pairs == 'pos-pos' and 0 < args.per_class < least:
         raise common.UsageError('--pairs pos-pos mixes two positives of an anchor: take --per-class 0 or at least '
@@ -545,18 +546,18 @@ code trains with Adam, draws one lambda per batch, and reports the epoch that is
        hard negatives           of each anchor      in input mixup, from a wrong list (bug)   those that the miner keeps
        mixed examples are in    both terms          both terms                                the positive term (bug)
        means are over           anchors (note 2)    non-zero values of each term              mixed examples
-    7. For contrastive: 60 epochs, k = 1 in input, w = 0.3 for anc-neg in embed, distance margin 0.5 (cosine 0.875).
+    7. Its contrastive: 60 epochs, k = 1 in input, w = 0.3 for anc-neg in embed, distance margin 0.5 (cosine 0.875).
     8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), where lam
        is on the clean ones (sic). Its table of similarities has a row and a column for each mixed example, but is read
        at the indices of images (bug). So most mixed examples are not used, and nearly all others are in a wrong sum.
     9. Its commands for ms on CUB   epochs            learning rate           sum of the rates after the frozen epochs
        without mixup                60                1e-4, halved every 5    5e-4
-       with mixup                   100 (README: 60)  1e-4, halved every 10   15e-4
-       The paper has 100 epochs for both (Section B.1). Here both have 100 epochs and the second schedule.
+       with mixup                   100 (its text: 60)  1e-4, halved every 10 15e-4
+       The paper states 100 epochs (Section B.1). Here both have 100 epochs and the second schedule.
 Tables and figures of the paper
     --dataset, --loss and --mixup (none: the base loss) choose rows of Tables 2, 3 and 5. --loss contrastive with
-    --mixup, --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), the last with --mixup input
-    feature embed. Fig. 6: contrastive on Cars with --strength. Fig. 2: tests/results/fig2.py. 4.3: eval.py --analyse.
+    --mixup, --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), its last row with --mixup
+    input feature embed. Fig. 6 (Cars): --strength. Fig. 2: tests/results/fig2.py. 4.3, clean images: eval.py --analyse.
 """
 
 
