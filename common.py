@@ -1407,7 +1407,8 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     if 0 < epochs <= args.freeze_epochs:
         warn(f'the backbone will not be trained: it is frozen for {args.freeze_epochs} epochs, and there are {epochs}')
     if data.name in DATASETS:
-        print(f'To resume after an interruption: python {args.script}.py --resume {shlex.quote(str(folder))}')
+        device = '' if pick_device('auto') == args.device else f' --device {args.device}'      # a checkpoint has none
+        print(f'To resume after an interruption: python {args.script}.py --resume {shlex.quote(str(folder))}{device}')
 
 
 def show_row(row):
@@ -1453,10 +1454,10 @@ def show_progress(text, done=False):
 
 def about_data(args, data):
     """What a checkpoint says about its images: the classes that were seen in training (with --fold, those of the
-    validation block, too, because the epoch was selected on them), a hash of all images, and one of the test images,
-    with which eval.py checks that it has the same ones"""
+    validation block, too, because the epoch was selected on them), a hash of all images, and the number of training
+    images and a hash of the test images, with which eval.py checks that it has the same ones"""
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []),
-                fingerprint=hash_of(data, data.train, data.query, data.gallery),
+                fingerprint=hash_of(data, data.train, data.query, data.gallery), train_images=len(data.train),
                 test_fingerprint=hash_of(data, data.query, data.gallery) if data.query and not args.fold else None)
 
 
@@ -1558,7 +1559,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
                      model(model.transform(image)[None]) is its embedding (1, D)
     model.args       its training flags, a dict
     model.classes    names of its training classes, with --fold including the validation block
-    model.progress   epoch and step after which it was saved, and test_fingerprint, see hash_of; a dict
+    model.progress   epoch and step after which it was saved; train_images and test_fingerprint, see about_data; a dict
 
     A checkpoint for others, without optimizer and path of the images:
 
@@ -1578,7 +1579,7 @@ def load_checkpoint(path, device='cpu', precision='auto', trunk=None):
         model.load_state_dict(saved['model'])
         model.args = saved['args']
         model.classes = saved.get('classes', [])
-        model.progress = {key: saved.get(key) for key in ('epoch', 'step', 'test_fingerprint')}
+        model.progress = {key: saved.get(key) for key in ('epoch', 'step', 'train_images', 'test_fingerprint')}
         transform = make_test_transform(**saved['transform'])
         model.transform = v2.Compose([partial(to_rgb, min_side=transform.min_side), transform])
         model.transform.min_side = transform.min_side       # so Images, which also calls to_rgb, can take it

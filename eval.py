@@ -295,6 +295,8 @@ def read_runs(paths):
     for path in paths:
         saved = common.read_checkpoint(path)
         args = saved['args']
+        if 'seed' not in args:
+            raise UsageError(f'{path} does not say its --seed, which a table needs')
         file = common.best_of(path)
         if file.name == 'best.pt' and file.with_name('last.pt').exists():
             # If the run was resumed with other flags, best.pt may be older and have the earlier flags.
@@ -553,6 +555,10 @@ def training_images(model, workers):
                                    transform=model.transform, workers=workers).train
     if not training or {*training.classes} - {*model.classes}:
         raise UsageError(f'--analyse needs the training images, and those in {flags["data"]} are different')
+    before = model.progress['train_images']
+    if before not in (None, len(training)):
+        common.warn(f'{flags["data"]} has {len(training)} training images, and had {before} in training: utilization '
+                    'and copies are those of other images')
     return training
 
 

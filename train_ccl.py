@@ -2,10 +2,11 @@
 
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
-with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest.
-L_center, the squared distance to this centre, keeps pulling. For example, take two classes, s = 16, no margin and no
-smoothing. The pull |d L_contrast / d (c_y.x)| = s (1 - p_y), where p_y is the softmax at the class of x, is 8.0 where
-both cosines are equal, and only 0.6 where c_y.x is larger by 0.2. That of lambda L_center, 2 lambda = 4, is constant.
+with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest,
+and with label smoothing, the default here, it then even pushes. L_center, the squared distance to this centre, keeps
+pulling. For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| =
+s (1 - p_y), where p_y is the softmax at the class of x, is 8.0 where both cosines are equal, and only 0.6 where c_y.x
+is larger by 0.2. That of lambda L_center, 2 lambda = 4, is constant.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
@@ -29,7 +30,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     L_contrast = -log p_y,   p_y = exp(s (c_y.x - m)) / (exp(s (c_y.x - m)) + sum_{j != y} exp(s c_j.x))
     L_center   = ||x - c_y||^2 = 2 - 2 c_y.x
 
-    Note 1, at the end of this file, says which flags give other equations of the paper.
+    Note 1, at the end of this file, and the help of --loss say which flags give other equations of the paper.
 
     z          (B, D) L2-normalized embeddings (main applies dropout to them, so their length can differ from 1)
     y          (B,)   class labels, 0 to C - 1
@@ -42,9 +43,9 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast. Without smoothing it is -log p_y: Eq. (8), (10), first line of Eq. (2); Eq. (11), see note 1
+    # (B,)  L_contrast. Without smoothing it is -log p_y: if m = 0, Eq. (8), (10), first line of Eq. (2); else Eq. (11)
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # (B,)  L_center: Eq. (4), second line of Eq. (2), in the text Eq. (3). With stop_grad, it alone moves the centres.
+    # (B,)  L_center: Eq. (4), second line of Eq. (2), which the text calls Eq. (3)
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -85,7 +86,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
 @common.loss
 def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
-    """The center loss of Wen et al. (2016), CCL Eq. (7), averaged over the batch; it is not L_center of Eq. (5):
+    """CCL Eq. (7), after the center loss of Wen et al. (2016), averaged over the batch; it is not L_center of Eq. (5):
 
     -log( exp(W_y.x~ + b_y) / sum_j exp(W_j.x~ + b_j) ) + lambda ||x~ - c_y||^2
 
@@ -119,8 +120,7 @@ def momentum_centers(centers, z, y, mu):
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
-#                    cropped
+#     resize         shorter side of test images, in pixels, before a center crop of image_size px
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
 #                    from the image in full size
@@ -175,8 +175,8 @@ def corrupt_labels(labels, noise, generator=None):
     noise      symmetric:RATE  a fraction RATE of the images gets a random label of another class. For example, with
                                0.25, 0 0 1 1 2 2 3 3 becomes 0 0 1 3 2 2 0 3.
                longtail:RATE   random classes, which together have at most a fraction RATE of the images, are
-                               dissolved: their images are cut into clusters of 5, and each cluster gets the label of
-                               one random remaining class. For example, with 0.25, class 1 is one cluster and joins
+                               dissolved: the images of each are cut into clusters of 5, and a cluster gets the label
+                               of one random remaining class. For example, with 0.25, class 1 is one cluster and joins
                                class 3, so 0 0 1 1 2 2 3 3 becomes 0 0 3 3 2 2 3 3.
     generator  None is torch's global one
     returns    (N,) labels, 0 to C - 1; with longtail, no image has the label of a dissolved class
@@ -209,7 +209,7 @@ def add_label_noise(images, noise, seed):
     if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
     # The remaining classes are numbered anew, from 0. The names of the dissolved ones come after them: the network sees
-    # their images, so common.summary and eval.py have to count these classes as seen.
+    # their images, so eval.py has to count these classes as seen.
     remaining, images.labels = labels.unique(return_inverse=True)
     remaining = remaining.tolist()
     dissolved = [c for c in range(len(images.classes)) if c not in remaining]
@@ -306,7 +306,6 @@ NOTES = """
 What differs from the paper
     1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Further equations, with --smoothing 0:
            (2) line 1, (8)  --lam 0             NSoftmax, the normalized softmax of the Reality Check; also (10)
-           (3)              a part of the loss  The text calls the second line of (2) so; the number is not printed.
            (11)             --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is not a softmax.
@@ -336,7 +335,7 @@ Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1
                                                           --margin M   CCL*       73.5   91.0   83.1   92.3
-    Table 1: --loss stop_grad --margin M; second row: --margin M. Fig. 6: --dim. Fig. 5: SOP, with --margin 0 to 0.4,
+    Table 1: --loss stop_grad; second row: --margin M. Fig. 6: --dim. Fig. 5: SOP, with --margin 0 to 0.4,
     --lam 0 to 2.
     Table 3: --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5, in the paper with Inception.
     Reality Check: --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, with --margin its CosFace.

@@ -3,8 +3,8 @@
 Yang, Sun, Li, Chen, Cai, Song. HSE: Hybrid Species Embedding for Deep Metric Learning. ICCV 2023.
 Images of two to four classes, the source classes, are mixed into a hybrid, which gets no label. Each image of a source
 class is a weak positive of the hybrid. The hybrid loss L_Hy, HSE Eq. (9), pulls the hybrid to its nearest weak positive
-and pushes it away from the nearest of all images of other classes. The hybrid is pulled only to the nearest: pulling it
-to all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10),
+and pushes it away from the nearest image of other classes in the batch. It is pulled only to the nearest: pulling it to
+all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10),
 where L_m is any loss of the labelled images (--loss).
 
     paper      code          flag            meaning
@@ -72,7 +72,7 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
-    l_m = base_loss(z, y)                                   # first: its decorator checks y, which is indexed below
+    l_m = base_loss(z, y)                                   # first, because it checks y, which is indexed below
     weak_positive, negative = weak_positives_and_negatives(y, sources)
     return l_m + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)                 # Eq. (10), (11)
 
@@ -89,8 +89,9 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     images starts again at its first. If no set of `num` classes can be chosen, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
-    kind            cutmix: `num` strips of about equal size, stacked vertically or side by side (axis);
-                    mixup: the mean; gridmask: square blocks of mask_size pixels, from the sources in turn
+    kind            cutmix: `num` strips of about equal size, from top to bottom or left to right (axis), each from its
+                    place in one source; mixup: the mean; gridmask: square blocks of mask_size pixels, from the sources
+                    in turn
     superclasses    (B,) or None. If given, as on SOP (Section 4.2.1), the classes of a set are of one superclass, and
                     a superclass with fewer than `num` classes in the batch is skipped.
     generator       for the choice of classes; None is torch's global one
@@ -171,7 +172,7 @@ def log1p_sum_exp(t, keep):
 
 @common.loss
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
-    """Multi-Similarity with its miner, as in train_ms.py"""
+    """Multi-Similarity with its miner, as train_ms.py has it on CUB"""
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
@@ -275,8 +276,7 @@ class SuperclassSampler:
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
-#                    cropped
+#     resize         shorter side of test images, in pixels, before a center crop of image_size px
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images, only with alpha 0 and without superclasses
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
@@ -378,6 +378,8 @@ def reject_small_batches(args, superclass_of):
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
     advice = 'raise --batch-size; or lower --num, --combinations or --per-class; or take --hybrids append or --alpha 0'
+    if fit >= sizes.max():
+        advice = 'the training set has no more: take --hybrids append, fewer --num or --combinations, or --alpha 0'
     needed = replaced + args.num + 1
     if available.sum() < needed:
         raise common.UsageError(f'hybrids need {needed} classes in a batch, and there are {available.sum()}: {advice}')
@@ -417,8 +419,7 @@ def main(argv=None):
         if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        # The sources are chosen on the CPU, which has to wait for the labels until the GPU has finished the previous
-        # step.
+        # The sources are chosen on the CPU. Copying the labels there waits until the GPU has finished the last step.
         y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])
@@ -431,7 +432,7 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides by 0.1, and its alphas were chosen with it. On shapes
-       the default is 1: with 0.1, R@1 is more than 20 points lower there (tests/results/README.md).
+       the default is 1: with 0.1, two runs that were not kept lost more than 20 points of R@1.
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
        is the first column, which is Eq. (9).

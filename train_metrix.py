@@ -342,8 +342,7 @@ def positivity_threshold(lam, beta, gamma, m):
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
-#                    cropped
+#     resize         shorter side of test images, in pixels, before a center crop of image_size px
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:

@@ -89,8 +89,7 @@ def mine(s, y, epsilon):
 # ---- recipes: the defaults of the training flags for each dataset
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         the shorter side of test images is resized to this length, and their centre of image_size px is
-#                    cropped
+#     resize         shorter side of test images, in pixels, before a center crop of image_size px
 #     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
 #                    from the image in full size

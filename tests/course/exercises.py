@@ -15,6 +15,7 @@ class Exercise(NamedTuple):
     source: str
     copies: dict = {}   # {script: functions that contain the same solution, and are stubbed out as well}
     tests: str = ''     # the test file, if it is not that of the script
+    needs: str = ''     # functions of other exercises in this script that the graded tests call
 
     @property
     def test_file(self):
@@ -67,7 +68,7 @@ EXERCISES = {
         'CCL Eq. (5); (8) and (11) are special cases'),
     'labelled_loss': Exercise(
         'train_metrix.py', 'labelled_loss', 'metrix_eq7_ or metrix_eq9_over_', 7, 1, 30,
-        'Metrix Eq. (7), which is (9) over mixed examples'),
+        'Metrix Eq. (7), which is (9) over mixed examples', needs='contrastive ms log1p_sum_exp proxy_anchor'),
     'ms': Exercise(
         'train_metrix.py', 'ms log1p_sum_exp', 'metrix_eq15_', 7, 2, 45, 'Metrix Eq. (15)',
         {'train_ms.py': 'multi_similarity_loss', 'train_hse.py': 'multi_similarity_loss'}),

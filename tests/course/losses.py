@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import common
 import train_ccl
 import train_contrastive
 import train_hse
@@ -106,7 +107,10 @@ def mixed_example(label):
 
 
 def plot(path):
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise common.UsageError('the plot needs matplotlib: pip install matplotlib') from error
     figure = Figure(figsize=(10, 5.2), layout='constrained', dpi=100)
     panels = figure.subplots(2, 4).flatten()
     for axes, (name, gradients) in zip(panels, PANELS.items()):
@@ -133,4 +137,4 @@ def plot(path):
 
 
 if __name__ == '__main__':
-    plot(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2] / 'assets/losses.png')
+    common.cli(lambda: plot(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2] / 'assets/losses.png'))

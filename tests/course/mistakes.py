@@ -159,7 +159,7 @@ MISTAKES['mixed_pairs'] = {
     'only the first example': (' | (second[:, i] & first[:, j])', ''),
     'at least one example': (
         '(first[:, i] & second[:, j]) | (second[:, i] & first[:, j])', 'first[:, i] | second[:, i] | first[:, j]'),
-    'an image is its own positive': ('== y) & image & ~itself', '== y) & image'),
+    'an image is its own positive': ('== y) & is_image & ~itself', '== y) & is_image'),
     'anchors are the batch': ('(y[anchor][:, None] == y)', '(y[:len(anchor), None] == y)'),
     'each pair twice': ('.triu(1)', ''),
     'all negatives': ('if config.k:', 'if config.k is None:'),

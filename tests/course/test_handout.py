@@ -33,6 +33,15 @@ def test_starter_code_has_stubs_for_the_exercise_and_later_ones():
     assert {'common.py', 'tests/conftest.py', 'tests/worked.py'} <= files.keys()
 
 
+def test_a_right_solution_passes_in_the_starter_code():
+    """The tests of labelled_loss call ms, another exercise of its week."""
+    files, name = handout.handout(['labelled_loss']), 'labelled_loss'
+    solved = handout.replace_functions(files['train_metrix.py'], {
+        name: handout.lines_of(METRIX, functions(METRIX, [name])[name])})
+    tests, why = handout.results(EXERCISES[name], files, solved)
+    assert len(tests) > 2 and not any(tests.values()) and not why
+
+
 def reject(message, *argv):
     """A mistake in use ends in one line and exit code 2."""
     shown = StringIO()

@@ -136,6 +136,9 @@ def test_a_duplicate_of_a_training_image_is_counted_and_named(trained, capsys):
     assert evaluation.main([*FP32, '--analyse'])['copies'] == 1
     assert 'copies: 1 test images' in (text := capsys.readouterr().out)
     assert 'the first is photos/f/copy.png with photos/a/0.jpg; these are duplicates, or if uniformity' in text
+    common.Path('photos/a/0.jpg').unlink()                  # does not help: the network has seen it
+    evaluation.main([*FP32, '--analyse'])
+    assert 'had 12 in training: utilization and copies are those of other images' in capsys.readouterr().err
 
 
 def test_one_query_of_each_class(run, small, tmp_path, capsys):

@@ -69,6 +69,13 @@ def test_the_next_command_exists(run, small, capsys):
     assert '--query' not in capsys.readouterr().out
 
 
+def test_the_command_that_resumes_a_run_keeps_its_device(run, small, monkeypatch, capsys):
+    real = common.pick_device                               # auto is another device than that of the run, cpu
+    monkeypatch.setattr(common, 'pick_device', lambda name: torch.device('meta') if name == 'auto' else real(name))
+    run(train_ms, '--name', 'y')
+    assert 'python train_ms.py --resume runs/y --device cpu\n' in capsys.readouterr().out
+
+
 def test_the_printed_recipe_is_the_one_used(run, small, capsys):
     run(train_ms, '--name', 'y', '--freeze-bn', '--resize', '40', '--lr', '0.03', '--seed', '3', '--precision', 'fp32',
         '--steps', '0', '--epochs', '2')
@@ -104,7 +111,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(run, small, capsys, script,
     module, flags = __import__(script), f'--epochs 3 --lr 0.01 --schedule step --decay-epochs 1 {flags}'.split()
     run(module, *flags, '--steps', '0', '--name', 'full')
     run(module, *flags, '--steps', '6', '--name', 'halved')
-    assert f'To resume after an interruption: python {script}.py --resume runs/halved\n' in capsys.readouterr().out
+    assert f'To resume after an interruption: python {script}.py --resume runs/halved' in capsys.readouterr().out
     assert len(log_of('halved')) == 3
     torch.manual_seed(99)
     module.main(['--resume', os.path.abspath('runs/halved'), '--steps', '0', '--device', 'cpu'])

@@ -313,8 +313,10 @@ def test_an_unknown_kind_of_hybrids_is_rejected():
     ('--combinations 4', 7, 4)])
 def test_a_batch_without_negatives_is_rejected(run, small, flags, needed, classes):
     """The batch has 4 classes of 6. Hybrids replace one class for each combination."""
-    with pytest.raises(common.UsageError, match=f'hybrids need {needed} classes in a batch, .* there are {classes}:'):
+    expected = f'hybrids need {needed} classes in a batch, and there are {classes}:'
+    with pytest.raises(common.UsageError, match=expected) as error:
         run(train_hse, *flags.split())
+    assert ('raise --batch-size' in str(error.value)) == (classes < 6), 'a larger batch does not help if it has all'
 
 
 def test_hybrids_of_random_batches_are_rejected(run, small):

@@ -5,7 +5,8 @@
     python tests/results/results.py hse --jobs 2        two runs at a time, each on half of the cores
 
 Each finished run becomes a line of runs.jsonl: its command, commit, machine, precision of the backbone, version of
-torch, and the rows of its log. To repeat a run on another machine, add --precision with that value to the command.
+torch, and the rows of its log. To repeat a run on another machine, add --precision with that value to the command
+(not with vectors).
 A run is found by its command. Interrupted, it continues at the next start, in a folder of runs/ that is named after its
 command. A run that fails is named at the end, and does not stop the others.
 
@@ -75,13 +76,14 @@ def make_run(command, threads):
         return False
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     rows = [{key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
-    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
-    flags = common.read_checkpoint(folder)['args']
-    precision = common.pick_precision(flags['precision'], common.pick_device(flags.get('device', 'auto')))
+    commit = subprocess.run(['git', 'describe', '--always', '--dirty', '--exclude', '*'], cwd=ROOT, capture_output=True,
+                            text=True).stdout
+    precision = common.pick_precision(common.read_checkpoint(folder)['args']['precision'], common.pick_device('auto'))
     run = dict(command=command, commit=commit.strip(), machine=machine(threads), precision=precision,
                torch=torch.__version__, rows=rows)
     with (FOLDER / 'runs.jsonl').open('a') as file:
         file.write(json.dumps(run) + '\n')
+    shutil.rmtree(folder)                                   # to repeat a run, delete its line
     print(f'R@1 {rows[-1]["R@1"]:.2f}  MAP@R {rows[-1]["MAP@R"]:.2f}  {command}', flush=True)
     return True
 

@@ -111,6 +111,7 @@ def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, cap
     results.main(['mine', '--jobs', '2'])
     assert trial.made[6:] == [('train_ms.py --epochs 2 --seed 1', '--resume', max(1, results.os.cpu_count() // 2))]
     runs = [json.loads(line) for line in (trial.folder / 'runs.jsonl').read_text().splitlines()]
+    assert not [*(trial.folder.parent / 'runs').iterdir()], 'a run whose line is deleted is made again, not resumed'
     assert len(runs) == 6 and {'command', 'commit', 'machine', 'precision', 'torch', 'rows'} == runs[0].keys()
     assert runs[0]['rows'][2] == {'R@1': 2.3333, 'MAP@R': 1, 's-': 0.5, 'epoch': 2, 'minutes': 1, 'loss': None}
     page = (trial.folder / 'README.md').read_text()
@@ -172,3 +173,14 @@ def test_a_patch_replaces_the_mixed_loss_while_the_script_runs(monkeypatch):
     real = train_metrix.mixed_loss
     monkeypatch.setattr(train_metrix, 'main', lambda flags: (flags, train_metrix.mixed_loss is real))
     assert patches.main(['push', '--seed', '3']) == (['--seed', '3'], False) and train_metrix.mixed_loss is real
+    for flags in ('--loss proxynca_pp', '--mixup none', '--strength 0.8'):
+        with pytest.raises(common.UsageError, match='push changes the mixed loss of ms with --strength 0.4'):
+            patches.main(['push', *flags.split()])
+
+
+def test_a_patched_run_is_resumed_with_its_patch_only(folder, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    patches.main(f'push --dataset folder --data {folder} --batch-size 8 --epochs 0 --device cpu --name x'.split())
+    with pytest.raises(common.UsageError, match='runs/x was made by metrix_push.py, not by train_metrix.py'):
+        train_metrix.main(['--resume', 'runs/x'])
+    patches.main(['push', '--resume', 'runs/x'])
