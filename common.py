@@ -1322,6 +1322,9 @@ DATASETS = dict(
 # best.pt is the epoch with the highest MAP@R on the validation classes.
 
 
+EVAL = Path(__file__).with_name('eval.py')
+
+
 def dataset_from(args):
     """The dataset that the flags name"""
     if args.download:
@@ -1408,7 +1411,15 @@ def print_recipe(args, model, data, sampler, epochs, folder):
         warn(f'the backbone will not be trained: it is frozen for {args.freeze_epochs} epochs, and there are {epochs}')
     if data.name in DATASETS:
         device = '' if pick_device('auto') == args.device else f' --device {args.device}'      # a checkpoint has none
-        print(f'To resume after an interruption: python {args.script}.py --resume {shlex.quote(str(folder))}{device}')
+        print(f'To resume after an interruption: {shell_command(args.file, "--resume", folder)}{device}')
+
+
+def shell_command(file, flag, path):
+    """python FILE FLAG PATH, to be copied into a shell. The file need not be in the working folder."""
+    file = Path(file).resolve()
+    if file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
+    return shlex.join(['python', str(file), flag, str(path)])
 
 
 def show_row(row):
@@ -1423,7 +1434,7 @@ def summary(args, data, folder, rows):
     if not data.query:
         print('All classes were trained on, so there is no result.')
         if data.train.are_files:
-            print(f'To search these images: python eval.py --checkpoint {shlex.quote(str(folder))} --query IMAGE')
+            print(f'To search these images: {shell_command(EVAL, "--checkpoint", folder)} --query IMAGE')
         return rows[-1]
     row, part, chosen = rows[-1], 'test', ''
     if args.fold:
@@ -1439,7 +1450,7 @@ def summary(args, data, folder, rows):
     if not data.has_test:
         print('There are no other classes for a test. Next: the same without --fold, which trains on all classes.')
     elif data.name in DATASETS:
-        print(f'Next: python eval.py --checkpoint {shlex.quote(str(best_of(folder)))}')
+        print(f'Next: {shell_command(EVAL, "--checkpoint", best_of(folder))}')
     else:
         print(f'Next: common.evaluate(common.load_checkpoint({str(folder)!r}), data)')
     return row
@@ -1894,7 +1905,7 @@ def parser(doc, notes='', file=None):
     p = Parser(prog=name, description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
     for title, flags in FLAGS.items():
         p.add_flags(title, flags)
-    p.set_defaults(script=Path(name).stem)
+    p.set_defaults(script=Path(name).stem, file=Path(file or name))         # a Path is not saved
     return p
 
 
