@@ -149,8 +149,8 @@ class Embedder(nn.Module):
         return self
 
     def features(self, x):
-        """Images (B, 3, S, S) or vectors (B, c) -> features (B, c, h, w). Only networks that end in avgpool and fc,
-        such as a ResNet, have h, w > 1: see make_trunk."""
+        """Images (B, 3, S, S) or vectors (B, c) -> features (B, c, h, w). Of the networks that make_trunk makes, only
+        those that end in avgpool and fc, such as a ResNet, have h, w > 1."""
         share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
         dtype = next(self.trunk.parameters(), x).dtype      # not float32 after .half() or .bfloat16()
         if x.is_floating_point():       # uint8 images are not normalized: the trunk rejects them
@@ -1375,8 +1375,8 @@ def new_folder(args, data):
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    other = f'--resume {folder}' if (folder / 'last.pt').exists() else 'delete it, because it has no checkpoint'
-    raise UsageError(f'{folder} exists already; choose another --name, or {other}')
+    resume = f', or --resume {folder}' if (folder / 'last.pt').exists() else ''
+    raise UsageError(f'{folder} exists already; choose another --name{resume}')
 
 
 def best_row(rows):
@@ -1409,7 +1409,7 @@ def print_recipe(args, model, data, sampler, epochs, folder):
         warn(f'{why}, so there is nothing to measure')
     if 0 < epochs <= args.freeze_epochs:
         warn(f'the backbone will not be trained: it is frozen for {args.freeze_epochs} epochs, and there are {epochs}')
-    if data.name in DATASETS:
+    if data.name in DATASETS and args.file.is_file():       # else data or script are not from a file
         device = '' if pick_device('auto') == args.device else f' --device {args.device}'      # a checkpoint has none
         print(f'To resume after an interruption: {shell_command(args.file, "--resume", folder)}{device}')
 

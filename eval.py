@@ -199,8 +199,8 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
     matches = common.num_matches(data)                                   # (N,)
-    rows = matches.nonzero()[:, 0]                          # only queries with a match,
-    if not len(rows):                                       # if there are any
+    rows = matches.nonzero()[:, 0]                          # the queries with a match,
+    if not len(rows):                                       # or all queries if none has one
         rows = torch.arange(len(s))
     if hardest:     # lowest MAP@R first, R being at most k; of equal ones, the most similar mistake first
         _, map_at_r = common.precisions(hit, matches.clamp(1, k))                                   # (N,)
@@ -549,7 +549,8 @@ def evaluate_one(args):
 
 
 def training_images(model, workers):
-    """The images that the network was trained on"""
+    """The images that the network was trained on. Of other images in their place, only other classes or another number
+    are noticed."""
     flags = model.args
     training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
                                    transform=model.transform, workers=workers).train

@@ -335,8 +335,8 @@ Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1
                                                           --margin M   CCL*       73.5   91.0   83.1   92.3
-    Table 1: --loss stop_grad; second row: --margin M. Fig. 6: --dim. Fig. 5: SOP, with --margin 0 to 0.4,
-    --lam 0 to 2.
+    Table 1: --loss stop_grad (its margin is not stated); second row: --margin M. Fig. 6: --dim. Fig. 5: SOP, with
+    --margin 0 to 0.4, --lam 0 to 2.
     Table 3: --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5, in the paper with Inception.
     Reality Check: --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, with --margin its CosFace.
     On CUB its released results have --s 9.2 for the first, and --s 100 --margin 0.62 --center-lr-mult 2500 for CosFace.

@@ -35,8 +35,8 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 
     z           (B, D) L2-normalized embeddings
     y           (B,)   class labels
-    pos_margin  m_pos
-    neg_margin  m_neg
+    pos_margin  m_pos: a positive pair closer than this has zero loss
+    neg_margin  m_neg: a negative pair farther apart than this has zero loss
     power       1 or 2, exponent of both hinges
     returns     scalar >= 0; a mean over no pairs is 0
     """
@@ -88,7 +88,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 
     z          (B, D) L2-normalized embeddings
     y          (B,)   class labels
-    margin     m
+    margin     m: a negative pair less similar than this has zero loss
     reduction  'sum': the equation as printed; 'mean': the first sum is divided by the number of positives, the second
                sum by the number of negatives above the margin
     returns    scalar, can be negative; an anchor without pairs adds 0

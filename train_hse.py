@@ -377,10 +377,11 @@ def reject_small_batches(args, superclass_of):
     fit = args.batch_size // (len(sizes) * args.per_class)
     available = sizes.clamp_max(fit)
     replaced = args.combinations if args.hybrids == 'replace' else 0
-    advice = 'raise --batch-size; or lower --num, --combinations or --per-class; or take --hybrids append or --alpha 0'
-    if fit >= sizes.max():
-        advice = 'the training set has no more: take --hybrids append, fewer --num or --combinations, or --alpha 0'
     needed = replaced + args.num + 1
+    enough = sizes.sum() >= needed and sizes.min() >= args.num              # the training set has enough classes
+    helps = {'raise --batch-size': enough, 'lower --per-class': enough, 'lower --num': args.num > 2,
+             'lower --combinations': replaced > 1, 'take --hybrids append': replaced > 0, 'take --alpha 0': True}
+    advice = ', or '.join(text for text, it_helps in helps.items() if it_helps)
     if available.sum() < needed:
         raise common.UsageError(f'hybrids need {needed} classes in a batch, and there are {available.sum()}: {advice}')
     if available.min() < args.num:
@@ -419,7 +420,7 @@ def main(argv=None):
         if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        # The sources are chosen on the CPU. Copying the labels there waits until the GPU has finished the last step.
+        # The sources are chosen on the CPU. Copying the labels there waits for the GPU's previous step.
         y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])

@@ -551,12 +551,12 @@ code trains with Adam, draws one lambda per batch, and reports the epoch that is
        at the indices of images (bug). So most mixed examples are not used, and nearly all others are in a wrong sum.
     9. Its commands for ms on CUB   epochs            learning rate           sum of the rates after the frozen epochs
        without mixup                60                1e-4, halved every 5    5e-4
-       with mixup                   100 (its text: 60)  1e-4, halved every 10 15e-4
+       with mixup                   100 (text: 60)    1e-4, halved every 10   15e-4
        The paper states 100 epochs (Section B.1). Here both have 100 epochs and the second schedule.
 Tables and figures of the paper
     --dataset, --loss and --mixup (none: the base loss) choose rows of Tables 2, 3 and 5. --loss contrastive with
     --mixup, --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), its last row with --mixup
-    input feature embed. Fig. 6 (Cars): --strength. Fig. 2: tests/results/fig2.py. 4.3, clean images: eval.py --analyse.
+    input feature embed. Fig. 6: contrastive on Cars, --strength. Fig. 2: tests/results/fig2.py. 4.3: eval.py --analyse.
 """
 
 

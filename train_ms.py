@@ -2,9 +2,9 @@
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
 arXiv:1904.06627. Equation numbers are those of the paper of Metrix (arXiv:2106.04990), symbols those of the MS paper.
-Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its positives, and one over its negatives. It
-is close to the largest exponent, that of the hardest pair, which so gets the largest gradient. A miner drops the easy
-pairs.
+Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its positives, and one over its negatives.
+Each is close to its largest exponent, that of the hardest pair, so this pair gets the largest gradient. A miner drops
+the easy pairs.
 
     MS paper   code      flag        in Metrix   meaning
     S          s         -           s           (B, B) cosine similarities of L2-normalized embeddings z
@@ -179,8 +179,8 @@ What differs from the paper
            SOP, In-Shop Metrix's commands for its MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning
                         rate of 6e-4, 60 epochs. The paper of Metrix reports AdamW, 100 epochs, and learning rates of
                         3e-5 (SOP) and 1e-4 (In-Shop): run train_metrix.py --mixup none.
-    4. Metrix's code has the alpha, beta, lambda and epsilon of METRIX for all datasets. The Reality Check selected
-       these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
+    4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
+       selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
     5. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a
        similarity of 1 - 1e-5, which includes exact duplicates.

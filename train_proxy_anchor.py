@@ -3,9 +3,9 @@
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
 Each class has a learnable vector, its proxy. It is an anchor, with which all images of the batch are compared: it
 attracts its positives, the images of its class, and repels its negatives, all others, Proxy-Anchor Eq. (4). For each
-proxy, the loss has a log-sum-exp over its positives, and one over its negatives, both with 1 + in the logarithm. It is
-close to the largest exponent, which is that of the hardest image: the farthest positive, or the closest negative. So
-this image gets the largest gradient, Proxy-Anchor Eq. (6).
+proxy, the loss has a log-sum-exp over its positives, and one over its negatives, both with 1 + in the logarithm. Each
+is close to its largest exponent, that of the hardest image (the farthest positive, the closest negative), or to 0 if
+all exponents are negative. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings

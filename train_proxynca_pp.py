@@ -10,7 +10,7 @@ same force however close they are. LayerNorm and a higher learning rate of the p
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9; 2 gives Proxy-NCA Eq. (1)
+    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9; with --loss proxynca 2
 
     python train_proxynca_pp.py [--dataset cub --data data]
 """

@@ -96,7 +96,8 @@ def without_other_tests(text, words):
 
 def handout(names, keep=False):
     """{path: text} of the starter code for these exercises: scripts, tests, and all project files that these import.
-    Exercises of the same and of later weeks are stubbed out, too, unless `keep`, or the tests of these need them."""
+    Exercises of the same and of later weeks are stubbed out, too, unless `keep`, or tests of the named ones call them.
+    """
     exercises = [EXERCISES[name] for name in names]
     week = min(e.week for e in exercises)
     hidden = [e for name, e in EXERCISES.items() if name in names or e.week >= week and not keep]
@@ -106,8 +107,8 @@ def handout(names, keep=False):
         if path not in files:
             words = [word for e in exercises if path == e.test_file for word in e.graded.split(' or ')]
             text = without_other_tests(source(path), words) if words else source(path)
-            own = {name for e in exercises for name in e.stubbed(path)}
-            needed = {name for e in exercises if path == e.script for name in e.needs.split()} - own
+            needed = ({name for e in exercises for name in e.needs.split()}
+                      - {name for e in exercises for name in e.write.split()})
             files[path] = stub_out(text, {name for e in hidden for name in e.stubbed(path)} - needed)
             paths += [other for module in re.findall(r'(?m)^ *(?:from|import) (\w+)', text)
                       for other in (f'{module}.py', f'tests/{module}.py') if (ROOT / other).exists()]

@@ -316,7 +316,7 @@ def test_a_batch_without_negatives_is_rejected(run, small, flags, needed, classe
     expected = f'hybrids need {needed} classes in a batch, and there are {classes}:'
     with pytest.raises(common.UsageError, match=expected) as error:
         run(train_hse, *flags.split())
-    assert ('raise --batch-size' in str(error.value)) == (classes < 6), 'a larger batch does not help if it has all'
+    assert ('raise --batch-size' in str(error.value)) == (needed <= 6), 'there are only 6 classes'
 
 
 def test_hybrids_of_random_batches_are_rejected(run, small):

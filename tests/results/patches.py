@@ -1,5 +1,6 @@
-"""Trains train_metrix.py with a changed mixed loss of ms: python tests/results/patches.py NAME FLAGS, with its flags,
-such as --resume RUN
+"""Trains train_metrix.py with a changed mixed loss of ms: python tests/results/patches.py NAME FLAGS
+
+FLAGS are those of train_metrix.py, such as --resume RUN.
 
 push     only the negative term of Eq. (15), 1 / gamma log(1 + sum (1 - y) exp(gamma (s - m)))
 softer   beta 2, gamma 10 and m 0.3 in the mixed loss; the clean loss keeps 18, 75 and 0.77
@@ -81,9 +82,11 @@ def main(argv=None):
     # With a file of another name, train_metrix.py refuses to resume the run, and eval.py gives it a row of its own.
     with mock.patch.multiple(train_metrix, __file__=f'metrix_{name}.py', **PATCHES[name]()):
         args = train_metrix.get_args(flags)
-        if args.loss != 'ms' or args.mixup == ['none'] or args.strength != STRENGTH:
-            raise common.UsageError(f'{name} changes the mixed loss of ms with --strength {STRENGTH}: there is none')
-        print(f'To resume after an interruption: python tests/results/patches.py {name} --resume RUN')
+        if args.loss != 'ms' or args.mixup == ['none'] or args.strength == 0:
+            raise common.UsageError(f'{name} changes the mixed loss of ms, and these flags give none')
+        if name == 'shared' and args.strength != STRENGTH or name == 'hardest' and args.pairs in ('anc-neg', 'pos-pos'):
+            raise common.UsageError(f'{name} is for --strength {STRENGTH} and pos-neg pairs')
+        print(f'To resume after an interruption: {common.shell_command(__file__, name, "--resume")} RUN')
         return train_metrix.main(flags)
 
 

@@ -76,8 +76,7 @@ def make_run(command, threads):
         return False
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     rows = [{key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
-    commit = subprocess.run(['git', 'describe', '--always', '--dirty', '--exclude', '*'], cwd=ROOT, capture_output=True,
-                            text=True).stdout
+    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
     precision = common.pick_precision(common.read_checkpoint(folder)['args']['precision'], common.pick_device('auto'))
     run = dict(command=command, commit=commit.strip(), machine=machine(threads), precision=precision,
                torch=torch.__version__, rows=rows)

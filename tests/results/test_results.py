@@ -173,14 +173,15 @@ def test_a_patch_replaces_the_mixed_loss_while_the_script_runs(monkeypatch):
     real = train_metrix.mixed_loss
     monkeypatch.setattr(train_metrix, 'main', lambda flags: (flags, train_metrix.mixed_loss is real))
     assert patches.main(['push', '--seed', '3']) == (['--seed', '3'], False) and train_metrix.mixed_loss is real
-    for flags in ('--loss proxynca_pp', '--mixup none', '--strength 0.8'):
-        with pytest.raises(common.UsageError, match='push changes the mixed loss of ms with --strength 0.4'):
-            patches.main(['push', *flags.split()])
+    for flags in ('push --loss proxynca_pp', 'push --mixup none', 'shared --strength 0.8', 'hardest --pairs anc-neg'):
+        with pytest.raises(common.UsageError, match='changes the mixed loss of ms|is for --strength 0.4 and pos-neg'):
+            patches.main(flags.split())
 
 
-def test_a_patched_run_is_resumed_with_its_patch_only(folder, small, tmp_path, monkeypatch):
+def test_a_patched_run_is_resumed_with_its_patch_only(folder, small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     patches.main(f'push --dataset folder --data {folder} --batch-size 8 --epochs 0 --device cpu --name x'.split())
+    assert re.findall('python .*resume', capsys.readouterr().out) == [f'python {patches.__file__} push --resume']
     with pytest.raises(common.UsageError, match='runs/x was made by metrix_push.py, not by train_metrix.py'):
         train_metrix.main(['--resume', 'runs/x'])
     patches.main(['push', '--resume', 'runs/x'])
