@@ -51,6 +51,8 @@ def test_eval_repeats_the_last_record_and_ends_with_one_json_line(tmp_path, trai
     unfinished, changed = capsys.readouterr().err.splitlines()
     assert unfinished == 'warning: runs/mine is epoch 1 of 7: continue it with --resume'
     assert changed == f'warning: the test images in {tmp_path}/photos are not those that the run was evaluated on'
+    evaluation.main([*FP32, '--whole'])
+    assert 'not those that the run' not in capsys.readouterr().err, 'all images are other ones on purpose'
     for name in ('seed', 'epochs', 'steps'):                # a checkpoint for others may lack them
         del saved['args'][name]
     torch.save(saved, 'runs/mine/last.pt')

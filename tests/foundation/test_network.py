@@ -281,7 +281,10 @@ def test_a_transformer_of_timm_is_made_for_the_image_size_and_reloaded_with_it(f
     """Its own size, 518 px, would be 5.4 times the pixels of 224. Its mean and standard deviation are used."""
     fake_timm(fixed_input_size=True, classifier='head')
     flags = ['--arch', 'timm:dino', '--weights', 'none', '--freeze-bn']
-    assert train_ms.get_args([*flags, '--device', 'cpu']).image_size == 224
+    args = train_ms.get_args([*flags, '--device', 'cpu'])
+    assert args.image_size == 224
+    for transform in map(common.transforms_from(args).get, ('transform', 'train_transform')):
+        assert list(transform.transforms[-1].mean) == [0.1, 0.2, 0.3], 'in training as in the test'
     record = run(train_ms, *flags, '--image-size', '98', '--name', 'x', '--precision', 'fp32')
     assert common.load_checkpoint('runs/x').trunk.position.shape == (7, 7)
     assert common.read_checkpoint('runs/x')['transform']['mean'] == (0.1, 0.2, 0.3)

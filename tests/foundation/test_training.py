@@ -28,7 +28,7 @@ def watched(before_training):
         held, seen = before_training(module, '--steps', '0', *flags), []
 
         def step(x, y):
-            seen.append(SimpleNamespace(x=x, y=y, lr=held.optimizer.param_groups[0]['lr']))
+            seen.append(SimpleNamespace(x=x, y=y, lr=held.optimizer.param_groups[0]['lr'], draw=torch.rand(()).item()))
             return held.step(x, y)
         common.train(held.args, held.model, held.data, step, held.optimizer, held.loss_params, held.sampler)
         return seen
@@ -124,6 +124,7 @@ def test_each_epoch_follows_from_the_seed(watched):
     assert not any(torch.equal(a.x, b.x) for a, b in zip(one, other))
     orders = {str([step.y for step in steps]) for steps in (one[:3], one[3:], other[:3], other[3:])}
     assert len(orders) == 4, 'each epoch of each seed has batches of its own'
+    assert len({step.draw for step in one + same + other}) == 12, 'random numbers of a step, from the seed and the step'
 
 
 @pytest.mark.parametrize('one, other', [

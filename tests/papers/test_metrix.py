@@ -413,7 +413,9 @@ def test_types_of_mixup_and_pairs_are_sampled_in_each_step(before_training, monk
     sampled = []
     monkeypatch.setattr(train_metrix, 'mixed_loss', lambda base, config, *rest:
                         sampled.append(config[:3]) or torch.zeros(()))
+    monkeypatch.setattr(torch.backends.cudnn, 'benchmark', True)
     held = before_training(train_metrix, '--mixup', 'input', 'embed')
+    assert not torch.backends.cudnn.benchmark, 'the number of mixed images varies'
     for _ in range(60):
         held.step(torch.randn(4, 3, 32, 32), torch.tensor([0, 0, 1, 1]))
     choices = list(product([('input', 3), ('embed', None)], ['pos-neg', 'anc-neg']))
