@@ -3,7 +3,7 @@
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
 with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest,
-and with label smoothing, the default here, it then even pushes. L_center, the squared distance to this centre, keeps
+and with label smoothing (the script's default) even pushes then. L_center, the squared distance to this centre, keeps
 pulling. For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| =
 s (1 - p_y), where p_y is the softmax at the class of x, is 8.0 where both cosines are equal, and only 0.6 where c_y.x
 is larger by 0.2. That of lambda L_center, 2 lambda = 4, is constant.
@@ -218,7 +218,7 @@ def add_label_noise(images, noise, seed):
 
 def label_noise(text):
     """The type of --label-noise: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. After a ValueError,
-    argparse prints the __name__ of the type as what it expects, so below this function gets such a name."""
+    argparse prints the __name__ of the type as what it expects, so this function gets such a name below."""
     kind, rate = text.split(':')
     if kind not in ('symmetric', 'longtail'):
         raise ValueError
@@ -305,8 +305,8 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Further equations, with --smoothing 0:
-           (2) line 1, (8)  --lam 0             NSoftmax, the normalized softmax of the Reality Check; also (10)
-           (11)             --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
+           (2) line 1, (8), (10)  --lam 0             NSoftmax, the normalized softmax of the Reality Check
+           (11)                   --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is not a softmax.
     4. Not stated in the paper     here

@@ -110,7 +110,7 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
 #     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
@@ -198,7 +198,7 @@ What differs from the papers
        its code.
     5. The Reality Check tunes both margins for each dataset, with BN-Inception. Its released values for CUB are m_pos
        = -0.20 and m_neg = 0.3841. A negative m_pos adds the constant 0.20 to the loss of each positive pair, which
-       changes no gradient. But pairs at distance 0 then have a non-zero loss, and count in the mean.
+       has no gradient. But pairs at distance 0 then have a non-zero loss, and count in the mean.
 What differs from the released code (github.com/billpsomas/metrix, b679703)
     6. The released code reports its best epoch on the test set.
     7. The released command for In-Shop has a learning rate of 3e-5, but names SOP as its dataset. Here it is 1e-4, as

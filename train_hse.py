@@ -44,8 +44,8 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     weak_positive  (H, B) bool, images of source classes: Eq. (8) chooses one
     negative       (H, B) bool, images of other classes: Eq. (7) chooses one
     temperature    T > 0: 1 in the paper, 0.1 in the released code
-    returns        scalar >= 0. A hybrid without negatives (or, if you pass such a mask, weak positives) adds 0, but
-                   counts in the mean. Without hybrids the loss is 0.
+    returns        scalar >= 0. A hybrid without negatives or without weak positives adds 0, but counts in the mean.
+                   Without hybrids the loss is 0.
     """
     s = h @ z.T / temperature                                            # (H, B)
     s_hn, has_hn = most_similar(s, negative)                             # Eq. (7)
@@ -277,7 +277,7 @@ class SuperclassSampler:
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
 #     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     per_class      images of each class in a batch; 0: random images, only with alpha 0 and without superclasses
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
@@ -307,7 +307,7 @@ DEFAULTS = {
     'shapes': SHAPES | dict(temperature=1.0),       # note 1
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
-    'vectors': SHAPES | common.VECTORS,             # only for the error of reject_impossible_hybrids
+    'vectors': SHAPES | common.VECTORS,             # only so that reject_impossible_hybrids can refuse it
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,
@@ -394,7 +394,7 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     labels, superclasses, num_classes = data.train.labels, data.train.superclasses, data.train.num_classes
-    # Without superclasses, all classes form one; also with --fold, because a fold may have too few of a superclass.
+    # Without superclasses, or with --fold, all classes are one superclass: a fold may have too few of another one.
     if superclasses is None or args.fold:
         superclasses = torch.zeros_like(labels)                             # (N,)
     superclass_of = labels.new_zeros(num_classes)                           # (C,)
@@ -433,7 +433,7 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides by 0.1, and its alphas were chosen with it. On shapes
-       the default is 1: with 0.1, two runs that were not kept lost more than 20 points of R@1.
+       the default is 1: with 0.1, R@1 was more than 20 points lower in two runs that were not kept.
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
        is the first column, which is Eq. (9).

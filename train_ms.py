@@ -169,13 +169,13 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars beta and lambda are those of the released code of Proxy-Anchor and of HSE:
-                     here    released code of ms    paper, as two re-implementations state it (one: issue 4 there)
+                     here    released code of ms    paper, from two re-implementations
            beta      50      40                     50
            lambda    0.5     0.5                    1
-    3. Where the settings of a dataset come from:
+    3. Where all settings but beta and lambda come from:
            CUB          the authors' configuration
            Cars         that of CUB, but 30 epochs of 100 steps, our choice. In issue 6 of the authors' repository a
-                        user reports R@1 78.4 instead of the paper's 84.1. Another advises batches of more than 450.
+                        user reports R@1 78.4 instead of the paper's 84.1. Another user advises batches above 450.
            SOP, In-Shop Metrix's commands for its MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning
                         rate of 6e-4, 60 epochs. The paper of Metrix reports AdamW, 100 epochs, and learning rates of
                         3e-5 (SOP) and 1e-4 (In-Shop): run train_metrix.py --mixup none.

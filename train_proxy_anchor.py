@@ -3,9 +3,9 @@
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
 Each class has a learnable vector, its proxy. It is an anchor, with which all images of the batch are compared: it
 attracts its positives, the images of its class, and repels its negatives, all others, Proxy-Anchor Eq. (4). For each
-proxy, the loss has a log-sum-exp over its positives, and one over its negatives, both with 1 + in the logarithm. Each
-is close to its largest exponent, that of the hardest image (the farthest positive, the closest negative), or to 0 if
-all exponents are negative. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
+proxy, the loss has a log-sum-exp over its positives, and one over its negatives, with 1 + in the logarithms. Each of
+the two is close to its largest exponent, that of the hardest image (the farthest positive, the closest negative), or to
+0 if all exponents are negative. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -77,7 +77,7 @@ def new_proxies(num_classes, dim):
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
 #     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0

@@ -10,7 +10,7 @@ same force however close they are. LayerNorm and a higher learning rate of the p
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9; with --loss proxynca 2
+    T        temperature   --temperature   of the softmax over -|x - p|^2 / T; 1/9, or 2 in proxynca
 
     python train_proxynca_pp.py [--dataset cub --data data]
 """
@@ -81,7 +81,7 @@ def new_proxies(num_classes, dim):
 #     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
 #     freeze_bn      BatchNorm uses its stored mean and variance in training, too
 #     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
+#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
 #     per_class      images of each class in a batch; 0: random images
 #     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
 #                    linear warmup of at most 100 steps, and cosine decay to 0
@@ -121,7 +121,7 @@ DEFAULTS = {
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),
-    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),             # its scale, but not its loss: note 11
+    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),         # the scale of the paper, not its loss: note 11
 }
 
 
