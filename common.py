@@ -1321,7 +1321,6 @@ DATASETS = dict(
 # A run is the folder runs/<name>/ with log.jsonl, a JSON object for each evaluated epoch, and last.pt; with --fold,
 # best.pt is the epoch with the highest MAP@R on the validation classes.
 
-
 EVAL = Path(__file__).with_name('eval.py')
 
 
@@ -1410,16 +1409,16 @@ def print_recipe(args, model, data, sampler, epochs, folder):
     if 0 < epochs <= args.freeze_epochs:
         warn(f'the backbone will not be trained: it is frozen for {args.freeze_epochs} epochs, and there are {epochs}')
     if data.name in DATASETS and args.file.is_file():       # else data or script are not from a file
-        device = '' if pick_device('auto') == args.device else f' --device {args.device}'      # a checkpoint has none
-        print(f'To resume after an interruption: {shell_command(args.file, "--resume", folder)}{device}')
+        device = [] if pick_device('auto') == args.device else ['--device', args.device]       # a checkpoint has none
+        print(f'To resume after an interruption: {shell_command(args.file, "--resume", folder, *device)}')
 
 
-def shell_command(file, flag, path):
-    """python FILE FLAG PATH, to be copied into a shell. The file need not be in the working folder."""
+def shell_command(file, *words):
+    """The command that runs a script with these words, to be copied into a shell. The script may be in any folder."""
     file = Path(file).resolve()
     if file.is_relative_to(Path.cwd()):
         file = file.relative_to(Path.cwd())
-    return shlex.join(['python', str(file), flag, str(path)])
+    return shlex.join(map(str, ['python', file, *words]))
 
 
 def show_row(row):
@@ -1434,7 +1433,7 @@ def summary(args, data, folder, rows):
     if not data.query:
         print('All classes were trained on, so there is no result.')
         if data.train.are_files:
-            print(f'To search these images: {shell_command(EVAL, "--checkpoint", folder)} --query IMAGE')
+            print(f'To search these images: {shell_command(EVAL, "--checkpoint", folder, "--query", "IMAGE")}')
         return rows[-1]
     row, part, chosen = rows[-1], 'test', ''
     if args.fold:
@@ -1901,11 +1900,11 @@ def parser(doc, notes='', file=None):
     doc, notes  printed by --help before and after the flags
     file        a script's __file__: checkpoints and run folders are named after it. None: the first word of `doc`
     """
-    name = Path(file).name if file else (doc or 'script').split()[0]
-    p = Parser(prog=name, description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
+    file = Path(file or (doc or 'script').split()[0])
+    p = Parser(prog=file.name, description=doc, epilog=notes, formatter_class=Help, allow_abbrev=False)
     for title, flags in FLAGS.items():
         p.add_flags(title, flags)
-    p.set_defaults(script=Path(name).stem, file=Path(file or name))         # a Path is not saved
+    p.set_defaults(script=file.stem, file=file)             # a checkpoint has the first, but no Path
     return p
 
 

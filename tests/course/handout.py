@@ -101,14 +101,14 @@ def handout(names, keep=False):
     exercises = [EXERCISES[name] for name in names]
     week = min(e.week for e in exercises)
     hidden = [e for name, e in EXERCISES.items() if name in names or e.week >= week and not keep]
+    written = {name for e in exercises for name in e.write.split()}
+    needed = {name for e in exercises for name in e.needs.split()} - written
     paths = ['tests/conftest.py', *(path for e in exercises for path in (e.script, e.test_file))]
     files = {}
     for path in paths:                                      # grows during the loop
         if path not in files:
             words = [word for e in exercises if path == e.test_file for word in e.graded.split(' or ')]
             text = without_other_tests(source(path), words) if words else source(path)
-            needed = ({name for e in exercises for name in e.needs.split()}
-                      - {name for e in exercises for name in e.write.split()})
             files[path] = stub_out(text, {name for e in hidden for name in e.stubbed(path)} - needed)
             paths += [other for module in re.findall(r'(?m)^ *(?:from|import) (\w+)', text)
                       for other in (f'{module}.py', f'tests/{module}.py') if (ROOT / other).exists()]

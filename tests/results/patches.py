@@ -86,7 +86,7 @@ def main(argv=None):
             raise common.UsageError(f'{name} changes the mixed loss of ms, and these flags give none')
         if name == 'shared' and args.strength != STRENGTH or name == 'hardest' and args.pairs in ('anc-neg', 'pos-pos'):
             raise common.UsageError(f'{name} is for --strength {STRENGTH} and pos-neg pairs')
-        print(f'To resume after an interruption: {common.shell_command(__file__, name, "--resume")} RUN')
+        print(f'To resume after an interruption: {common.shell_command(__file__, name, "--resume", "RUN")}')
         return train_metrix.main(flags)
 
 
