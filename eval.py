@@ -27,6 +27,8 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better  (Wang and Isola)
     utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
+    train R@1           R@1 of the training images, searched in themselves: far above R@1 of the test images, the
+                        network has memorised its classes
     threshold           two images are called the same class if their similarity is at least this
     balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
                         pairs below it. The threshold is the one with the highest balanced accuracy on the test images.
@@ -530,6 +532,7 @@ def evaluate_one(args):
         if args.analyse:
             training = common.embed(model, examples).to(z.device)
             metrics |= analyse(z, training, data, metrics, gallery)
+            metrics['train R@1'] = common.retrieval_metrics(training, examples.labels, ks=[1])['R@1']
             metrics['copies'] = count_copies(z, training, data.query.paths, examples.paths)
         where = '' if name == 'shapes' else f' in {folder}'
         print(f'{name}{where}: {len(data.query):,} queries of {len(data.query.present):,} classes, with '

@@ -2,11 +2,12 @@
 
     python tests/results/results.py               writes tables and numbers from runs.jsonl
     python tests/results/results.py hse           first makes the missing runs of this experiment
+    python tests/results/results.py resnet50:ms         this row alone
     python tests/results/results.py hse --jobs 2        two runs at a time, each on half of the cores
 
 Each finished run becomes a line of runs.jsonl: its command, commit, machine, precision of the backbone, version of
-torch, and the rows of its log. To repeat a run on another machine, add --precision with that value to the command
-(not with vectors).
+torch, the rows of its log, and R@1 of its training classes (`eval.py --analyse`). To repeat a run on another machine,
+add --precision with that value to the command (not with vectors).
 A run is found by its command. Interrupted, it continues at the next start, in a folder of runs/ that is named after its
 command. A run that fails is named at the end, and does not stop the others.
 
@@ -52,11 +53,12 @@ def read_runs():
     return {run['command']: run for run in map(json.loads, (FOLDER / 'runs.jsonl').read_text().splitlines())}
 
 
-def make(experiment, jobs):
-    """Makes the missing runs of an experiment. Returns the commands that failed."""
-    wanted = [f'{experiment.command(row)} {repeat}' for row in experiment.rows for repeat in experiment.repeats]
+def make(experiment, jobs, row=None):
+    """Makes the missing runs of an experiment, or of one of its rows. Returns the commands that failed."""
+    rows = experiment.rows if row is None else [row]
+    wanted = [f'{experiment.command(row)} {repeat}' for row in rows for repeat in experiment.repeats]
     missing = [command for command in dict.fromkeys(wanted) if command not in read_runs()]
-    threads = max(1, os.cpu_count() // jobs)
+    threads = max(1, common.own_cores() // jobs)
     with ThreadPoolExecutor(jobs) as pool:
         finished = pool.map(lambda command: make_run(command, threads), missing)
     return [command for command, success in zip(missing, finished) if not success]
@@ -70,16 +72,19 @@ def make_run(command, threads):
     if not (folder / 'last.pt').exists():                   # it ended before its first checkpoint, or never began
         shutil.rmtree(folder, ignore_errors=True)
         place = ['--name', name]
-    done = start([*command.split(), *place], threads)
-    if done.returncode:
-        print(f'{command}\n{done.stdout[-1000:]}', flush=True)
-        return False
+    for words in ([*command.split(), *place], ['eval.py', '--checkpoint', f'runs/{name}', '--analyse']):
+        done = start(words, threads)
+        if done.returncode:
+            print(f'{command}\n{done.stdout[-1000:]}', flush=True)
+            return False
+    analysis = json.loads(done.stdout.splitlines()[-1])
     rows = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     rows = [{key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
     commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True).stdout
     precision = common.pick_precision(common.read_checkpoint(folder)['args']['precision'], common.pick_device('auto'))
     run = dict(command=command, commit=commit.strip(), machine=machine(threads), precision=precision,
                torch=torch.__version__, rows=rows)
+    run['train R@1'] = round(analysis['train R@1'], 4)
     with (FOLDER / 'runs.jsonl').open('a') as file:
         file.write(json.dumps(run) + '\n')
     shutil.rmtree(folder)                                   # to repeat a run, delete its line
@@ -104,14 +109,17 @@ def machine(threads):
 DIGITS = {'epochs': 0, 's+': 2, 's-': 2}                    # of these columns; all others have one
 
 
-def value(column, rows):
-    """What a column shows of one log: `R@1` is that of the last epoch, `R@1 after 8` that of epoch 8"""
+def value(column, run):
+    """What a column shows of one run: `R@1` is that of the last epoch, `R@1 after 8` that of epoch 8"""
+    if column == 'train R@1':
+        return run.get(column)                              # older lines do not have it
+    rows = run['rows']
     if column == 'epochs':
         return rows[-1]['epoch']
     if column == 'best R@1':
         return max(row['R@1'] for row in rows[1:])
     if column == 'best - last':
-        return value('best R@1', rows) - rows[-1]['R@1']
+        return value('best R@1', run) - rows[-1]['R@1']
     if column.endswith(' before'):
         return rows[0][column.removesuffix(' before')]
     key, _, epoch = column.partition(' after ')
@@ -127,11 +135,12 @@ def finished(experiment, runs):
 def numbers(found, column, row, base=None):
     """Values of a column in the runs of a row. With `base`: differences of two rows, over the repeats that both have"""
     if base is None:
-        return [value(column, run['rows']) for run in found[row].values()]
-    if column == 'epochs':
+        values = [value(column, run) for run in found[row].values()]
+        return [each for each in values if each is not None]
+    if column in ('epochs', 'train R@1'):
         return []
     both = [repeat for repeat in found[row] if repeat in found[base]]
-    return [value(column, found[row][repeat]['rows']) - value(column, found[base][repeat]['rows']) for repeat in both]
+    return [value(column, found[row][repeat]) - value(column, found[base][repeat]) for repeat in both]
 
 
 def cell(values, column, bold=False):
@@ -207,10 +216,13 @@ def write_pages():
 def main(argv=None):
     experiments = {experiment.name: experiment for experiment in EXPERIMENTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('names', nargs='*', metavar='NAME', choices=[*experiments, []], default=[])
+    names = [*experiments, *(f'{name}:{row}' for name, each in experiments.items() for row in each.rows)]
+    parser.add_argument('names', nargs='*', metavar='NAME[:ROW]', choices=[*names, []], default=[])
     parser.add_argument('--jobs', type=common.at_least(1), default=1, help='runs at a time')
     options = parser.parse_args(argv)
-    failed = [command for name in options.names for command in make(experiments[name], options.jobs)]
+    failed = []
+    for name, _, row in (name.partition(':') for name in options.names):
+        failed += make(experiments[name], options.jobs, row or None)
     write_pages()
     if failed:
         raise common.UsageError(f'{count(len(failed), "run")} failed, the first is: {failed[0]}')
