@@ -7,12 +7,7 @@ one JSON object, for programs.
 The test set is that of --dataset and --data, by default that of the dataset that the network was trained on. In a
 folder of images it is test/, or query/ with gallery/. Without these folders it is the second half of the classes.
 --whole evaluates all images of a folder. If the network was trained on some of the classes, there is a warning, because
-the metrics are inflated.
-
---embed saves embeddings. --query ranks all images of --data by their similarity to a photo. --data is a folder, or a
-file that --embed wrote with the same network, so that only the photo has to be embedded:
-    python eval.py --checkpoint runs/ms-folder-1 --data photos --whole --embed photos.npz
-    python eval.py --checkpoint runs/ms-folder-1 --data photos.npz --query a.jpg b.jpg --top 5
+the metrics are inflated. --query ranks all images of the folder by their similarity to each photo.
 
 Several checkpoints give a table with a row for each recipe (a script and its flags): the mean over its seeds, and the
 95% confidence interval of that mean (Student's t). Networks of one recipe and seed that differ in their --fold count
@@ -29,21 +24,18 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
     train R@1           R@1 of the training images, searched in themselves: far above R@1 of the test images, the
                         network has memorised its classes
-    threshold           two images are called the same class if their similarity is at least this
-    balanced accuracy   the mean of two fractions: of the positive pairs at or above the threshold, and of the negative
-                        pairs below it. The threshold is the one with the highest balanced accuracy on the test images.
-                        As it is chosen on them, the accuracy is optimistic.
     copies              number of test images whose nearest training image has a cosine above 0.9999. They are probable
                         duplicates (train-test leakage), unless the embeddings have collapsed
-With a gallery, the test images of these metrics are the queries, but the pairs of the threshold are a query and an
-image of the gallery. Left out are: uniformity of a single query, and alignment if no two queries have the same class.
+With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, and
+alignment if no two queries have the same class.
 
 Run
     python eval.py --checkpoint runs/ms-shapes-1 --analyse --sheet sheet.png --hardest
+    python eval.py --checkpoint runs/ms-folder-1 --query a.jpg b.jpg --top 5
     python eval.py --checkpoint runs/ms-* runs/contrastive-*                     # a table, a row for each recipe
     python eval.py --checkpoint runs/metrix-cub-[123] --against runs/ms-cub-[123]
 """
-import hashlib
+import argparse
 import json
 import os
 from operator import attrgetter
@@ -90,59 +82,22 @@ def utilization(queries, examples):
     return (2 - 2 * s).clamp(min=0).mean().item()                        # Metrix Eq. (12)
 
 
-def best_threshold(z, y, gallery=None, gallery_labels=None, steps=2000):
-    """The similarity that best tells same from different: z (N, D), y (N,) -> threshold, accuracy
-
-    A pair is two queries, or with a gallery (G, D) a query and an image of the gallery. It is called the same if its
-    similarity is at least the threshold, one of `steps` values from -1 to just below 1. The accuracy, in percent, is
-    balanced: the mean of the accuracy on positive pairs and of that on negative pairs.
-    """
-    others, labels = (z, y) if gallery is None else (gallery, gallery_labels.to(y.device))
-    z, others = (F.normalize(t, dim=1) for t in (z, others))
-    b = max(1, 2 ** 24 // len(others))                                   # queries at a time
-
-    def count(s, positive):
-        """(2 steps,) how many pairs have each similarity: first the negative pairs, then the positive ones"""
-        level = ((s + 1) * steps / 2).long().clamp(0, steps - 1)
-        return torch.bincount((level + steps * positive).flatten(), minlength=2 * steps)
-
-    counts = sum(count(part @ others.T, part_labels[:, None] == labels)  # (b, G) at a time
-                 for part, part_labels in zip(z.split(b), y.split(b)))
-    if gallery is None:
-        counts -= count(z.square().sum(dim=1), True)                     # each image with itself
-    counts = counts.view(2, steps).double()
-    # The fractions of negative and of positive pairs that are below each threshold, both (steps,)
-    negative, positive = (counts.cumsum(dim=1) - counts) / counts.sum(dim=1, keepdim=True).clamp_min(1)
-    accuracy = (negative + 1 - positive) / 2
-    return 2 * int(accuracy.argmax()) / steps - 1, 100 * accuracy.max().item()
-
-
-def analyse(z, training, data, result, gallery=None):
+def analyse(z, result, training, images):
     """The metrics of --analyse -> {name: value}
 
-    z (N, D), training (X, D)  embeddings of data.query and of the training set;  result  the metrics with R@1
-    gallery (G, D)             embeddings of data.gallery; None if the queries are also the gallery
+    z (N, D), result          embeddings of the queries, and their metrics
+    training (X, D), images   embeddings of the training images, and these Images
     """
-    y = data.query.labels.to(z.device)
     p = result['R@1'] / 100
-    metrics = {'standard error': 100 * (p * (1 - p) / len(y)) ** 0.5, 'utilization': utilization(z, training)}
-    if len(y) > 1:
+    s, _ = nearest(z, training)
+    metrics = {'standard error': 100 * (p * (1 - p) / len(z)) ** 0.5, 'utilization': utilization(z, training),
+               'train R@1': common.retrieval_metrics(training, images.labels)['R@1'],
+               'copies': int((s > 0.9999).sum())}
+    if len(z) > 1:
         metrics['uniformity'] = uniformity(z)
     if 's+' in result:
         metrics['alignment'] = 2 - 2 * result['s+']        # d^2 = 2 - 2 s, and s+ is the mean s of positive pairs
-    metrics['threshold'], metrics['balanced accuracy'] = best_threshold(z, y, gallery, data.gallery.labels)
     return metrics
-
-
-def count_copies(z, training, paths, training_paths):
-    """How many test images, z (N, D), have a cosine above 0.9999 with one of training (X, D). Prints the first pair."""
-    s, index = nearest(z, training)
-    copies = (s > 0.9999).nonzero()[:, 0].tolist()
-    if copies:
-        print(f'copies: {len(copies)} test images have a cosine above 0.9999 with a training image, the first is '
-              f'{paths[copies[0]]} with {training_paths[index[copies[0]]]}; these are duplicates, or if uniformity is '
-              'near 0, the embeddings have collapsed')
-    return len(copies)
 
 
 # ---- image grids and search
@@ -152,14 +107,6 @@ GREEN = [0., 0.63, 0.]
 RED = [0.86, 0., 0.]
 BORDER = 4                                                  # width of a border, in pixels
 ROWS = 8                                                    # queries in a grid, at most
-
-
-def reject_replacing(outputs, inputs):
-    """Raises UsageError if a file that is about to be written is one of the inputs. Both are paths."""
-    inputs = {Path(file).resolve() for file in inputs}
-    for path in outputs:
-        if path.resolve() in inputs:
-            raise UsageError(f'the output would replace {path}, an input; name another file')
 
 
 def print_nearest(queries, gallery, rows, s, index):
@@ -178,7 +125,8 @@ def draw_grid(path, model, queries, gallery, rows, index, hit=None):
     index, hit        (Q, k) positions in the gallery, and whether they match; hit None: unknown, so all borders are
                       white
     """
-    unnormalized = common.make_test_transform(model.args['resize'], model.args['image_size'], (0, 0, 0), (1, 1, 1))
+    sizes = model.saved['transform'] | dict(mean=(0, 0, 0), std=(1, 1, 1))
+    unnormalized = common.make_test_transform(**sizes)
     tiles = []
     for n, query in enumerate(rows):
         for column, i in enumerate([query, *index[n].tolist()]):
@@ -196,11 +144,9 @@ def draw_grid(path, model, queries, gallery, rows, index, hit=None):
 def draw_queries(path, model, data, z, gallery, top, hardest):
     """A grid of ROWS queries: the hardest ones, or evenly spaced ones in the order of the classes."""
     k = min(top, len(data.gallery) - int(gallery is None))               # without the query itself
-    if k < 1:
-        raise UsageError('an image grid needs at least one image besides the query')
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
-    matches = common.num_matches(data)                                   # (N,)
+    matches = data.num_matches()                                         # (N,)
     rows = matches.nonzero()[:, 0]                          # the queries with a match,
     if not len(rows):                                       # or all queries if none has one
         rows = torch.arange(len(s))
@@ -215,73 +161,38 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     draw_grid(path, model, data.query, data.gallery, rows.tolist(), index[rows], hit[rows])
 
 
-def answer_queries(args, model):
+def answer_queries(args, model, dataset, folder):
     """--query: prints the images nearest to each photo; with --sheet, draws them, too."""
-    photos = common.Images(args.query, ['photo'] * len(args.query), transform=model.transform, workers=args.workers)
+    options = dict(transform=model.transform, workers=args.workers)
+    photos = common.Images(args.query, ['photo'] * len(args.query), **options)
     z = common.embed(model, photos)                         # (Q, D), first, so that a wrong name is noticed at once
-    dataset, folder = place_of_test_set(args, [model.args])
-    if dataset in ('shapes', 'vectors'):
-        raise UsageError(f'--query searches a folder of images, and not {dataset}: add --dataset folder --data FOLDER')
-    if os.path.isfile(folder):
-        arrays = common.read_npz(folder)
-        if arrays.get('network') != fingerprint(model):
-            raise UsageError(f'{folder} has the embeddings of another network: make it again with --embed')
-        images = common.Images(arrays['paths'], arrays['labels'], arrays['classes'], transform=model.transform)
-        gallery = torch.from_numpy(arrays['embeddings'])                 # (N, D)
-    else:
-        images = common.load_dataset(dataset, folder, whole=True, transform=model.transform,
-                                     workers=args.workers).query
-        gallery = common.embed(model, images)
+    images = common.load_dataset(dataset, folder, whole=True, **options).query
     print(f'the gallery is {len(images):,} images of {folder}')
-    s, index = nearest(z, gallery, min(args.top, len(images)))         # both (Q, k)
+    s, index = nearest(z, common.embed(model, images), min(args.top, len(images)))         # both (Q, k)
     print_nearest(photos, images, range(len(photos)), s, index)
     if args.sheet:
-        reject_replacing([args.sheet], [*photos.paths, *images.paths])
         draw_grid(args.sheet, model, photos, images, range(len(photos)), index)
-    found = [dict(query=photo, nearest=[
+    return dict(queries=[dict(query=photo, nearest=[
         dict(similarity=round(similarity, 4), label=images.classes[images.labels[i]], path=images.paths[i])
-        for similarity, i in zip(*row)]) for photo, *row in zip(photos.paths, s.tolist(), index.tolist())]
-    return found[0] if len(found) == 1 else dict(queries=found)
+        for similarity, i in zip(*row)]) for photo, *row in zip(photos.paths, s.tolist(), index.tolist())])
 
 
-def save_embeddings(path, model, images, z):
-    """An NPZ file with embeddings (N, D), labels (N,), the classes' names, paths (N,), and which network made them"""
+def save_embeddings(path, images, z):
+    """An NPZ file with embeddings (N, D), labels (N,), the classes' names, and paths (N,)"""
     with common.atomic_write(path) as file:
         np.savez(file, embeddings=F.normalize(z, dim=1).cpu().numpy(), labels=images.labels.numpy(),
-                 classes=np.array(images.classes), paths=np.array(images.paths), network=fingerprint(model))
+                 classes=np.array(images.classes), paths=np.array(images.paths))
     print(f'embeddings: {path}')
-
-
-def gallery_file(path):
-    """Where --embed saves the embeddings of the gallery, given where it saves those of the queries"""
-    return path.with_stem(f'{path.stem}-gallery')
-
-
-def fingerprint(model):
-    """A hash of the weights and the options of a network"""
-    _, transform = model.transform.transforms               # without to_rgb, whose repr is an address
-    content = hashlib.sha256(repr([model.config, transform]).encode())
-    for weight in model.state_dict().values():
-        content.update(weight.cpu().numpy().tobytes())
-    return content.hexdigest()
 
 
 # ---- tables
 
 
-def students_t():
-    """Student's t distribution, of SciPy"""
-    try:
-        from scipy.stats import t
-    except ImportError as error:
-        raise UsageError('confidence intervals need scipy: pip install scipy') from error
-    return t
-
-
 def interval(values):
     """Mean of n values, and the half width of its 95% confidence interval by Student's t; None for n = 1"""
+    from scipy.stats import t
     n = len(values)
-    return mean(values), students_t().ppf(0.975, n - 1) * stdev(values) / n ** 0.5 if n > 1 else None
+    return mean(values), t.ppf(0.975, n - 1) * stdev(values) / n ** 0.5 if n > 1 else None
 
 
 def concatenate(parts):
@@ -297,17 +208,15 @@ def read_runs(paths):
     for path in paths:
         saved = common.read_checkpoint(path)
         args = saved['args']
-        if 'seed' not in args:
-            raise UsageError(f'{path} does not say its --seed, which a table needs')
-        file = common.best_of(path)
-        if file.name == 'best.pt' and file.with_name('last.pt').exists():
-            # If the run was resumed with other flags, best.pt may be older and have the earlier flags.
-            args = common.read_checkpoint(file.with_name('last.pt'))['args']
-        fold = args.get('fold') or 'none'
+        # If the run was resumed with other flags, best.pt may be older and have the earlier flags.
+        last = path / 'last.pt' if path.is_dir() else path.with_name('last.pt')
+        if last.exists() and (path.is_dir() or path.name == 'best.pt'):
+            args = common.read_checkpoint(last)['args']
+        fold = args['fold'] or 'none'
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
         recipe = frozenset((flag, as_text(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
         runs.append(SimpleNamespace(path=path, script=saved['script'], args=args, seed=args['seed'], fold=fold,
-                                    classes=saved.get('classes', []), epoch=saved.get('epoch'), recipe=recipe))
+                                    classes=saved['classes'], epoch=saved['epoch'], recipe=recipe))
     return runs
 
 
@@ -327,13 +236,9 @@ def group(runs):
         own = [run for run in runs if run.recipe == recipe]
         script = own[0].script
         shared = frozenset.intersection(*(run.recipe for run in runs if run.script == script))
-        differs = [f'{flag}={value}' for flag, value in sorted(recipe - shared)]
-        name = ' '.join([script.removeprefix('train_'), *differs])
-        if name in groups:                                  # of ms.py, for example, a changed copy of train_ms.py
-            name = f'{name} ({script}.py)'
+        name = ' '.join([script, *(f'{flag}={value}' for flag, value in sorted(recipe - shared))])
         if len({frozenset(run.classes) for run in own}) > 1:
-            raise UsageError(f'the networks of {name} were trained on different classes, so they are not seeds of '
-                             'one recipe')
+            raise UsageError(f'the networks of {name} were trained on different classes, so they are no seeds of it')
         if len({run.epoch for run in own if run.fold == 'none'}) > 1:
             raise UsageError(f'the runs of {name} stopped at different epochs: continue them with --resume')
         seeds = groups[name] = {}
@@ -354,14 +259,12 @@ def folds_of(seeds):
     return '; '.join(f'seed {seed} has fold {", ".join(folds)}' for seed, folds in seeds.items())
 
 
-def score_seed(args, runs):
+def score_seed(args, place, runs):
     """{setting: row of metrics} of the networks of one recipe and seed, which differ in their folds"""
     rows, queries, galleries = [], [], []
     for run in runs:
         model = load_network(args, run.path)
-        data = load_test_set(args, model, *place_of_test_set(args, [run.args]))
-        if why := common.why_meaningless(data):
-            raise UsageError(f'{why}, so there is nothing to measure')
+        data = load_test_set(args, model, *place)
         z, gallery = common.embed_test(model, data)
         row = common.score(data, z, gallery)
         print(f'{run.path}: R@1 {row["R@1"]:.2f}, MAP@R {row["MAP@R"]:.2f}', flush=True)
@@ -411,188 +314,134 @@ def show_table(scores):
 # ---- command line
 
 
-def file_that_ends_in(ending):
-    """An argparse type: a path with this ending, so that an output does not replace a checkpoint, for example"""
-    def check(text):
-        if not text.lower().endswith(ending):
-            raise UsageError(f'{text} has to end in {ending}')
-        return Path(text)
-    return check
-
-
-SINGLE = {                                                  # flags for one checkpoint
-    '--analyse': dict(action='store_true', help='print the additional metrics described above'),
-    '--embed': dict(type=file_that_ends_in('.npz'), metavar='NAME.npz',
-                    help='save embeddings, labels, classes and paths; those of a gallery in NAME-gallery.npz'),
-    '--sheet': dict(type=file_that_ends_in('.png'), metavar='PNG',
-                    help='image grid of some queries and their nearest images'),
-    '--hardest': dict(action='store_true', help='with --sheet: the queries with the worst results first'),
-    '--query': dict(type=Path, nargs='+', metavar='PHOTO',
-                    help='print the images nearest to each of these; --sheet draws them'),
-    '--top': dict(type=common.at_least(1), default=5, help='number of nearest images in grids and for --query'),
-}
-FLAGS = {
-    '--checkpoint': dict(type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt'),
-    '--against': dict(type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed'),
-    '--dataset': dict(choices=list(common.DATASETS), help='default: the training dataset'),
-    '--data': dict(type=os.path.expanduser, help='its folder, or with --query an NPZ file that --embed wrote; default: '
-                                                 'the training folder'),
-    '--whole': dict(action='store_true', help='evaluate all images of the folder, not only its test set'),
-    '--ks': dict(type=common.at_least(1), nargs='+', help="K of Recall@K (1 is always included); default: the papers'"),
-    '--device': common.FLAGS['machine']['--device'],
-    '--precision': common.FLAGS['machine']['--precision'],
-    '--workers': common.FLAGS['machine']['--workers'],
-}
-
-
 def get_args(argv=None):
-    parser = common.Parser(prog='eval.py', description=__doc__, formatter_class=common.Help, allow_abbrev=False)
-    parser.add_flags('evaluation', FLAGS)
-    parser.add_flags('one checkpoint', SINGLE)
-    args, typed = parser.parse_args(argv), parser.typed()
-    if len(args.checkpoint) > 1 or args.against:
-        common.reject(typed, [flag.removeprefix('--') for flag in SINGLE], 'several checkpoints')
-    if args.query:
-        common.reject(typed, ['analyse', 'embed', 'hardest', 'whole', 'ks'], '--query')
-    elif not args.sheet:
-        common.reject(typed, ['hardest', 'top'], 'no image grid: add --sheet')
+    parser = argparse.ArgumentParser(prog='eval.py', usage='python eval.py --checkpoint RUN [RUN ...] [FLAG ...]',
+                                     description=__doc__, formatter_class=common.Help, allow_abbrev=False)
+    add = parser.add_argument_group('evaluation').add_argument
+    add('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt')
+    add('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed')
+    add('--dataset', choices=list(common.DATASETS), help='default: the training dataset')
+    add('--data', type=os.path.expanduser, help='its folder; default: the training folder')
+    add('--whole', action='store_true', help='evaluate all images of the folder, not only its test set')
+    add = parser.add_argument_group('one checkpoint').add_argument
+    add('--analyse', action='store_true', help='print the additional metrics described above')
+    add('--embed', type=Path, metavar='NPZ', help='save embeddings; those of a gallery in NAME-gallery.npz')
+    add('--sheet', type=Path, metavar='PNG', help='image grid of some queries and their nearest images')
+    add('--hardest', action='store_true', help='with --sheet: the queries with the worst results first')
+    add('--query', nargs='+', metavar='PHOTO', help='print the images nearest to each of these; --sheet draws them')
+    add('--top', type=int, default=5, help='number of nearest images in grids and for --query')
+    common.add_machine_flags(parser)
+    args = parser.parse_args(argv)
+    if (len(args.checkpoint) > 1 or args.against) and (args.analyse or args.embed or args.sheet or args.query):
+        raise UsageError('--analyse, --embed, --sheet and --query are for one checkpoint')
     return args
 
 
 def place_of_test_set(args, trainings):
     """Name and folder of the dataset to evaluate: --dataset and --data, or else as in `trainings`, dicts of flags"""
-    names = {args.dataset or flags['dataset'] for flags in trainings}
-    folders = {args.data or flags['data'] for flags in trainings}
-    if len(names) > 1 or names != {'shapes'} and len(folders) > 1:
-        places = sorted(names if len(names) > 1 else folders)
-        raise UsageError(f'the networks were trained on {" and ".join(places)}: name the images to evaluate with '
+    names = {flags['dataset'] for flags in trainings}
+    places = {(args.dataset or flags['dataset'], args.data or flags['data']) for flags in trainings}
+    if len(places) > 1 or args.dataset and {args.dataset} != names and not args.data and args.dataset != 'shapes':
+        raise UsageError(f'the networks were trained on {", ".join(sorted(names))}: name the images to evaluate with '
                          '--dataset and --data')
-    [name], folder = names, min(folders)
-    if name == 'shapes' and args.data:
-        raise UsageError('the built-in dataset shapes has no --data; for images of your own add --dataset folder')
-    if args.dataset and not args.data and name not in ('shapes', *(flags['dataset'] for flags in trainings)):
-        raise UsageError(f'name the folder of --dataset {name} with --data')
+    [(name, folder)] = places
+    if name == 'shapes' and (args.data or args.whole or args.query):
+        raise UsageError('--data, --whole and --query are for images of your own: add --dataset folder')
     return name, folder
 
 
 def load_network(args, path):
     """The network of a checkpoint. Warns if its run was interrupted, unless it has a --fold: it may stop early."""
     model = common.load_checkpoint(path, args.device, args.precision)
-    epoch, step = model.progress['epoch'], model.progress['step']
-    epochs, steps = model.args.get('epochs', 0), model.args.get('steps', 0)
-    finished = epoch is None or epoch >= epochs or 0 < steps <= step
-    if not (finished or model.args.get('fold')):
-        common.warn(f'{path} is epoch {epoch} of {epochs}: continue it with --resume')
+    flags, epoch = model.saved['args'], model.saved['epoch']
+    finished = epoch >= flags['epochs'] or 0 < flags['steps'] <= model.saved['step']
+    if not (finished or flags['fold']):
+        common.warn(f'{path} is epoch {epoch} of {flags["epochs"]}: continue it with --resume')
     return model
 
 
 def load_test_set(args, model, name, folder):
     """The Splits to evaluate. Warns of seen classes, and of other test images than those of the run."""
-    if (name == 'vectors') != (model.config['arch'] == 'none'):
-        expected = 'images' if name == 'vectors' else 'vectors'
-        raise UsageError(f'--dataset {name} does not fit: the network was trained on {expected}')
+    saved = model.saved
     data = common.load_dataset(name, folder, whole=args.whole, transform=model.transform, workers=args.workers)
     if not data.query:
         raise UsageError(f'{folder} has no test set: --whole evaluates all its images')
-    data.ks = sorted({1, *args.ks}) if args.ks else data.ks
-    expected = model.progress['test_fingerprint']
-    if expected and not (args.dataset or args.data or args.whole):
-        if common.hash_of(data, data.query, data.gallery) != expected:
-            common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
-    if seen := {*model.classes} & {*data.query.present}:
+    same = not (args.dataset or args.data or args.whole or saved['args']['fold'])
+    if same and saved['hashes'][1:] != [common.hash_of(data.query), common.hash_of(data.gallery)]:
+        common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
+    if seen := {*saved['classes']} & {*data.query.present}:
         common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate were in the training set, so '
                     'the metrics are inflated')
     return data
 
 
+def reject_replacing(outputs, inputs):
+    """Raises UsageError if a file that is about to be written is one of the inputs. Both are paths."""
+    if replaced := {path.resolve() for path in outputs} & {Path(file).resolve() for file in inputs}:
+        raise UsageError(f'the output would replace {min(replaced)}, an input; name another file')
+
+
 def evaluate_one(args):
     """Evaluates one checkpoint. Returns what the last line prints, a dict."""
-    path = args.checkpoint[0]
+    [path] = args.checkpoint
     model = load_network(args, path)
-    if model.config['arch'] == 'none' and (args.query or args.sheet):
-        raise UsageError(f'{"--query" if args.query else "--sheet"} has no effect with vectors: it needs images')
-    if args.query:
-        return answer_queries(args, model)
-    name, folder = place_of_test_set(args, [model.args])
-    data = load_test_set(args, model, name, folder)
-    if args.sheet:
-        reject_replacing([args.sheet], [image for images in (data.train, data.query, data.gallery) if images
-                                        for image in images.paths])
-    if args.embed and name == 'vectors':
-        reject_replacing([args.embed, gallery_file(args.embed)], Path(folder).glob('*.npz'))
-    examples = training_images(model, args.workers) if args.analyse else None
-    z, gallery = common.embed_test(model, data)
-    result = dict(checkpoint=str(path), epoch=model.progress['epoch'], dataset=name)
-    if name != 'shapes':
-        result |= dict(data=folder)
-    if why := common.why_meaningless(data):
-        common.warn(f'{why}, so there is nothing to measure')
-    else:
-        metrics = common.score(data, z, gallery)
-        if args.analyse:
-            training = common.embed(model, examples).to(z.device)
-            metrics |= analyse(z, training, data, metrics, gallery)
-            metrics['train R@1'] = common.retrieval_metrics(training, examples.labels, ks=[1])['R@1']
-            metrics['copies'] = count_copies(z, training, data.query.paths, examples.paths)
-        where = '' if name == 'shapes' else f' in {folder}'
-        print(f'{name}{where}: {len(data.query):,} queries of {len(data.query.present):,} classes, with '
-              f'{"themselves as the gallery" if gallery is None else f"a gallery of {len(gallery):,} images"}')
-        for key, value in metrics.items():
-            print(f'{key:>17} {value:8}' if isinstance(value, int) else f'{key:>17} {value:8.3f}')
-        if 'unmatched' in metrics:
-            print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
-        result |= metrics
+    flags = model.saved['args']
+    name, folder = place_of_test_set(args, [flags])
+    outputs = [args.sheet] if args.sheet else []
     if args.embed:
-        save_embeddings(args.embed, model, data.query, z)
+        outputs += [args.embed, args.embed.with_stem(f'{args.embed.stem}-gallery')]
+    if outputs:
+        reject_replacing(outputs, [path, *path.rglob('*'), *Path(folder).rglob('*'), *(args.query or [])])
+    if args.query:
+        return answer_queries(args, model, name, folder)
+    data = load_test_set(args, model, name, folder)
+    z, gallery = common.embed_test(model, data)
+    metrics = common.score(data, z, gallery)
+    if args.analyse:
+        images = common.load_dataset(flags['dataset'], flags['data'], fold=flags['fold'], transform=model.transform,
+                                     workers=args.workers).train
+        if common.hash_of(images) != model.saved['hashes'][0]:
+            common.warn(f'the training images in {flags["data"]}, or their labels, are not those of the run, and so '
+                        'utilization, train R@1 and copies may differ')
+        metrics |= analyse(z, metrics, common.embed(model, images).to(z.device), images)
+    print(f'{name}: {len(data.query):,} queries of {len(data.query.present):,} classes, with '
+          f'{"themselves as the gallery" if gallery is None else f"a gallery of {len(gallery):,} images"}')
+    for key, value in metrics.items():
+        print(f'{key:>17} {value:8}' if isinstance(value, int) else f'{key:>17} {value:8.3f}')
+    if 'unmatched' in metrics:
+        print('unmatched queries have no match in the gallery: misses in R@K, left out of RP and MAP@R')
+    if args.embed:
+        save_embeddings(args.embed, data.query, z)
         if gallery is not None:
-            save_embeddings(gallery_file(args.embed), model, data.gallery, gallery)
+            save_embeddings(outputs[-1], data.gallery, gallery)
     if args.sheet:
         draw_queries(args.sheet, model, data, z, gallery, args.top, args.hardest)
-    return result
-
-
-def training_images(model, workers):
-    """The images that the network was trained on. Of other images in their place, only other classes or another number
-    are noticed."""
-    flags = model.args
-    training = common.load_dataset(flags['dataset'], flags['data'], fold=flags.get('fold'),
-                                   transform=model.transform, workers=workers).train
-    if not training or {*training.classes} - {*model.classes}:
-        raise UsageError(f'--analyse needs the training images, and those in {flags["data"]} are different')
-    before = model.progress['train_images']
-    if before not in (None, len(training)):
-        common.warn(f'{flags["data"]} has {len(training)} training images, and had {before} in training: utilization '
-                    'and copies are those of other images')
-    return training
+    return dict(checkpoint=str(path), epoch=model.saved['epoch'], dataset=name, data=folder) | metrics
 
 
 def evaluate_several(args):
     """The table of several checkpoints; with --against, the differences of two recipes as well. Returns a dict, too."""
-    students_t()                                            # if SciPy is missing, fail now and not after the evaluation
     ours, theirs = read_runs(args.checkpoint), read_runs(args.against)
-    if both := {run.recipe for run in ours} & {run.recipe for run in theirs}:
-        example = next(run.path for run in theirs if run.recipe in both)
-        raise UsageError(f'--against has {example}, whose recipe is among those before it')
-    runs = ours + theirs
-    recipes = group(runs)
+    if {run.recipe for run in ours} & {run.recipe for run in theirs}:
+        raise UsageError('a recipe is among those of --checkpoint and of --against')
+    recipes = group(ours + theirs)
     if args.against:
         pairs = [{seed: [*folds] for seed, folds in seeds.items()} for seeds in recipes.values()]
         if len(pairs) != 2 or pairs[0] != pairs[1]:
             raise UsageError('--against compares two recipes in the same seeds and folds, and these are '
                              + '; '.join(f'{name} ({folds_of(seeds)})' for name, seeds in recipes.items()))
-    dataset, _ = place_of_test_set(args, [run.args for run in runs])
-    scores = {}                                             # {recipe: {seed: {setting: row}}}
-    for recipe, seeds in recipes.items():
-        scores[recipe] = {seed: score_seed(args, folds.values()) for seed, folds in seeds.items()}
+    place = place_of_test_set(args, [run.args for run in ours + theirs])
+    scores = {recipe: {seed: score_seed(args, place, folds.values()) for seed, folds in seeds.items()}
+              for recipe, seeds in recipes.items()}         # {recipe: {seed: {setting: row}}}
     if args.against:
         (first, a), (second, b) = scores.items()
         scores[f'{first} - {second}'] = {seed: differences(a[seed], b[seed]) for seed in a}
     counts = sorted({len(seeds) for seeds in recipes.values()})
-    if counts == [1]:
-        print(f'{dataset}: one seed of each recipe, so there is no confidence interval')
-    else:
-        print(f'{dataset}: the mean over {" or ".join(map(str, counts))} seeds, ± its 95% confidence interval')
-    return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=dataset,
+    about = 'one seed, so there is no interval'
+    if counts != [1]:
+        about = f'the mean over {" or ".join(map(str, counts))} seeds, ± its 95% confidence interval'
+    print(f'{place[0]}: {about}')
+    return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=place[0],
                 rows=show_table(scores))
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
     """The mean over the batch of L = L_contrast + lambda L_center, CCL Eq. (5):
 
@@ -39,6 +39,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     stop_grad  stops the gradient of L_contrast to the centres (Table 1), so that only L_center moves them
     returns    scalar, >= 0 for L2-normalized z. With one class, L_contrast is 0.
     """
+    y = common.check_labels(y, len(z), len(centers))
     c = F.normalize(centers, dim=1)                                      # (C, D)
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
@@ -75,6 +76,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
     Proxy-NCA as in Proxy-Anchor Eq. (1).
     Arguments as in center_contrastive_loss. If there is only one class, the denominator is left out.
     """
+    y = common.check_labels(y, len(z), len(centers))
     logits = s * z @ F.normalize(centers, dim=1).T                       # (B, C)
     if len(centers) == 1:
         return -logits.mean()
@@ -96,6 +98,7 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     z (B, D) embeddings x~; y (B,); weight (C, D) and bias (C,) of the classifier; centers (C, D) -> scalar
     smoothing  of the first term, as in center_contrastive_loss
     """
+    y = common.check_labels(y, len(z), len(centers))
     logits = F.linear(z, weight, bias)                                   # (B, C), Eq. (6)
     labels = smooth_labels(y, len(weight), smoothing, logits.dtype)      # (B, C)
     cross_entropy = F.cross_entropy(logits, labels, reduction='none')    # (B,)  Eq. (6)
@@ -103,40 +106,29 @@ def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
     return (cross_entropy + lam * distance2).mean()                      # Eq. (7)
 
 
-@common.loss
 def momentum_centers(centers, z, y, mu):
     """CCL Eq. (14): new c_y = mu c_y + (1 - mu) x_y. Here x_y is the mean embedding of class y in the batch. The
-    centre of a class without images is unchanged. (This is not a loss; the decorator is here for its checks.)
+    centre of a class without images is unchanged.
 
     centers (C, D), z (B, D), y (B,); mu in [0, 1] is the weight of the old centre. Returns new centres (C, D), which
     are not normalized: the loss normalizes them.
     """
+    y = common.check_labels(y, len(z), len(centers))
     positive = F.one_hot(y, len(centers)).to(centers.dtype)              # (B, C)
     count = positive.sum(dim=0)[:, None]                                 # (C, 1) images of each class
     mean = positive.T @ z / count.clamp_min(1)                           # (C, D)
     return torch.where(count > 0, mu * centers + (1 - mu) * mean, centers)      # Eq. (14)
 
 
-# ---- recipes: the defaults of the training flags for each dataset
-#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
-#     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
-#                    from the image in full size
-#     jitter         strength of ColorJitter in brightness, contrast and saturation
-#     per_class      images of each class in a batch; 0: random images
-#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the centres learn (--freeze-backbone-epochs)
-#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
+# ---- recipes: the defaults of flags for each dataset; --help explains the flags
 
 # What `python train_ccl.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
     arch='resnet18', weights='none', pool='avg', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=0,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
+    eval_every=10, precision='fp32')
 # Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, and crops of 256 px. On CUB and Cars it
 # adds frozen BatchNorm, dropout, and colour jitter of unknown strength. Table 2 states arch and dim. Our choices are
 # resize, and the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8).
@@ -147,7 +139,7 @@ CUB = dict(
     optimizer='sgd', lr=0.02, momentum=0.0, weight_decay=5e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     dropout=0.2)
 # A momentum of 0.99 needs the warmup of the cosine schedule, which keeps the first steps small.
-SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99)
+SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99, eval_every=5)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
 # entry that has it wins.
 DEFAULTS = {
@@ -162,7 +154,7 @@ DEFAULTS = {
     # In the Reality Check, batches for classification losses have one image per class. In its released results for CUB,
     # the learning rate of the centres of a normalized softmax is about 4500 times --lr.
     'reality-check': common.PROTOCOL | dict(per_class=1, center_lr_mult=4500),
-    # With lam = 2 the gradient of the second term of Eq. (7) would be about 60 times that of the first (on shapes,
+    # With lam = 2 the gradient of the squared distance would be about 60 times that of the cross-entropy (on shapes,
     # before training). With 0.03 they are about equal.
     'center_loss': dict(lam=0.03),
 }
@@ -182,6 +174,8 @@ def corrupt_labels(labels, noise, generator=None):
     returns    (N,) labels, 0 to C - 1; with longtail, no image has the label of a dissolved class
     """
     kind, rate = noise.split(':')
+    if kind not in ('symmetric', 'longtail'):
+        raise common.UsageError(f'--label-noise is symmetric:RATE or longtail:RATE, and not {noise}')
     rate = float(rate)
     labels = labels.clone()
     total = len(labels)
@@ -216,17 +210,6 @@ def add_label_noise(images, noise, seed):
     images.classes = [images.classes[c] for c in remaining + dissolved]
 
 
-def label_noise(text):
-    """The type of --label-noise: symmetric:RATE or longtail:RATE, where RATE is from 0 to 0.999. After a ValueError,
-    argparse prints the __name__ of the type as what it expects, so this function gets such a name below."""
-    kind, rate = text.split(':')
-    if kind not in ('symmetric', 'longtail'):
-        raise ValueError
-    return f'{kind}:{common.between(0, 0.999)(rate)}'
-
-
-label_noise.__name__ = 'symmetric:RATE or longtail:RATE'
-
 # The flags that each loss uses; given with another loss, they are an error.
 USES = dict(
     ccl=['s', 'margin', 'lam', 'smoothing', 'center_lr_mult'],
@@ -242,18 +225,17 @@ def get_args(argv=None):
     add('--loss', choices=list(USES), default='ccl',
         help='ccl: Eq. (5); proxynca: Eq. (9); center_loss: Eq. (7); stop_grad: only L_center moves the centres; '
              'cluster: Eq. (14) moves them')
-    add('--s', type=common.at_least(1e-3, float), default=16.0, help='scaling factor, the inverse temperature 1/tau')
-    add('--margin', type=common.between(0, 2), default=0.0, help='m, margin on the cosine with the centre of the class')
-    add('--lam', type=common.at_least(0, float), default=2.0,
+    add('--s', type=float, default=16.0, help='scaling factor, the inverse temperature 1/tau')
+    add('--margin', type=float, default=0.0, help='m, margin on the cosine with the centre of the class')
+    add('--lam', type=float, default=2.0,
         help='lambda, weight of L_center; with center_loss, that of Eq. (7)')
-    add('--smoothing', type=common.between(0, 0.999), default=0.1, help='epsilon, label smoothing')
-    add('--mu', type=common.between(0, 1), default=0.9, help='loss cluster: weight of the old centre')
-    add('--center-lr-mult', type=common.at_least(0, float), default=1.0,
+    add('--smoothing', type=float, default=0.1, help='epsilon, label smoothing')
+    add('--mu', type=float, default=0.9, help='loss cluster: weight of the old centre')
+    add('--center-lr-mult', type=float, default=1.0,
         help='learning rate of the centres, as a multiple of --lr')
-    add('--dropout', type=common.between(0, 0.999), default=0.0,
+    add('--dropout', type=float, default=0.0,
         help='probability of dropout, applied to the embedding before the loss')
-    add('--label-noise', type=common.number_or(label_noise, 'none'), default='none',
-        help='wrong training labels: symmetric:RATE or longtail:RATE')
+    add('--label-noise', default='none', help='wrong training labels: symmetric:RATE or longtail:RATE')
     args = common.parse(parser, DEFAULTS, argv, uses={'loss': USES})
     if args.loss == 'stop_grad' and args.lam == 0:
         raise common.UsageError('--loss stop_grad --lam 0: the centres would never move, since only L_center moves '

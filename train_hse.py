@@ -173,6 +173,7 @@ def log1p_sum_exp(t, keep):
 @common.loss
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     """Multi-Similarity with its miner, as train_ms.py has it on CUB"""
+    y = common.check_labels(y, len(z))
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
@@ -189,6 +190,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
 def contrastive_loss(z, y, neg_margin=0.5):
     """HSE Eq. (2): d^2 for a positive pair, max(m - d, 0)^2 for a negative one; m is neg_margin. Positive and negative
     pairs are averaged separately, over the pairs with non-zero loss, as in train_contrastive.py."""
+    y = common.check_labels(y, len(z))
     s = z @ z.T                                                          # (B, B)
     # |z_i|^2 + |z_j|^2 - 2 z_i.z_j, where the squared norms are not exactly 1 if z was in half precision
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s
@@ -205,6 +207,7 @@ def contrastive_loss(z, y, neg_margin=0.5):
 @common.loss
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     """Proxy-Anchor with proxies (C, D), as in train_proxy_anchor.py"""
+    y = common.check_labels(y, len(z), len(proxies))
     s = F.normalize(proxies, dim=1) @ z.T                                # (C, B)
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y         # (C, B)
     pull = log1p_sum_exp(-alpha * (s - delta), positive)                # (C,)
@@ -222,6 +225,7 @@ def epshn_loss(z, y, temperature=0.1):
     its similarity is below s_p; of these, the most similar one is taken, with similarity s_n. The loss of an anchor is
     -log sigmoid((s_p - s_n) / temperature), which has the form of HSE Eq. (9).
     """
+    y = common.check_labels(y, len(z))
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y)
     s_p, has_p = most_similar(s, positive)
@@ -235,6 +239,7 @@ def npair_loss(z, y):
     """N-pair (Sohn, NIPS 2016): the first image of each class is an anchor, the second image of the class is its
     positive, and the second images of the other classes are its negatives. The loss is the cross-entropy over cosine
     similarities, averaged over the P classes that have at least two images in the batch."""
+    y = common.check_labels(y, len(z))
     same = y[:, None] == y                                               # (B, B)
     rank = same.tril(-1).sum(dim=1)                 # (B,) number of earlier images of its class
     second = (rank == 1).nonzero()[:, 0]                                 # (P,)
@@ -273,24 +278,15 @@ class SuperclassSampler:
             yield torch.cat([parts[number] for number in torch.randperm(len(parts))]).tolist()
 
 
-# ---- recipes: the defaults of the training flags for each dataset
-#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch; 0: random images, only with alpha 0 and without superclasses
-#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
-#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
+# ---- recipes: the defaults of flags for each dataset; --help explains the flags
 
 # What `python train_hse.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
     arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=4,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10,
-    mask_size=16)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
+    eval_every=10, precision='fp32', proxy_lr_mult=10, mask_size=16)
 # Batches and dim are those of Tables 2 and 3, as far as these state them (note 8); mask_size is from Table 4. The rest
 # is from the released code, and is used here for all base losses.
 CUB = dict(
@@ -300,7 +296,7 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
-                 hybrids='append', combinations=12)
+                 eval_every=5, hybrids='append', combinations=12)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
 # entry that has it wins.
 DEFAULTS = {
@@ -333,17 +329,17 @@ def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('HSE').add_argument
     add('--loss', choices=list(LOSSES), default='ms', help='base loss L_m')
-    add('--alpha', type=common.at_least(0, float), default=0.1, help='weight of L_Hy; 0: no hybrids')
-    add('--temperature', type=common.at_least(1e-3, float), default=0.1, help='T of L_Hy; 1 is Eq. (9) as printed')
+    add('--alpha', type=float, default=0.1, help='weight of L_Hy; 0: no hybrids')
+    add('--temperature', type=float, default=0.1, help='T of L_Hy; 1 is Eq. (9) as printed')
     add('--kind', choices=KINDS, default='cutmix', help='how images are mixed')
     add('--num', type=int, choices=[2, 3, 4], default=2, help='number of classes in a hybrid')
-    add('--combinations', type=common.at_least(1), default=1, help='Cnum, number of sets of classes per batch')
+    add('--combinations', type=int, default=1, help='Cnum, number of sets of classes per batch')
     add('--axis', choices=['top-bottom', 'left-right'], default='top-bottom',
         help='cutmix: strips are stacked (top-bottom) or side by side (left-right)')
-    add('--mask-size', type=common.at_least(1), help='gridmask: side of the blocks, pixels')
+    add('--mask-size', type=int, help='gridmask: side of the blocks, pixels')
     add('--hybrids', choices=['replace', 'append'], default='replace',
         help='replace the last images of the batch by hybrids, or append the hybrids to the batch')
-    add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
+    add('--proxy-lr-mult', type=float, help='learning rate of the proxies, as a multiple of --lr')
     # {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a flag
     # without effect is an error.
     uses = {'loss': dict(proxy_anchor=['proxy_lr_mult']), 'kind': dict(cutmix=['axis'], gridmask=['mask_size']),
@@ -373,20 +369,12 @@ def reject_small_batches(args, superclass_of):
     its hybrids replace as many images as a class has. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
-    # How many classes of each superclass fit in a batch
-    fit = args.batch_size // (len(sizes) * args.per_class)
-    available = sizes.clamp_max(fit)
-    replaced = args.combinations if args.hybrids == 'replace' else 0
-    needed = replaced + args.num + 1
-    enough = sizes.sum() >= needed and sizes.min() >= args.num              # the training set has enough classes
-    helps = {'raise --batch-size': enough, 'lower --per-class': enough, 'lower --num': args.num > 2,
-             'lower --combinations': replaced > 1, 'take --hybrids append': replaced > 0, 'take --alpha 0': True}
-    advice = ', or '.join(text for text, it_helps in helps.items() if it_helps)
-    if available.sum() < needed:
-        raise common.UsageError(f'hybrids need {needed} classes in a batch, and there are {available.sum()}: {advice}')
-    if available.min() < args.num:
-        raise common.UsageError(f'hybrids need {args.num} classes of each superclass in a batch, and there are '
-                                f'{available.min()}: {advice}')
+    in_batch = sizes.clamp_max(args.batch_size // (len(sizes) * args.per_class))
+    needed = args.num + 1 + (args.combinations if args.hybrids == 'replace' else 0)
+    if in_batch.sum() < needed or in_batch.min() < args.num:
+        raise common.UsageError(f'hybrids need {needed} classes in a batch, {args.num} of each superclass, and there '
+                                f'are {in_batch.tolist()}: raise --batch-size, lower --per-class, --num or '
+                                '--combinations, or take --alpha 0')
 
 
 def main(argv=None):

@@ -123,6 +123,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     proxies  (C, D), for the last two
     epsilon  tolerance of the miner of ms, as in train_ms.py; None: no miner
     """
+    y = common.check_labels(y, len(z), None if proxies is None else len(proxies))
     if kind == 'proxynca_pp':
         # Table 1 has only the negative proxies in the denominator, and logits z.p / T. Here all are in it, as in a
         # softmax, and logits are 2 z.p / T.
@@ -181,9 +182,9 @@ def mixed_loss(base, config, model, levels, y):
     base    a BaseLoss;  config  a MixupConfig;  y  (B,) class labels
     levels  the clean batch at the three levels of Eq. (4): dict(input=(B, 3, S, S), feature=(B, c, h, w), embed=(B, D))
     """
-    # common.loss sees tensors among the arguments. Those in `levels` and `base` are converted and checked here.
+    y = common.check_labels(y, len(levels['embed']), None if base.proxies is None else len(base.proxies))
+    # The decorator converts tensors among the arguments, but not those inside `levels` and `base`.
     z = common.at_least_float32(levels['embed'])                                    # (B, D)
-    y = common.check_labels(z, y, proxies=base.proxies)
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
     cand_z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                  # (E, D), (E,), (A,)
     # (M,), (M,), (M,), (A, M), (A, M)
@@ -339,16 +340,7 @@ def positivity_threshold(lam, beta, gamma, m):
     return torch.as_tensor(lam, dtype=torch.float64).logit() / (beta + gamma) + m               # Eq. (24)
 
 
-# ---- recipes: the defaults of the training flags for each dataset
-#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the full-size image
-#     per_class      images of each class in a batch; 0: random images
-#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
-#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
+# ---- recipes: the defaults of flags for each dataset; --help explains the flags
 
 # What `python train_metrix.py` runs: a small ResNet from scratch on the built-in dataset. A batch of 128 images, as in
 # the other scripts, would have 1.8 times as many pairs, and take longer.
@@ -356,7 +348,8 @@ SHAPES = dict(
     arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=8, batch_size=96, per_class=4,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
+    eval_every=10, precision='fp32', proxy_lr_mult=10)
 # The paper states network, size of the images, epochs, batches, optimizer, learning rates, weight decay and decay rates
 # (Sections 4.1 and B.1, Table 4). It states no decay rate for ProxyNCA++ on CUB and Cars; here it is that of ms. The
 # rest is from the released code: min_crop, freeze_bn, freeze_epochs, clip, decay_epochs, and proxy_lr_mult.
@@ -366,7 +359,7 @@ CUB = dict(
     epochs=100, batch_size=100, per_class=0,
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
-SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1)
+SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1, eval_every=5)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
 # entry that has it wins.
 DEFAULTS = {
@@ -430,30 +423,27 @@ def plan(args):
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Metrix').add_argument
-    above_0 = common.at_least(1e-3, float)
-    cosine = common.between(-1, 1)
     add('--loss', choices=list(LOSSES), default='ms', help='base loss')
     add('--mixup', nargs='+', choices=['none', 'input', 'feature', 'embed'], default=['feature'],
         help='what is mixed; if several are given, each step draws one')
     add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
         help='which pairs are mixed; both: each step draws pos-neg or anc-neg')
-    add('--hard-negatives', type=common.number_or(common.at_least(1), 'all', 'auto'), default='auto', metavar='K',
+    add('--hard-negatives', type=common.number_or('all', 'auto'), default='auto', metavar='K',
         help='number of hardest negatives per anchor that are mixed; auto: 3 for input mixup (1 if it is combined with '
              'feature), otherwise all')
-    # Below 0.01, torch draws many lambdas that are 0.5, instead of almost 0 or 1.
-    add('--alpha', type=common.at_least(0.01, float), default=2.0, help='lambda comes from Beta(alpha, alpha)')
-    add('--strength', type=common.at_least(0, float), default=0.4, help='w, weight of the mixed loss (mixup strength)')
-    add('--beta', type=above_0, default=18.0, help='ms: scaling factor of the positives')
-    add('--gamma', type=above_0, default=75.0, help='ms: scaling factor of the negatives')
-    add('--m', type=cosine, default=0.77, help='ms and contrastive: margin')
-    add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.39,
+    add('--alpha', type=float, default=2.0, help='lambda comes from Beta(alpha, alpha)')
+    add('--strength', type=float, default=0.4, help='w, weight of the mixed loss (mixup strength)')
+    add('--beta', type=float, default=18.0, help='ms: scaling factor of the positives')
+    add('--gamma', type=float, default=75.0, help='ms: scaling factor of the negatives')
+    add('--m', type=float, default=0.77, help='ms and contrastive: margin')
+    add('--epsilon', type=common.number_or('off'), default=0.39,
         help='ms: tolerance of the miner in the clean loss; off: no miner')
     add('--reduction', choices=['mean', 'sum'], default='mean', help='contrastive: mean, or sum as in Eq. (1) and (14)')
-    add('--proxy-alpha', type=above_0, default=32.0, help='proxy_anchor: scaling factor')
-    add('--delta', type=cosine, default=0.1, help='proxy_anchor: margin')
-    add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,
+    add('--proxy-alpha', type=float, default=32.0, help='proxy_anchor: scaling factor')
+    add('--delta', type=float, default=0.1, help='proxy_anchor: margin')
+    add('--temperature', type=float, default=1 / 9,
         help='proxynca_pp: temperature of the softmax')
-    add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
+    add('--proxy-lr-mult', type=float, help='learning rate of the proxies, as a multiple of --lr')
     args = common.parse(parser, DEFAULTS, argv, USES)
     reject_impossible_mixup(args)
     return args
@@ -463,19 +453,15 @@ def reject_impossible_mixup(args):
     """Raises UsageError for mixup that is not possible."""
     if 'none' in args.mixup and len(args.mixup) > 1:
         raise common.UsageError('--mixup none cannot be combined with other types')
-    if args.loss in PROXY_LOSSES:
-        # One class is enough for the clean loss, which compares images with the proxies of all classes. But negatives
-        # that are mixed are images of the batch.
-        mixes_negatives = args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos'
-        if mixes_negatives and args.batch_size < 2 * args.per_class:
-            raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of '
-                                    'one class, which has no negative to mix: raise --batch-size')
-    else:
+    if args.loss not in PROXY_LOSSES:
         common.require_pairs(args)
+    # The proxies of all classes are enough for a clean loss. But negatives that are mixed are images of the batch.
+    elif args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos' and args.batch_size < 2 * args.per_class:
+        raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one '
+                                'class, which has no negative to mix: raise --batch-size')
     least = 2 if args.loss == 'proxy_anchor' else 3         # two positives, and the anchor if it is an image
     if args.pairs == 'pos-pos' and 0 < args.per_class < least:
-        raise common.UsageError('--pairs pos-pos mixes two positives of an anchor: take --per-class 0 or at least '
-                                f'{least}')
+        raise common.UsageError(f'--pairs pos-pos mixes two positives: take --per-class 0 or at least {least}')
     if 'input' in args.mixup and args.dataset == 'vectors':
         raise common.UsageError('--mixup input mixes images; --dataset vectors has none: use --mixup feature')
     if args.loss == 'proxy_anchor' and args.pairs == 'anc-neg' and args.mixup != ['embed']:

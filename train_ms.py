@@ -20,7 +20,7 @@ import torch
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     """Metrix Eq. (2) in the letters of the MS paper, for an anchor a with its positives P(a) and its negatives N(a):
 
@@ -44,6 +44,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
         dl(a)/ds(a,n) =  exp( beta  (s(a,n) - lambda)) / (1 + sum over n' in N(a) of exp( beta  (s(a,n') - lambda))).
     So the weight of a negative rises with its own similarity to a, and falls with those of the other negatives.
     """
+    y = common.check_labels(y, len(z))
     s = z @ z.T                                                          # (B, B)
     positive, negative = pairs(y) if epsilon is None else mine(s, y, epsilon)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,) Metrix Eq. (2), first term
@@ -86,25 +87,15 @@ def mine(s, y, epsilon):
     return positive & ~easy_positive, negative & ~easy_negative
 
 
-# ---- recipes: the defaults of the training flags for each dataset
-#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
-#     crop_from      resized: training crops are taken from the image resized to `resize` px; original (the default):
-#                    from the image in full size
-#     per_class      images of each class in a batch; 0: random images
-#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head learns (--freeze-backbone-epochs)
-#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
+# ---- recipes: the defaults of flags for each dataset; --help explains the flags
 
 # What `python train_ms.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
     arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=4,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
+    eval_every=10, precision='fp32')
 # The authors' settings, which they released for CUB only: 3,000 steps, with a decay after every 1,200. An epoch of CUB
 # is 73 steps (5,864 images / 80), so these are about 41 epochs, with a decay after every 16.
 CUB = dict(
@@ -119,7 +110,7 @@ METRIX = dict(
     image_size=224, resize=256, min_crop=0.08,
     epochs=60, batch_size=100, per_class=5,
     optimizer='adam', lr=6e-4, weight_decay=1e-4, schedule='step', decay_epochs=20, decay_rate=0.25, freeze_epochs=1,
-    clip=10.0, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
+    clip=10.0, eval_every=5, alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39)
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -136,13 +127,13 @@ DEFAULTS = {
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Multi-Similarity').add_argument
-    add('--alpha', type=common.at_least(1e-3, float), default=2.0,
+    add('--alpha', type=float, default=2.0,
         help='scaling factor of the positives: the larger, the more the hardest (least similar) ones dominate')
-    add('--beta', type=common.at_least(1e-3, float), default=50.0,
+    add('--beta', type=float, default=50.0,
         help='scaling factor of the negatives: the larger, the more the hardest (most similar) ones dominate')
-    add('--lam', type=common.between(-1, 1), default=0.5,
+    add('--lam', type=float, default=0.5,
         help='lambda: positives should be above this similarity, negatives below')
-    add('--epsilon', type=common.number_or(common.between(-2, 2), 'off'), default=0.1,
+    add('--epsilon', type=common.number_or('off'), default=0.1,
         help='tolerance of the miner: the larger, the more pairs it keeps; off: no miner')
     args = common.parse(parser, DEFAULTS, argv)
     common.require_pairs(args)

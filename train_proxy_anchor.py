@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     """Proxy-Anchor Eq. (4):
 
@@ -45,6 +45,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     So the gradient of a positive depends on the other positives of p, too, and that of a negative on the other
     negatives of p.
     """
+    y = common.check_labels(y, len(z), len(proxies))
     s = F.normalize(proxies, dim=1) @ z.T                # (C, B): a row for each proxy, a column for each image
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]      # (C, B): image b has class c
     num_present = positive.any(dim=1).sum()                                            # |P+|
@@ -73,23 +74,15 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) * (2 / num_classes) ** 0.5
 
 
-# ---- recipes: the defaults of the training flags for each dataset
-#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch; 0: random images
-#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
-#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
+# ---- recipes: the defaults of flags for each dataset; --help explains the flags
 
 # What `python train_proxy_anchor.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
     arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=0,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=1, clip=0.0, proxy_lr_mult=10)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=1, clip=0.0,
+    eval_every=10, precision='fp32', proxy_lr_mult=10)
 # The authors' command for a ResNet-50, with the 60 epochs of their code (the paper has 40). The learning rate is halved
 # every 5 epochs, also while the backbone is frozen: when it begins to learn, in epoch 6, the rate is lr / 2.
 CUB = dict(
@@ -99,7 +92,8 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 # From the authors' commands for BN-Inception, here with a ResNet-50: they released no others for SOP and In-Shop.
-SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1)
+SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1,
+                 eval_every=5)
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -118,9 +112,9 @@ DEFAULTS = {
 def get_args(argv=None):
     parser = common.parser(__doc__, NOTES, __file__)
     add = parser.add_argument_group('Proxy-Anchor').add_argument
-    add('--alpha', type=common.at_least(1e-3, float), default=32.0, help='scaling factor of the similarities')
-    add('--delta', type=common.between(-1, 1), default=0.1, help='margin on the cosine similarity')
-    add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
+    add('--alpha', type=float, default=32.0, help='scaling factor of the similarities')
+    add('--delta', type=float, default=0.1, help='margin on the cosine similarity')
+    add('--proxy-lr-mult', type=float, help='learning rate of the proxies, as a multiple of --lr')
     return common.parse(parser, DEFAULTS, argv)
 
 

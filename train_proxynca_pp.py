@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast; checks the labels
+@common.loss            # at least float32 inside, also under autocast
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     """ProxyNCA++ as in the authors' code, where p+ is the positive proxy of x, the proxy of its class:
 
@@ -37,6 +37,7 @@ def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     temperature  > 0
     returns      scalar >= 0; 0 with one class
     """
+    y = common.check_labels(y, len(z), len(proxies))
     return F.cross_entropy(2 / temperature * cosines(z, proxies), y)
 
 
@@ -54,6 +55,7 @@ def proxynca_loss(z, y, proxies, temperature=2.0):
     Its gradient is Proxy-Anchor Eq. (3). With T = 2, dl/ds(x,p+) is always -1, however close x is to p+. And
     dl/ds(x,p-) is a softmax over P-: exp(s(x,p-)) / sum of exp(s(x,p')) over all p' in P-.
     """
+    y = common.check_labels(y, len(z), len(proxies))
     logits = 2 / temperature * cosines(z, proxies)                             # (B, C)
     if len(proxies) == 1:
         return -logits.sum()
@@ -77,23 +79,15 @@ def new_proxies(num_classes, dim):
     return torch.randn(num_classes, dim) / 8
 
 
-# ---- recipes: the defaults of the training flags for each dataset
-#     pool           pooling over the positions of the last feature map: avg, max, or avg+max, their sum
-#     freeze_bn      BatchNorm uses its stored mean and variance in training, too
-#     resize         shorter side of test images, in pixels, before a center crop of image_size px
-#     min_crop       smallest area of a training crop (RandomResizedCrop), as a fraction of the image
-#     per_class      images of each class in a batch; 0: random images
-#     schedule       step: the learning rate is multiplied by decay_rate after every decay_epochs epochs; cosine:
-#                    linear warmup of at most 100 steps, and cosine decay to 0
-#     freeze_epochs  number of first epochs in which only the head and the proxies learn (--freeze-backbone-epochs)
-#     clip           each entry of the gradients is clipped to [-clip, clip]; 0: not clipped
+# ---- recipes: the defaults of flags for each dataset; --help explains the flags
 
 # What `python train_proxynca_pp.py` runs: a small ResNet from scratch on the built-in dataset
 SHAPES = dict(
     arch='resnet18', weights='none', pool='max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=0,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0, proxy_lr_mult=10)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
+    eval_every=10, precision='fp32', proxy_lr_mult=10)
 # The released configurations, except schedule and dim (notes 1 to 3). They set Adam's eps to 1. Adam divides its step
 # by eps + sqrt(v), where v is a running mean of squared gradients. With eps = 1 and small gradients the divisor is
 # about 1, and Adam acts as SGD with momentum. It no longer scales small gradients up, so learning rates must be large:
@@ -104,7 +98,7 @@ CUB = dict(
     epochs=40, batch_size=32, per_class=4,
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
-SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4)
+SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4, eval_every=5)
 # A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
 # entry that has it wins.
 DEFAULTS = {
@@ -130,10 +124,10 @@ def get_args(argv=None):
     add = parser.add_argument_group('ProxyNCA++').add_argument
     add('--loss', choices=['proxynca_pp', 'proxynca'], default='proxynca_pp',
         help='proxynca: the loss of the predecessor, Proxy-NCA')
-    add('--temperature', type=common.at_least(1e-4, float), default=1 / 9,
+    add('--temperature', type=float, default=1 / 9,
         help='temperature of the softmax, which divides squared distances')
-    add('--proxy-lr-mult', type=common.at_least(0, float), help='learning rate of the proxies, as a multiple of --lr')
-    add('--eps', type=common.at_least(0, float), default=1e-8, help='eps of adam, adamw and rmsprop; SGD has none')
+    add('--proxy-lr-mult', type=float, help='learning rate of the proxies, as a multiple of --lr')
+    add('--eps', type=float, default=1e-8, help='eps of adam, adamw and rmsprop; SGD has none')
     uses = {'optimizer': dict(adam=['eps'], adamw=['eps'], rmsprop=['eps'])}        # with sgd, --eps is an error
     return common.parse(parser, DEFAULTS, argv, uses)
 

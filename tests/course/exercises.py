@@ -30,7 +30,7 @@ EXERCISES = {
     'utilization': Exercise('eval.py', 'utilization', 'metrix_eq12_', 1, 1, 20, 'Metrix Eq. (12)',
                             tests='tests/evaluation/test_metrics.py'),
     'retrieval_metrics': Exercise(
-        'common.py', 'retrieval_metrics check_embeddings precisions',
+        'common.py', 'retrieval_metrics precisions',
         'rc_eq3_ or rc_eq4_ or test_retrieval_', 1, 3, 150,
         'Reality Check Eq. (3) and (4); R@K and three rules from the docstring',
         tests='tests/foundation/test_retrieval.py'),

@@ -5,11 +5,7 @@
                                                         out, and those of the same week and of later weeks
         --keep                                          other exercises keep their solutions
         --flawed SEED                                   instead, each script has a mistake, for students to find
-    python tests/course/handout.py grade NAME FILE...   prints the points of each script by equation. In a folder,
-                                                        scripts with the name of the exercise's script are graded, and
-                                                        its own .py files
-        --csv grades.csv                                writes file, equation, points, of, remark
-        --feedback DIR                                  writes a text for each script: which tests failed, and why
+    python tests/course/handout.py grade NAME FILE...   prints a table in CSV: points, and which tests of a script fail
     python tests/course/handout.py check [NAME...]      grades the original, solutions that are written differently, and
                                                         the mistakes of mistakes.py: each mistake must lose a point
 
@@ -19,13 +15,11 @@ graded tests in a process of its own. It executes submissions: run it where they
 import argparse
 import ast
 import csv
-import io
 import multiprocessing
 import os
 import re
 import sys
 import tempfile
-from argparse import ArgumentError
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from functools import lru_cache
@@ -33,6 +27,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from exercises import EXERCISES, ROOT
+from mistakes import MISTAKES, RIGHT
 
 LIMIT = 120                                                 # seconds for the tests of one submission
 
@@ -56,21 +51,16 @@ def functions(text, names):
     return {name: node for name, node in found.items() if name in names}
 
 
-def lines_in(text):
-    """The lines of a text as Python counts them. splitlines also splits at other characters, such as U+2028."""
-    return io.StringIO(text).readlines()
+def lines_of(text, node):
+    return text.split('\n')[node.lineno - 1:node.end_lineno]
 
 
 def replace_functions(text, bodies):
     """The text with other lines for the functions {name: lines}, without decorators"""
-    lines = lines_in(text)
+    lines = text.split('\n')
     for name, node in sorted(functions(text, bodies).items(), key=lambda item: -item[1].lineno):
         lines[node.lineno - 1:node.end_lineno] = bodies[name]
-    return ''.join(lines)
-
-
-def lines_of(text, node):
-    return lines_in(text)[node.lineno - 1:node.end_lineno]
+    return '\n'.join(lines)
 
 
 def stub_out(text, names):
@@ -79,7 +69,7 @@ def stub_out(text, names):
     for name, node in functions(text, names).items():
         indent = ' ' * node.body[0].col_offset
         kept = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
-        stubs[name] = lines_of(text, node)[:kept - node.lineno + 1] + [f'{indent}raise NotImplementedError\n']
+        stubs[name] = lines_of(text, node)[:kept - node.lineno + 1] + [f'{indent}raise NotImplementedError']
     return replace_functions(text, stubs)
 
 
@@ -87,11 +77,11 @@ def without_other_tests(text, words):
     """A test file without the tests whose names have none of these words"""
     others = [node for node in ast.parse(text).body if getattr(node, 'name', '').startswith('test_')
               and not any(word in node.name for word in words)]
-    lines = lines_in(text)
+    lines = text.split('\n')
     for node in reversed(others):
         first = min(part.lineno for part in [node, *node.decorator_list])
         del lines[first - 1:node.end_lineno]
-    return ''.join(lines)
+    return '\n'.join(lines)
 
 
 def handout(names, keep=False):
@@ -149,9 +139,8 @@ script. This folder has no tests: write one that fails, then correct the functio
 
 def flawed(names, seed):
     """{path: text} of complete scripts, each with one of its mistakes, and common.py"""
-    from mistakes import MISTAKES
     if len({EXERCISES[name].script for name in names}) < len(names):
-        raise ArgumentError(None, 'two of these exercises are in one script, and a script has only one mistake')
+        sys.exit('error: two of these exercises are in one script, and a script has only one mistake')
     files = {'common.py': source('common.py')}
     for name in names:
         changes = list(MISTAKES[name].values())
@@ -168,19 +157,17 @@ def changed(text, names, solution):
     heads, bodies = {}, {}
     for name, node in functions(text, names).items():
         lines, code = lines_of(text, node), node.body[bool(ast.get_docstring(node))].lineno - node.lineno
-        heads[name], bodies[name] = ''.join(lines[:code]), ''.join(lines[code:])
+        heads[name], bodies[name] = lines[:code], '\n'.join(lines[code:])
     for old, new in zip(solution[::2], solution[1::2]):
         if sum(body.count(old) for body in bodies.values()) != 1:
             raise ValueError(f'{old!r} does not occur once in {", ".join(names)}')
         bodies = {name: body.replace(old, new) for name, body in bodies.items()}
-    return replace_functions(text, {name: [heads[name] + body] for name, body in bodies.items()})
+    return replace_functions(text, {name: [*heads[name], body] for name, body in bodies.items()})
 
 
 def make(out, names, seed=None, keep=False):
-    if Path(out).is_file() or Path(out).is_dir() and any(Path(out).iterdir()):
-        raise ArgumentError(None, f'{out} exists and is not empty')
-    if Path(out).resolve().is_relative_to(ROOT):
-        raise ArgumentError(None, f'{out} is in the project, whose tests would find it: use ../{Path(out).name}')
+    if Path(out).exists() and any(Path(out).iterdir()):
+        sys.exit(f'error: {out} is not empty')
     rows = []
     for name in names:
         e = EXERCISES[name]
@@ -219,7 +206,8 @@ def run_pytest(folder, test_file, graded, *options):
 
 
 def results(exercise, files, script, *options):
-    """({test: '' or why it failed}, why there are no results) of the text of a script, in a folder with these files"""
+    """({test: whether it passes}, why there are no results) of the text of a script, in a folder with these files. A
+    test passes if it does so for all its parameters."""
     with tempfile.TemporaryDirectory() as folder:
         write(folder, files | {exercise.script: script})
         process = CONTEXT.Process(target=run_pytest, args=(folder, exercise.test_file, exercise.graded, *options),
@@ -235,93 +223,40 @@ def results(exercise, files, script, *options):
         tests, why = {}, ''
         for case in ElementTree.parse(report).iter('testcase'):
             failed = next((part for part in case if part.tag in ('failure', 'error', 'skipped')), None)
-            reason = '' if failed is None else failed.get('message', '') or 'it failed'
-            if (case.get('name') or '').startswith('test_'):
-                name = case.get('name').split('[')[0]       # a point for all its parameters
-                tests[name] = tests.get(name) or reason
+            name = case.get('name').split('[')[0]
+            if name.startswith('test_'):
+                tests[name] = tests.get(name, True) and failed is None
             else:                                           # the test file cannot be imported
-                why = f'{reason}: {(failed.text or "").strip().splitlines()[-1]}'
-        return tests, '' if tests else why or 'there are no tests'
+                why = (failed.text or '').strip().splitlines()[-1]
+        return tests, '' if tests else why
 
 
 def submission(exercise, text):
-    """A submitted script with the original functions of all other exercises. Raises SyntaxError or ValueError."""
-    own, *_ = exercise.write.split()
-    if own not in functions(text, [own]):
-        raise ValueError(f'submit the whole script: {own} is not in this file')
+    """A submitted script with the original functions of all other exercises"""
     original = source(exercise.script)
     others = {name for e in EXERCISES.values() for name in e.stubbed(exercise.script)} - {*exercise.write.split()}
     return replace_functions(text, {name: lines_of(original, node)
                                     for name, node in functions(original, others).items()})
 
 
-def points(tests, every, name):
-    """{equation: [points, maximum]}, where the equation is in the name of a test"""
-    found = {}
-    for test in every:
-        equation = (re.match(r'test_([a-z]+_eq\d+)_', test) or ['', name])[1]
-        found.setdefault(equation, [0, 0])
-        found[equation][0] += tests.get(test) == ''
-        found[equation][1] += 1
-    return found
-
-
-def scripts_in(paths, script):
-    """The files to grade. In a folder these are the scripts with this name at any depth, and its own .py files."""
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ArgumentError(None, f'no such file: {path}')
-        found = [path] if path.is_file() else sorted({*path.rglob(script), *path.glob('*.py')})
-        yield from filter(Path.is_file, found)
-
-
-def grade(name, paths, table=None, feedback=None):
-    """Prints the points of each script; writes a table and texts."""
-    exercise, files, rows = EXERCISES[name], handout([name], keep=True), []
-    scripts = list(scripts_in(paths, exercise.script))
-    if not scripts:
-        raise ArgumentError(None, f'there is no {exercise.script} in {", ".join(map(str, paths))}')
-    if table and Path(table).exists():                      # it may be that of another exercise
-        raise ArgumentError(None, f'{table} exists already: name another table')
-    every, why = results(exercise, files, source(exercise.script))
-    if why or any(every.values()):
-        raise SystemExit(f'error: the project itself fails: {why or next(filter(None, every.values()))}')
-    if table:                                               # a wrong path fails now
-        write_table(table, [])
-    if feedback:
-        Path(feedback).mkdir(parents=True, exist_ok=True)
-    for path in scripts:
+def grade(name, paths):
+    """Prints a table in CSV: a line for each script with its points, and the tests that fail, or why none ran."""
+    exercise, files = EXERCISES[name], handout([name], keep=True)
+    every, _ = results(exercise, files, source(exercise.script))
+    table = csv.writer(sys.stdout, lineterminator='\n')
+    table.writerow(['file', 'points', 'of', 'failed'])
+    for path in paths:
         try:
-            tests, why = results(exercise, files, submission(exercise, path.read_text('utf-8-sig')))
-        except Exception as error:                          # one odd submission must not end the grading
+            tests, why = results(exercise, files, submission(exercise, Path(path).read_text('utf-8-sig')))
+        except (OSError, SyntaxError, ValueError) as error:             # must not end the grading of the others
             tests, why = {}, f'{type(error).__name__}: {error}'
-        counted = points(tests, every, name)
-        total = [sum(column) for column in zip(*counted.values())]
-        shown = ', '.join(f'{equation} {got}/{of}' for equation, (got, of) in counted.items())
-        print(f'{path}: {shown}, in all {total[0]}/{total[1]}' + f' ({why})' * bool(why), flush=True)
-        rows += [[path, equation, got, of, why] for equation, (got, of) in counted.items()]
-        if feedback:
-            failed = [f'{test}\n    {reason}' for test, reason in tests.items() if reason]
-            text = '\n\n'.join([f'{name}: {total[0]} of {total[1]} points', *filter(None, [why]), *failed]) + '\n'
-            file = os.path.relpath(path.with_suffix('.txt')).replace(os.sep, '-')
-            write(feedback, {f'{name}-{file[-180:].lstrip(".-")}': text})           # not longer than names may be
-        if table:                                           # after each, so that an interruption loses no points
-            write_table(table, rows)
-    for path in filter(Path.is_dir, map(Path, paths)):
-        folders = sorted(part for part in path.iterdir() if part.is_dir())
-        if missing := [part.name for part in folders if not any(part.rglob(exercise.script))]:
-            print(f'without a {exercise.script}: {", ".join(missing)}')
-
-
-def write_table(path, rows):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, 'w', newline='') as file:
-        csv.writer(file).writerows([['file', 'equation', 'points', 'of', 'remark'], *rows])
+        failed = [test for test in every if not tests.get(test)]
+        table.writerow([path, len(every) - len(failed), len(every), why or ' '.join(failed)])
+        sys.stdout.flush()
 
 
 def check(names, verbose=False):
     """Grades the original, other right solutions, starter code and mistakes. Returns how many results are wrong."""
-    from mistakes import MISTAKES, RIGHT
     jobs = []
     for name in names:
         e = EXERCISES[name]
@@ -336,8 +271,8 @@ def check(names, verbose=False):
         found = pool.map(lambda job: results(EXERCISES[job[0]], files[job[0]], job[3], *['-x'] * (job[1] == 'wrong')),
                          jobs)
         for (name, kind, what, _), (tests, why) in zip(jobs, found):
-            failed = [test for test, reason in tests.items() if reason]
-            good = not (failed or why) if kind == 'right' else bool(failed)
+            failed = [test for test, passed in tests.items() if not passed]
+            good = bool(failed) if kind == 'wrong' else bool(tests) and not failed and not why
             bad += not good
             if verbose or not good:
                 print(f'{"ok " if good else "BAD"} {name}, {what}: {len(failed)} of {len(tests)} tests fail {why}')
@@ -358,27 +293,20 @@ def main(argv=None):
     command = commands.add_parser('grade')
     command.add_argument('name', metavar='NAME', choices=EXERCISES)
     command.add_argument('files', metavar='FILE', nargs='+')
-    command.add_argument('--csv', metavar='FILE', help='file, equation, points, of, remark')
-    command.add_argument('--feedback', metavar='DIR', help='a text for each script: which tests failed, and why')
     command = commands.add_parser('check')
     command.add_argument('names', metavar='NAME', nargs='*', choices=[*EXERCISES, []], default=[])
     command.add_argument('-v', action='store_true', help='print a line for each solution')
     args = parser.parse_args(argv)
     os.environ['OMP_NUM_THREADS'] = '1'                     # of the child processes
-    try:
-        if args.command == 'list':
-            for name, e in EXERCISES.items():
-                print(f'{name:28} week {e.week}  level {e.level} {e.minutes:4} minutes  {e.source}')
-        elif args.command == 'make':
-            if args.keep and args.flawed is not None:
-                parser.error('--keep has no effect with --flawed')
-            make(args.out, args.names, args.flawed, args.keep)
-        elif args.command == 'grade':
-            grade(args.name, args.files, args.csv, args.feedback)
-        else:
-            return check(args.names or list(EXERCISES), args.v) > 0
-    except (ArgumentError, OSError) as error:
-        parser.error(str(error))
+    if args.command == 'list':
+        for name, e in EXERCISES.items():
+            print(f'{name:28} week {e.week}  level {e.level} {e.minutes:4} minutes  {e.source}')
+    elif args.command == 'make':
+        make(args.out, args.names, args.flawed, args.keep)
+    elif args.command == 'grade':
+        grade(args.name, args.files)
+    else:
+        return check(args.names or list(EXERCISES), args.v) > 0
 
 
 if __name__ == '__main__':

@@ -7,9 +7,6 @@ of functions.
 MISTAKES, RIGHT = {}, {}                # {exercise: {what: solution}}
 
 MISTAKES['multi_similarity_loss'] = {
-    'mean of the exponentials of positives': (
-        'log1p_sum_exp(-alpha * (s - lam), positive) / alpha',
-        '(log1p_sum_exp(-alpha * (s - lam) - positive.sum(1, keepdim=True).clamp_min(1).log(), positive)) / alpha'),
     'miner along columns': (
         '.amin(dim=1, keepdim=True)', '.amin(dim=0, keepdim=True)', '.amax(dim=1, keepdim=True)',
         '.amax(dim=0, keepdim=True)'),
@@ -25,8 +22,6 @@ MISTAKES['multi_similarity_loss'] = {
         'log1p_sum_exp(beta * (s - lam), negative)',
         '(beta * (s - lam)).masked_fill(~negative, -1e9).logsumexp(dim=1)'),
     'no miner with epsilon 0': ('if epsilon is None else', 'if not epsilon else'),
-    'only for sorted labels': (
-        's = z @', 'y = torch.cat([0 * y[:1], (y[1:] != y[:-1]).long()]).cumsum(0)\n    s = z @'),
     'miner keeps equally hard pairs': (
         's - epsilon >= hardest_negative', 's - epsilon > hardest_negative',
         's + epsilon <= hardest_positive', 's + epsilon < hardest_positive'),
@@ -41,11 +36,7 @@ MISTAKES['contrastive_loss'] = {
         't[t > t.sum() / (t > 0).sum().clamp_min(1)].sum() / (t > 0).sum().clamp_min(1)'),
     'squared for plain distances': ('distances(z)', 'distances(z).square()'),
     'images detached': ('distances(z)', 'distances(z.detach())'),
-    'power after the mean': (
-        '.pow(power).masked_fill(~positive, 0)', '.masked_fill(~positive, 0)',
-        '.pow(power).masked_fill(~negative, 0)', '.masked_fill(~negative, 0)',
-        'return mean_nonzero(pull) + mean_nonzero(push)',
-        'return mean_nonzero(pull) ** power + mean_nonzero(push) ** power'),
+    'power 1 for positives': ('.pow(power).masked_fill(~positive', '.masked_fill(~positive'),
     'negatives at distance 0 excluded': ('masked_fill(~negative, 0)', 'masked_fill(~negative | (d == 0), 0)'),
     'a constant if the loss is 0': (
         'return mean_nonzero(pull) + mean_nonzero(push)',
@@ -73,8 +64,6 @@ MISTAKES['proxy_anchor_loss'] = {
         '((alpha * (s + delta)).exp() * ~positive).sum(dim=1).log1p()'),
     'classes present counted by label changes': (
         'num_present = positive.any(dim=1).sum()', 'num_present = 1 + (y[1:] != y[:-1]).sum()'),
-    'negative term divided by proxies with a negative': (
-        '~positive).mean()', '~positive).sum() / (~positive).any(dim=1).sum()'),
 }
 MISTAKES['proxynca_loss'] = {
     'scale 1/T': ('2 / temperature', '1 / temperature'),
@@ -82,7 +71,6 @@ MISTAKES['proxynca_loss'] = {
     'positive proxy in the denominator (pytorch-metric-learning 206)': (
         "others = logits.masked_fill(positive, float('-inf'))", 'others = logits'),
     'mean': ('- logit).sum()', '- logit).mean()'),
-    'temperature ignored': ('2 / temperature * cosines', 'cosines'),
     'infinite with one class': ('len(proxies) == 1', 'len(proxies) == 0'),
 }
 MISTAKES['proxynca_pp_loss'] = {
@@ -177,25 +165,23 @@ MISTAKES['mix_features'] = {
 }
 MISTAKES['retrieval_metrics'] = {
     'the query is not excluded': ('None if within else gallery', 'gallery'),
-    'a query is its own match': ('present[query_labels] - own', 'present[query_labels]'),
+    'a query is its own match': (' - int(within) ', ' '),
     'R@K is R@1': ('hit[:, :k].any', 'hit[:, :1].any'),
-    'precision at K': ('int(hit[:, :k].any(dim=1).sum())', 'float(hit[:, :k].float().mean(dim=1).sum())'),
-    'no match: excluded from R@K': ('100 * found[k] / len(query)', '100 * found[k] / max(1, len(maps))'),
-    'no match: counts in RP and MAP@R': (
-        '100 * sum(rps) / max(1, len(rps))', '100 * sum(rps) / len(query)',
-        '100 * sum(maps) / max(1, len(maps))', '100 * sum(maps) / len(query)'),
-    'no match: not counted': ('len(maps) < len(query)', 'False'),
+    'precision at K': ('hit[:, :k].any(dim=1)', 'hit[:, :k].float().mean(dim=1)'),
+    'no match: excluded from R@K': ('column.mean()', 'column[matches.cpu() > 0].mean()'),
+    'no match: counts in RP and MAP@R': ('values[matched, -2:]', 'values[:, -2:].nan_to_num()', 'max(1, matched.sum())',
+                                         'len(values)'),
+    'no match: not counted': ('if not matched.all()', 'if False'),
     # TorchDR pull request 295; mteb 1154, 5376; pytorch-metric-learning 464
     'the first result is excluded, not the query': (
-        'for rows, _, index in search(query, None if within else gallery, depth):',
-        'for rows, _, index in search(query, gallery, depth + own):\n'
-        '        index = index[:, own:]'),
-    'R of the first query': ('matches[rows][matched]', 'matches[:1].expand(int(matched.sum()))'),
+        'None if within else gallery, depth):', 'gallery, depth + within):\n        index = index[:, int(within):]'),
+    'R of the first query': ('matches[rows]', 'matches[:1].expand(len(rows))'),
     'no error for NaN in the gallery': (', (gallery, gallery_labels))', ',)'),
-    'precision at non-matches': ('hit.cumsum(dim=1) / i * hit', 'hit.cumsum(dim=1) / i'),
+    'precision at non-matches': ('/ i * hit', '/ i'),
+    'matches after the R nearest': ('hit & (i <= r[:, None])', 'hit'),
     'only the first 8 are retrieved': ('max(*ks, int(matches.max()))', 'max(ks)'),
     'labels of the first block': ('query_labels[rows, None]', 'query_labels[:len(rows), None]'),
-    'class numbers of the gallery': (', minlength=int(labels.max()) + 1)', ')'),
+    'class numbers of the gallery': (', minlength=int(labels.max()) + 1', ''),
 }
 MISTAKES['triplet_loss'] = {
     'mean over all triplets': ('(cost > 0).sum().clamp_min(1)', 'exists.sum().clamp_min(1)'),
@@ -250,9 +236,9 @@ MISTAKES['embedder'] = {
     'not normalized': ('F.normalize(z, dim=1) if self.normalize else z', 'z'),
     'always normalized': (' if self.normalize else z', ''),
     'normalized over the batch': ('F.normalize(z, dim=1)', 'F.normalize(z, dim=0)'),
-    'LayerNorm left out': ('self.norm(p).to', 'p.to'),
-    'the maximum replaces the average': ("if 'avg' in self.pool", "if self.pool == 'avg'"),
+    'LayerNorm left out': ('self.norm(p)', 'p'),
     'maximum for average': ('F.adaptive_avg_pool2d', 'F.adaptive_max_pool2d'),
+    'the maximum replaces the average': ("if 'avg' in self.pool", "if self.pool == 'avg'"),
     'pooled in half precision': ('f = at_least_float32(f)', ''),
 }
 
@@ -279,30 +265,17 @@ def mine(s, y, epsilon):
             positive[a] = negative[a] = False
     return positive, negative
 '''}
-RIGHT['center_contrastive_loss'] = {'image by image': '''
-@common.loss
-def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
-    c, total = centers / centers.norm(dim=1, keepdim=True), 0
-    for x, label in zip(z, y):
-        logits = s * torch.mv(c.detach() if stop_grad else c, x)
-        logits = torch.where(torch.arange(len(c)) == label, logits - s * margin, logits)
-        others = logits.logsumexp(0) - torch.cat([logits[:label], logits[label + 1:]])
-        contrast = (1 - smoothing) * (logits.logsumexp(0) - logits[label])
-        if len(others):
-            contrast = contrast + smoothing * others.mean()
-        total = total + contrast + lam * (x - c[label]).square().sum()
-    return total / len(z)
-'''}
 RIGHT['retrieval_metrics'] = {'query by query': '''
-def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8), search=k_nearest):
+def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks=(1, 2, 4, 8)):
     within, rows = gallery is None, []
     ranked, labels = (query, query_labels) if within else (gallery, gallery_labels)
-    if not len(query) or not len(ranked) or not (query.isfinite().all() and ranked.isfinite().all()):
-        raise UsageError('empty or not finite')
-    for block, _, index in search(query, gallery, len(ranked) - within):
+    for z, y in (query, query_labels), (ranked, labels):
+        if y.shape != (len(z),) or not len(z) or not z.isfinite().all():
+            raise UsageError('nothing, not finite, or other labels')
+    matches = [int((labels == label).sum()) - within for label in query_labels]
+    for block, _, index in k_nearest(query, gallery, min(max(*ks, *matches), len(ranked) - within)):
         for i, others in zip(block, labels[index]):
-            hit = others == query_labels[i]
-            r, rank = int(hit.sum()), torch.arange(1, len(hit) + 1)
+            hit, r, rank = others == query_labels[i], matches[i], torch.arange(1, len(others) + 1)
             p = (hit.cumsum(0) / rank * hit)[:r]
             rows.append([hit[:k].any() for k in ks] + [hit[:r].sum() / max(r, 1), p.sum() / max(r, 1), r > 0])
     rows = torch.tensor(rows, dtype=torch.float64)

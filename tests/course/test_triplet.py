@@ -9,22 +9,14 @@ from conftest import on_circle
 from train_triplet import triplet_loss
 from worked import chord, expect, expect_sound, moving
 
-
-def four_points():
-    """Points at 0 and 20 degrees are of class 5, at 50 and 130 of class 2."""
-    return on_circle(50, 0, 130, 20), torch.tensor([2, 5, 2, 5])
-
-
-WHERE = 'at 0, 20 (class 5), 50, 130 degrees (class 2)'
+import common
 
 
 def test_rc_eq2_by_hand():
-    """The anchors at 50 and 130 have the only triplets, of eight, that violate the margin of 0.1."""
-    losses = [chord(80) - chord(50) + 0.1, chord(80) - chord(30) + 0.1]              # anchor 50: negatives at 0, 20
-    losses += [t for n in (0, 20) if (t := chord(80) - chord(130 - n) + 0.1) > 0]    # anchor 130
-    losses += [t for n in (50, 130) if (t := chord(20) - chord(n) + 0.1) > 0]        # anchor 0
-    losses += [t for n in (50, 130) if (t := chord(20) - chord(n - 20) + 0.1) > 0]   # anchor 20
-    expect(triplet_loss(*four_points()), sum(losses) / len(losses), f'Reality Check Eq. (2) {WHERE}, margin 0.1')
+    """Of eight triplets, only the two with the anchor at 50 and the positive at 130 violate the margin of 0.1."""
+    found = triplet_loss(on_circle(50, 0, 130, 20), torch.tensor([2, 5, 2, 5]))
+    expect(found, chord(80) - (chord(50) + chord(30)) / 2 + 0.1, 'Reality Check Eq. (2) at 0, 20 (class 5), 50, 130 '
+           'degrees (class 2), margin 0.1')
 
 
 def test_rc_eq2_with_the_hardest_negative():
@@ -72,3 +64,9 @@ def test_the_flags_reach_the_loss(run, small, monkeypatch, flags):
     monkeypatch.setattr(train_triplet, 'triplet_loss', lambda *args: seen.append(args[2:]) or triplet_loss(*args))
     run(train_triplet, '--margin', '0.3', *flags)
     assert seen == [(0.3, bool(flags))] * 2
+
+
+def test_a_column_of_labels_is_an_error():
+    """It would be compared with every label."""
+    with pytest.raises(common.UsageError, match='labels of 2 embeddings'):
+        triplet_loss(on_circle(0, 90), torch.tensor([[0], [1]]))

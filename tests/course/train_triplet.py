@@ -13,8 +13,7 @@ This script is an exercise: in the starter code of handout.py, triplet_loss is s
 common.py. To run it here, add the directory of common.py to PYTHONPATH.
 
 Run
-    python train_triplet.py                             # offline, a few minutes on two CPU cores
-    python train_triplet.py --hardest
+    python train_triplet.py [--hardest]                 # offline, a few minutes on two CPU cores
 """
 import argparse
 
@@ -23,7 +22,7 @@ import torch
 import common
 
 
-@common.loss
+@common.loss            # at least float32 inside, also under autocast
 def triplet_loss(z, y, margin=0.1, hardest=False):
     """Triplet loss on Euclidean distances, Reality Check Eq. (2), averaged over the triplets with non-zero loss.
 
@@ -34,6 +33,7 @@ def triplet_loss(z, y, margin=0.1, hardest=False):
     returns  scalar >= 0, the sum over all triplets of different images divided by the number of triplets with non-zero
              loss. If there is none, the loss and its gradient are 0. Finite for every batch
     """
+    y = common.check_labels(y, len(z))
     d = torch.cdist(z, z, compute_mode='donot_use_mm_for_euclid_dist')              # (B, B)
     same = y[:, None] == y                                                          # (B, B)
     positive = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
@@ -54,7 +54,8 @@ SHAPES = dict(                 # what `python train_triplet.py` runs: ResNet-18 
     arch='resnet18', weights='none', pool='avg+max', dim=128, freeze_bn=False,
     image_size=32, resize=32, min_crop=1.0,
     epochs=10, batch_size=128, per_class=4,
-    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0)
+    optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
+    eval_every=10, precision='fp32')
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -75,7 +76,7 @@ DEFAULTS = {
 def get_args(argv=None):
     parser = common.parser(__doc__, file=__file__)
     add = parser.add_argument_group('triplet').add_argument
-    add('--margin', type=common.at_least(0, float), default=0.1, help='m, a distance')
+    add('--margin', type=float, default=0.1, help='m, a distance')
     add('--hardest', action=argparse.BooleanOptionalAction, default=False,
         help='for each anchor and positive, use only the nearest negative')
     args = common.parse(parser, DEFAULTS, argv)

@@ -1,12 +1,11 @@
 """eval.py: image grids of queries, searching a photo, and saved embeddings."""
-import os
-import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import log_of, make_folder, on_circle
+from conftest import make_folder, on_circle
 from PIL import Image
 
 import common
@@ -15,227 +14,107 @@ import train_ccl
 import train_ms
 
 EVAL = ['--device', 'cpu', '--precision', 'fp32']
+MODEL = SimpleNamespace(saved=dict(transform=dict(resize=6, image_size=6, mean=common.MEAN, std=common.STD)))
 
 
-# ---- image grids
-
-def pixels_of(path):
-    return np.asarray(Image.open(path)).astype(int)
-
-
-def grid(path, degrees, labels, top, hardest):
-    """draw_queries of one-coloured images at these angles -> pixels of the grid, and indices of the images in it"""
-    pixels = [np.full((6, 6, 3), 10 * i, np.uint8) for i in range(len(labels))]
-    images = common.Images(pixels, torch.tensor(labels), ['bird', 'car', 'bus', *'defghijkl'])
-    model = SimpleNamespace(args=dict(resize=6, image_size=6))
-    data = common.Splits('colours', query=images)
-    evaluation.draw_queries(path, model, data, on_circle(*degrees), None, top, hardest=hardest)
-    return pixels_of(path), (pixels_of(path)[8::16, 8::16, 0] // 10).tolist()
+def draw(path, queries, z, gallery, z_gallery, top, hardest):
+    """Draws a grid of images of 6 x 6 pixels, with borders of 4 pixels, and 2 pixels between them. Returns its rows as
+    text: the brightness of each image, then + if its border is green, - if it is red, nothing if it is white."""
+    evaluation.draw_queries(path, MODEL, common.Splits('greys', None, queries, gallery), z, z_gallery, top, hardest)
+    pixels = np.asarray(Image.open(path)).tolist()
+    signs = {255: '', 0: '+', 219: '-'}                     # by the red of a border
+    return [' '.join(f'{image[0]}{signs[border[0]]}' for image, border in zip(images[8::16], borders[3::16]))
+            for images, borders in zip(pixels[8::16], pixels[3::16])]
 
 
-def test_image_grids_of_a_dataset(tmp_path):
-    """Queries at 0, 5, 90, 100 and 170 degrees are shown with their two nearest images, in order or hardest first."""
-    degrees, labels = (0, 5, 90, 100, 170), [0, 0, 1, 0, 1]
-    _, shown = grid(tmp_path / 'all.png', degrees, labels, 2, hardest=False)
-    assert shown == [[0, 1, 2], [1, 0, 2], [2, 3, 4], [3, 2, 4], [4, 3, 2]]
+def in_grey(values, labels):
+    return common.Images([np.full((6, 6, 3), value, np.uint8) for value in values], labels)
+
+
+@pytest.mark.parametrize('degrees, labels, top, hardest, rows', [
+    pytest.param((0, 5, 90, 100, 170), [0, 0, 1, 0, 1], 2, False,
+                 ['0 1+ 2-', '1 0+ 2-', '2 3- 4+', '3 2- 4-', '4 3- 2+'], id='in the order of the set'),
     # The nearest image of 2, 3 and 4 is a negative, 10, 10 and 70 degrees away; that of 0 and 1 is a positive.
-    expected = [[2, 3, 4], [3, 2, 4], [4, 3, 2], [1, 0, 2], [0, 1, 2]]
-    found, shown = grid(tmp_path / 'hard.png', degrees, labels, 2, hardest=True)
-    assert shown == expected and found.shape == (5 * 16 + 2, 3 * 16 + 2, 3)
-    tiles = found[2:, 2:].reshape(5, 16, 3, 16, 3).swapaxes(1, 2)           # each with the gap after it
-    for row, column in np.ndindex(5, 3):
-        query, image, tile = expected[row][0], expected[row][column], np.full((16, 16, 3), 255)
-        if column:
-            colour = evaluation.GREEN if labels[query] == labels[image] else evaluation.RED
-            tile[:14, :14] = [round(255 * value) for value in colour]
-        tile[4:10, 4:10] = 10 * image
-        np.testing.assert_array_equal(tiles[row, column], tile)
+    pytest.param((0, 5, 90, 100, 170), [0, 0, 1, 0, 1], 2, True,
+                 ['2 3- 4+', '3 2- 4-', '4 3- 2+', '1 0+ 2-', '0 1+ 2-'], id='the hardest query first'),
+    # Images 0 to 5 find two of their five matches, at both places. Images 6 and 7 find one match at two places.
+    pytest.param((0, 1, 3, 7, 12, 18, 90, 91, 170, 95, 171), [*6 * [0], 1, 1, 1, 2, 2], 2, True,
+                 ['8 10- 9-', '10 8- 9+', '9 7- 6-', '7 6+ 9-', '6 7+ 9-', '0 1+ 2+', '1 0+ 2+', '2 1+ 0+'],
+                 id='a large class is not hard because few of its images are shown'),
+    # The only match of 0 and of 1 is the nearest image. Images 2 and 4 find two matches, which are not the nearest.
+    pytest.param((0, 1, 100, 102, 110, 119), [0, 0, 1, 2, 1, 1], 4, True,
+                 ['2 3- 4+ 5+ 1-', '4 3- 5+ 2+ 1-', '5 4+ 3- 2+ 1-', '1 0+ 2- 3- 4-', '0 1+ 2- 3- 4-'],
+                 id='a class of two images that find each other is not hard'),
+    pytest.param([20 * (i // 2) + i % 2 for i in range(24)], [i // 2 for i in range(24)], 1, False,
+                 ['0 1+', '3 2+', '6 7+', '9 8+', '13 12+', '16 17+', '19 18+', '23 22+'], id='all over the set'),
+    # Images 2 and 3 are the only ones of their classes. --top may exceed the number of images.
+    pytest.param((0, 80, 81, 180), [0, 0, 1, 2], 9, True, ['1 2- 0+ 3-', '0 1+ 2- 3-'], id='not without a match')])
+def test_a_grid_shows_queries_and_their_nearest_images(tmp_path, degrees, labels, top, hardest, rows):
+    queries, z = in_grey(range(len(labels)), labels), on_circle(*degrees)
+    assert draw(tmp_path / 'x.png', queries, z, None, None, top, hardest) == rows
 
 
-def test_a_grid_shows_queries_from_their_own_set(tmp_path):
-    queries, gallery = (common.Images([np.full((6, 6, 3), value, np.uint8) for value in values], values)
-                        for values in ((0, 200), (10, 20, 30)))
-    model = SimpleNamespace(args=dict(resize=6, image_size=6))
-    evaluation.draw_grid(tmp_path / 'x.png', model, queries, gallery, [1], torch.tensor([[2, 0]]))
-    assert pixels_of(tmp_path / 'x.png')[8::16, 8::16, 0].tolist() == [[200, 30, 10]]
+def test_a_grid_shows_the_queries_and_the_gallery_from_their_own_sets(tmp_path):
+    queries, gallery = in_grey([50, 200], [0, 1]), in_grey([10, 20, 30], [1, 1, 0])
+    shown = draw(tmp_path / 'x.png', queries, on_circle(0, 90), gallery, on_circle(80, 200, 5), 2, False)
+    assert shown == ['50 30+ 10-', '200 10+ 30-']
 
 
-def test_a_large_class_is_not_hard_because_few_of_its_images_are_shown(tmp_path):
-    """Images 0 to 5 find two of their five matches, at both places. Images 6 and 7 find one match at two places."""
-    degrees = (0, 1, 2, 3, 4, 5, 90, 91, 170, 95, 171)
-    _, shown = grid(tmp_path / 'x.png', degrees, [*6 * [0], 1, 1, 1, 2, 2], 2, hardest=True)
-    assert [tiles[0] for tiles in shown[2:]] == [9, 7, 6, 0, 1, 2]
-
-
-def test_a_grid_has_queries_of_all_parts_of_the_dataset(tmp_path):
-    """Eight of 24 queries, which are sorted by class, are shown at regular intervals."""
-    _, shown = grid(tmp_path / 'x.png', range(0, 240, 10), [i // 2 for i in range(24)], 1, hardest=False)
-    assert [tiles[0] for tiles in shown] == [0, 3, 6, 9, 13, 16, 19, 23]
-
-
-def test_a_class_of_two_images_that_find_each_other_is_not_hard(tmp_path):
-    """Images 0 and 1 have one match, the nearest. Image 5 has two among its four nearest, which are not the nearest."""
-    _, shown = grid(tmp_path / 'x.png', (0, 1, 90, 91, 92, 178, 180, 181), [0, 0, 1, 1, 1, 1, 2, 2], 4, hardest=True)
-    assert shown[0] == [5, 6, 7, 4, 3]
-
-
-def test_queries_without_a_match_are_not_shown_as_failures(tmp_path):
-    """Images 2 and 3 are the only ones of their classes. --top may exceed the number of images."""
-    _, shown = grid(tmp_path / 'x.png', (0, 90, 91, 180), [0, 0, 1, 2], 9, hardest=True)
-    assert sorted(tiles[0] for tiles in shown) == [0, 1] and [len(tiles) for tiles in shown] == [4, 4]
-
-
-# ---- queries and saved embeddings
-
-def test_a_photo_is_compared_with_all_images(tmp_path, monkeypatch, small, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_photos_are_compared_with_all_images_of_a_folder(run, small, tmp_path, capsys):
+    """The gallery has the classes of the training set, too. A photo may be one of its images, or of another size."""
     make_folder(tmp_path / 'photos', 'abcd', per_class=3)
-    train_ms.main('--dataset folder --data photos --epochs 0 --image-size 24 --resize 32 --device cpu --name mine'
-                  .split())
-    capsys.readouterr()
-    photo = str(tmp_path / 'photos/a/1.jpg')                 # the folder was named by a relative path
-    nearest = evaluation.main(['--checkpoint', 'runs/mine', '--query', photo, '--top', '3', *EVAL])['nearest']
-    printed = capsys.readouterr().out
+    run(train_ms, '--name', 'mine', '--data', 'photos', '--epochs', '0', '--image-size', '24', '--resize', '32')
+    Image.open('photos/b/2.jpg').resize((90, 70)).save('other.png')
+    photos = [str(tmp_path / 'photos/a/1.jpg'), 'other.png']
+    flags = ['--checkpoint', 'runs/mine', '--query', *photos, '--top', '3', '--sheet', 'x.png', *EVAL]
+    found = evaluation.main(flags)['queries']
     model = common.load_checkpoint('runs/mine', precision='fp32')
-    images = common.load_dataset('folder', 'photos', 32, 24, whole=True).query
-    assert len(images) == 12, 'classes of the training set are in the gallery, too'
-    z, place = common.embed(model, images), images.paths.index('photos/a/1.jpg')
-    expected = (z @ z[place]).topk(3)
-    assert expected.indices[0] == place, 'a photo of the gallery is its own first result'
-    assert [result['path'] for result in nearest] == [images.paths[i] for i in expected.indices]
-    assert [result['similarity'] for result in nearest] == pytest.approx(expected.values.tolist(), abs=1e-3)
-    assert [result['label'] for result in nearest] == [result['path'].split('/')[1] for result in nearest]
-    for result in nearest:
-        assert f'{result["similarity"]:9.3f}  {result["label"]}  {result["path"]}\n' in printed
-    assert sorted(os.listdir()) == ['photos', 'runs'] and sorted(os.listdir('runs/mine')) == ['last.pt', 'log.jsonl']
+    images = common.load_dataset('folder', 'photos', whole=True, transform=model.transform).query
+    queries = common.embed(model, common.Images(photos, photos, transform=model.transform))
+    s, index = (queries @ common.embed(model, images).T).topk(3)
+    nearest = [[dict(similarity=pytest.approx(value, abs=1e-4), label=images.paths[i].split('/')[1],
+                     path=images.paths[i]) for value, i in zip(*row)] for row in zip(s.tolist(), index.tolist())]
+    assert found == [dict(query=photos[0], nearest=nearest[0]), dict(query=photos[1], nearest=nearest[1])]
+    lines = [f'\n{one["similarity"]:9.3f}  {one["label"]}  {one["path"]}' for one in found[1]['nearest']]
+    assert ''.join(['row 2    photo  other.png', *lines, '\n']) in capsys.readouterr().out
+    grid = np.asarray(Image.open('x.png')).astype(int)
+    assert grid.shape == (2 * (24 + 10) + 2, 4 * (24 + 10) + 2, 3) and (grid[4] == 255).all(), 'borders are white'
+    assert (grid[6:30, 6:30] == grid[6:30, 40:64]).all(), 'the first row begins with the photo, and with its copy'
 
 
-def test_a_photo_that_is_not_in_the_gallery(run, small, folder, tmp_path, capsys):
-    """A query may have any size and shape."""
+def test_an_output_never_replaces_an_input(run, small, tmp_path):
     run(train_ms, '--name', 'mine')
-    Image.open(folder / 'test' / 'car1' / '2.jpg').resize((90, 70)).save(tmp_path / 'photo.png')
-    flags = ['--checkpoint', 'runs/mine', '--query', 'photo.png', *EVAL]
-    found = evaluation.main([*flags, '--top', '99', '--sheet', 'found.png'])['nearest']
-    assert len({result['path'] for result in found}) == len(found) == 46 and (tmp_path / 'found.png').exists()
-    shutil.copytree(folder / 'test', tmp_path / 'gallery')
-    Image.open(folder / 'test' / 'car1' / '2.jpg').save(tmp_path / 'gallery' / 'car1' / 'query.png')
-    data = ['--data', 'gallery', '--sheet', 'gallery/car1/query.png']
-    for arguments in ([*flags, '--sheet', 'photo.png'], [*flags, *data], [*flags[:2], *EVAL, *data, '--whole']):
+    make_folder(tmp_path / 'x', 'ab', per_class=2)
+    Image.open('x/a/0.jpg').save('photo.png')
+    Path('x/z-gallery.npz').touch()
+    before = {path: path.read_bytes() for path in tmp_path.rglob('*.*')}
+    for flags in '--query photo.png --sheet photo.png', '--data x --sheet x/../x/a/1.jpg', '--data x --embed x/z.npz':
         with pytest.raises(common.UsageError, match='would replace .*, an input'):
-            evaluation.main(arguments)
-    (tmp_path / 'photo.png').write_text('not an image')
-    with pytest.raises(common.UsageError, match='cannot read the image'):
-        evaluation.main(flags)
+            evaluation.main(['--checkpoint', 'runs/mine', *flags.split(), *EVAL])
+    assert {path: path.read_bytes() for path in tmp_path.rglob('*.*')} == before
 
 
-def test_workers_reach_photos_searched_images_and_test_sets(run, small, folder, monkeypatch):
+def test_flags_reach_the_network_the_images_and_the_grid(run, small, folder, monkeypatch):
     run(train_ms, '--name', 'mine')
-    used, embed = [], common.embed
-    monkeypatch.setattr(common, 'embed', lambda model, images: used.append(images.workers) or embed(model, images))
-    for query in ([], ['--query', str(folder / 'test/car3/1.jpg')]):
-        evaluation.main(['--checkpoint', 'runs/mine', '--workers', '0', *query, *EVAL])
-    assert used == [0, 0, 0]
+    used, embed, drawn = [], common.embed, []
+    monkeypatch.setattr(common, 'embed', lambda model, images: (
+        used.append((images.workers, model.precision)) or embed(model, images)))
+    monkeypatch.setattr(evaluation, 'draw_queries', lambda *args: drawn.append(args[5:]))
+    for flags in '--analyse --sheet x.png --top 1 --hardest', f'--query {folder}/test/car3/1.jpg':
+        evaluation.main(f'--checkpoint runs/mine --device cpu --precision bf16 --workers 0 {flags}'.split())
+    assert used == 4 * [(0, 'bf16')] and drawn == [(1, True)]   # test and training images; photo and gallery
 
 
-def test_a_file_of_embeddings_is_searched_like_its_folder_and_only_photos_are_embedded(run, small, folder, monkeypatch):
-    """Several photos have the same results as single ones."""
-    run(train_ms, '--name', 'mine')
-    flags = ['--checkpoint', 'runs/mine', *EVAL]
-    evaluation.main([*flags, '--data', str(folder / 'test'), '--whole', '--embed', 'gallery.npz'])
-    Image.open(folder / 'test/car1/2.jpg').resize((90, 70)).save('photo.png')
-    photos = ['photo.png', str(folder / 'test/car3/1.jpg')]
-    single = [evaluation.main([*flags, '--data', str(folder / 'test'), '--query', photo]) for photo in photos]
-    embedded, embed = [], common.embed
-    monkeypatch.setattr(common, 'embed', lambda model, images: embedded.append(len(images)) or embed(model, images))
-    found = evaluation.main([*flags, '--data', 'gallery.npz', '--sheet', 'x.png', '--query', *photos])['queries']
-    assert embedded == [2] and pixels_of('x.png').shape == (2 * (32 + 10) + 2, 6 * (32 + 10) + 2, 3)
-    for one, other in zip(found, single, strict=True):
-        assert one['query'] == other['query']
-        for result, same in zip(one['nearest'], other['nearest'], strict=True):
-            assert result == same | dict(similarity=pytest.approx(same['similarity'], abs=2e-4))
-
-
-@pytest.mark.parametrize('change', [
-    lambda saved: saved['embedder'].update(pool='avg'), lambda saved: saved['transform'].update(resize=40),
-    lambda saved: saved['model']['linear.bias'].add_(0.1)])
-def test_embeddings_of_another_network_are_rejected(run, small, change):
-    """The network may differ in pooling, transform or weights. A file without the hash of its network is rejected,
-    too."""
-    run(train_ms, '--name', 'mine')
-    evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'x.npz', *EVAL])
-    arrays = dict(np.load('x.npz'))
-    flags = ['--query', arrays['paths'][0], *EVAL]
-    assert len(evaluation.main(['--checkpoint', 'runs/mine', '--data', 'x.npz', *flags])['nearest']) == 5
-    saved = common.read_checkpoint('runs/mine')
-    change(saved)
-    torch.save(saved, 'other.pt')
-    del arrays['network']
-    np.savez('y.npz', **arrays)
-    for network, file in (('other.pt', 'x.npz'), ('runs/mine', 'y.npz')):
-        with pytest.raises(common.UsageError, match=f'{file} has the embeddings of another network'):
-            evaluation.main(['--checkpoint', network, '--data', file, *flags])
-
-
-def test_a_network_trained_on_all_classes_searches_and_embeds_them(run, small, tmp_path, capsys):
-    """If a folder has only train/, there is no test set. --whole evaluates the training classes with a warning."""
-    make_folder(tmp_path / 'x/train', 'abc', per_class=4)
-    record = run(train_ms, '--data', 'x', '--name', 'mine', '--epochs', '2', '--steps', '4')
-    out = capsys.readouterr().out
-    assert '12 training images of 3 classes, no test images, so nothing will be evaluated' in out
-    assert 'All classes were trained on' in out and '--checkpoint runs/mine --query IMAGE' in out
-    assert [(one['epoch'], one['loss'] is None) for one in log_of('mine')] == [(0, True), (1, False), (2, False)]
-    assert record == log_of('mine')[-1] and 'R@1' not in record
-    assert record['loss'] is not None and record['images_per_second'] > 0
-    flags = ['--checkpoint', 'runs/mine', *EVAL]
-    with pytest.raises(common.UsageError, match='x has no test set: --whole evaluates all its images'):
-        evaluation.main(flags)
-    assert len(evaluation.main([*flags, '--query', 'x/train/a/0.jpg', '--top', '99'])['nearest']) == 12
-    assert 'R@1' in evaluation.main([*flags, '--whole', '--embed', 'x.npz'])
-    assert '3 of the 3 classes to evaluate were in the training set' in capsys.readouterr().err
-    assert np.load('x.npz')['embeddings'].shape == (12, 16)
-    assert train_ms.main(['--resume', 'runs/mine', '--epochs', '5', '--steps', '10'])['epoch'] == 5
-
-
-@pytest.mark.parametrize('flags, message', [
-    ('--query x/pile/0.jpg --dataset shapes', '--query searches a folder of images, and not shapes: add --dataset'),
-    ('--query x/pile/0.jpg --dataset vectors --data x', '--query searches a folder of images, and not vectors'),
-    ('--data x/single --whole --sheet x.png', 'an image grid needs at least one image besides the query'),
-    ('--sheet x.png', 'could not write x.png: '),
-    ('--sheet runs/mine/last.pt', 'eval.py: argument --sheet: runs/mine/last.pt has to end in .png'),
-    ('--embed x/pile/0.jpg', 'eval.py: argument --embed: x/pile/0.jpg has to end in .npz'),
-    ('--top 3', '--top has no effect with no image grid')])
-def test_mistakes_with_pictures(run, small, tmp_path, flags, message):
-    run(train_ms, '--name', 'mine', '--epochs', '0')
-    make_folder(tmp_path / 'x', ['pile'], per_class=2)
-    make_folder(tmp_path / 'x', ['single'], per_class=1)
-    (tmp_path / 'x.png').mkdir()
-    with pytest.raises(common.UsageError, match=f'^{message}'):
-        evaluation.main(['--checkpoint', 'runs/mine', *EVAL, *flags.split()])
-
-
-def test_a_folder_without_classes_is_searched_and_embedded(run, small, tmp_path, capsys):
-    """Images that are not in folders of classes can be a gallery. No metrics are computed, since there is one class."""
-    run(train_ms, '--name', 'mine')
-    make_folder(tmp_path / 'x', ['pile'], per_class=5)
-    flags = ['--checkpoint', 'runs/mine', '--data', 'x/pile', *EVAL]
-    found = evaluation.main([*flags, '--query', 'x/pile/0.jpg', '--top', '9'])['nearest']
-    assert sorted(result['path'] for result in found) == [f'x/pile/{i}.jpg' for i in range(5)]
-    assert evaluation.main([*flags, '--whole', '--embed', 'x.npz']) == dict(
-        checkpoint='runs/mine', epoch=1, dataset='folder', data='x/pile')
-    run(train_ms, '--name', 'other', '--seed', '1')
-    with pytest.raises(common.UsageError, match='all test images have the same class, so there is nothing to measure'):
-        evaluation.main(['--checkpoint', 'runs/mine', 'runs/other', *flags[2:], '--whole'])
-    assert np.load('x.npz')['embeddings'].shape == (5, 16)
-    assert 'all test images have the same class, so there is nothing to measure' in capsys.readouterr().err
-
-
-def test_saved_embeddings_are_l2_normalized(run, small, folder):
+def test_saved_embeddings_are_l2_normalized_and_those_of_a_gallery_have_a_file_of_their_own(run, small, tmp_path):
     """They are normalized even if the network is trained without normalization."""
-    run(train_ccl, '--name', 'mine', '--loss', 'center_loss')
-    evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'out.npz', *EVAL])
-    saved, model = np.load('out.npz'), common.load_checkpoint('runs/mine', precision='fp32')
-    z = common.embed(model, common.load_dataset('folder', folder, 32, 32).query)
-    np.testing.assert_allclose(saved['embeddings'], torch.nn.functional.normalize(z, dim=1), atol=1e-6)
-    assert [common.Path(path).parent.name for path in saved['paths']] == saved['classes'][saved['labels']].tolist()
-    assert set(saved) == {'embeddings', 'labels', 'paths', 'classes', 'network'}
-    assert common.Path(saved['paths'][5]).is_file()
+    for part, classes, per_class in (('train', 'abcd', 3), ('query', 'mno', 2), ('gallery', 'nmop', 3)):
+        make_folder(tmp_path / 'shop' / part, classes, per_class, seed=per_class)
+    run(train_ccl, '--name', 'mine', '--loss', 'center_loss', '--data', 'shop')
+    evaluation.main(['--checkpoint', 'runs/mine', '--embed', 'x.npz', *EVAL])
+    model = common.load_checkpoint('runs/mine', precision='fp32')
+    data = common.load_dataset('folder', 'shop', transform=model.transform)
+    for file, images in ('x.npz', data.query), ('x-gallery.npz', data.gallery):
+        saved, z = np.load(file), torch.nn.functional.normalize(common.embed(model, images), dim=1)
+        np.testing.assert_allclose(saved['embeddings'], z, atol=1e-6)
+        assert saved['paths'].tolist() == images.paths and saved['labels'].tolist() == images.labels.tolist()
+        assert [Path(path).parent.name for path in saved['paths']] == saved['classes'][saved['labels']].tolist()

@@ -1,13 +1,9 @@
-"""Functions for separate processes, which are forked from a server that has imported torch: this saves seconds.
-
-RANK and WORLD_SIZE, which torchrun would set in the environment, are set here.
-"""
+"""Functions for separate processes, which are forked from a server that has imported torch: this saves seconds."""
 import multiprocessing
 import os
 import random
 import socket
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +11,7 @@ import torch
 import torchvision
 
 SHARED = ('--dataset folder --device cpu --precision fp32 --image-size 32 --dim 16 --freeze-bn --batch-size 8 '
-          '--per-class 2 --eval-every 2 --data').split()
+          '--per-class 2 --eval-every 2 --workers 0 --data').split()
 FLAGS = {'train_ms': '--epsilon off', 'train_ccl': '--dropout 0.2', 'train_hse': '--loss epshn --hybrids append',
          'train_metrix': '--loss proxy_anchor --mixup input feature embed'}
 
@@ -24,35 +20,31 @@ fresh.set_forkserver_preload(['worker', 'scipy.io', 'torchvision.transforms.v2']
 
 
 def start(work, *args, where, size=1):
-    """Starts `size` processes in the folder `where`, which call work(*args) and print to output-<rank> there."""
+    """Starts `size` processes in the folder `where`, as torchrun would. They call work(*args), and print to files."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
-        port = probe.getsockname()[1]
-    variables = [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1',
-                      MASTER_PORT=str(port)) for rank in range(size)]
-    processes = [fresh.Process(target=run, args=(Path(where), each, work, *args)) for each in variables]
+        variables = dict(WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(probe.getsockname()[1]))
+    processes = [fresh.Process(target=run, args=(where, rank, variables, work, *args)) for rank in range(size)]
     for process in processes:
         process.start()
     return processes
 
 
-def run(where, variables, work, *args):
-    os.environ.update(variables)
+def run(where, rank, variables, work, *args):
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(where)
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(f'output-{variables["RANK"]}', 'w', buffering=1)
+    sys.stdout = sys.stderr = open(f'output-{rank}', 'w', buffering=1)
     work(*args)
 
 
 def finish(processes, where):
-    """Waits for the processes, at most two minutes -> the output of each"""
-    end = time.time() + 120
+    """Waits for the processes, at most two minutes for each -> the output of each"""
     for process in processes:
-        process.join(max(0, end - time.time()))
+        process.join(120)
         process.kill()
-        process.join()
     outputs = [Path(where, f'output-{rank}').read_text() for rank in range(len(processes))]
-    assert not any(process.exitcode for process in processes), '\n'.join(outputs)
+    assert all(process.exitcode == 0 for process in processes), '\n'.join(outputs)
     return outputs
 
 
@@ -63,25 +55,17 @@ def train_all(data):
 
     import common
     import train_ms
+    features, evaluate = common.Embedder.features, common.evaluate
     torchvision.models.get_model = lambda arch, weights=None: SmallNet()
-    load = common.Images.__getitem__
-
-    def load_double(images, item):
-        x, y = load(images, item)
-        return x.double(), y
-    common.Images.__getitem__ = load_double
     torch.set_default_dtype(torch.float64)
+    common.Embedder.features = lambda model, x: features(model, x.double())
     for script in SCRIPTS:
         flags = f'--steps 4 --optimizer sgd --lr 0.01 --name {script} {FLAGS.get(script, "")}'
         __import__(script).main([*SHARED, data, *flags.split()])
-    common.Images.__getitem__ = load
-    torch.set_default_dtype(torch.float32)
-    evaluate = common.evaluate
-    increase = 10.0 * int(os.environ['RANK'])               # per epoch: other ranks would not stop early
+    # If each process used its own MAP@R, which rises in each epoch of the second, that one would not stop early.
+    epochs, increase = iter(range(100)), 10.0 * int(os.environ['RANK'])
     common.evaluate = lambda model, data: evaluate(model, data) | {'MAP@R': 1.0 + increase * next(epochs)}
-    epochs = iter(range(100))
-    flags = [*SHARED, data, *'--epochs 9 --fold 0/3 --patience 1 --batch-size 6'.split()]
-    common.cli(partial(train_ms.main, flags))
+    common.cli(partial(train_ms.main, [*SHARED, data, *'--epochs 9 --fold 0/3 --patience 1 --batch-size 6'.split()]))
     assert not torch.distributed.is_initialized(), "gloo's threads may end in an error then"
 
 

@@ -23,7 +23,6 @@ class Case(NamedTuple):
     settings: list = []     # [(datasets, flags, values)]: flags of the method, and recipes that depend on flags
     per_class: tuple = (4, 4, 4)        # images per class: on shapes, in folders, and with --protocol reality-check
     shapes: tuple = (128, 10, 0)        # batch size and epochs on shapes, and those with a frozen backbone
-    limits: dict = {}       # {flag: values}: allowed ones between the signs <, with the limits; rejected ones outside
     no_effect: list = []    # flags, the last of which has no effect with the others and the defaults
     rates: list = [('', [0.01])]        # [(flags, learning rates)]: of the network, and of proxies or centres
     starts: list = []       # [(flags, name, size)]: standard deviation of the initial proxies or centres of six classes
@@ -75,8 +74,6 @@ def metrix(kind, pairs, z, y, p, k=None, **hyper):
     return clean + 0.4 * train_metrix.mixed_loss(base, config, None, dict(embed=z), y)
 
 
-MARGIN = '-1.1 < -1 1 < 1.1'
-EPSILON = '-2.1 none < -2 2 off < 2.1'
 #                 optim  lr     wd   mom  ep  batch K  schedule st rate wu clip dim pool    frozen crop from area jit
 CASES = {
     'train_contrastive': Case(
@@ -100,8 +97,6 @@ CASES = {
             ('cub', '', dict(form='distance', pos_margin=0, neg_margin=0.5, power=1, margin=0.5, reduction='mean')),
             ('folder', '', dict(neg_margin=0.5)), ('shapes', '', dict(neg_margin=1.0))],
         per_class=(2, 4, 4),
-        limits={'--margin': MARGIN, '--pos-margin': '-2.1 < -2 2 < 2.1', '--neg-margin': '-2.1 < -2 2 < 2.1',
-                '--power': '0 < 1 2 < 3'},
         no_effect=['--reduction sum', '--margin 0.1', '--form similarity --pos-margin 0.1',
                    '--form similarity --neg-margin 0.1', '--form similarity --power 2']),
 
@@ -120,8 +115,7 @@ CASES = {
         inshop    adam   6e-4   1e-4 0    60  100   5  step     20 0.25 1  10   512 avg+max False  224  256  0.08 0''',
         settings=[
             ('shapes cub cars', '', dict(alpha=2, beta=50, lam=0.5, epsilon=0.1)),
-            ('sop inshop', '', dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39))],
-        limits={'--alpha': '0 < 0.001', '--beta': '0 < 0.001', '--lam': MARGIN, '--epsilon': EPSILON}),
+            ('sop inshop', '', dict(alpha=17.97, beta=75.66, lam=0.77, epsilon=0.39))]),
 
     'train_proxy_anchor': Case(
         losses={'proxy_anchor': train_proxy_anchor.proxy_anchor_loss},
@@ -136,7 +130,6 @@ CASES = {
             ('cub cars sop inshop', '', dict(alpha=32, delta=0.1, proxy_lr_mult=100))],
         per_class=(0, 4, 1),
         shapes=(128, 10, 1),
-        limits={'--alpha': '0 < 0.001', '--delta': MARGIN, '--proxy-lr-mult': '-1 < 0'},
         rates=[('', [0.01, 0.1]), ('--proxy-lr-mult 0.7', [0.01, 0.007])],
         starts=[('', 'proxies', (2 / 6) ** 0.5)]),
 
@@ -158,7 +151,6 @@ CASES = {
             ('cub', '--protocol reality-check --loss proxynca', dict(temperature=1 / 13.98)),
             ('cub cars inshop', '', dict(proxy_lr_mult=1e5, eps=1)), ('sop', '', dict(proxy_lr_mult=1e4, eps=1))],
         per_class=(0, 4, 1),
-        limits={'--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0', '--eps': '-1 < 0'},
         no_effect=['--optimizer sgd --eps 1'],
         rates=[('--proxy-lr-mult 7', [0.01, 0.07])],
         starts=[('', 'proxies', 1 / 8)]),
@@ -194,10 +186,6 @@ CASES = {
             ('cub cars', '', dict(dropout=0.2, smoothing=0.1, s=16, margin=0, lam=2)),
             ('sop inshop', '', dict(dropout=0))],
         per_class=(0, 0, 1),
-        limits={'--s': '0 < 0.001', '--margin': '-0.1 < 0 2 < 2.1', '--lam': '-1 < 0',
-                '--smoothing': '-0.1 < 0 0.999 < 1', '--mu': '-0.1 < 0 1 < 1.1', '--center-lr-mult': '-1 < 0',
-                '--dropout': '-0.1 < 0 0.999 < 1',
-                '--label-noise': 'other:0.1 longtail:1 symmetric < none symmetric:0 longtail:0.999'},
         no_effect=['--loss cluster --center-lr-mult 2', '--loss center_loss --s 2',
                    '--loss center_loss --margin 0.1', '--loss proxynca --smoothing 0.2', '--mu 0.5',
                    '--loss stop_grad --mu 0.5', '--loss proxynca --lam 1'],
@@ -239,10 +227,6 @@ CASES = {
             ('cub cars', '--loss contrastive', dict(m=0.5, decay_rate=0.1)),
             ('sop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, freeze_epochs=5)),
             ('inshop', '--loss contrastive', dict(m=0.5, decay_rate=0.25, freeze_epochs=1))],
-        limits={'--alpha': '0.009 < 0.01', '--strength': '-0.1 < 0', '--beta': '0 < 0.001', '--gamma': '0 < 0.001',
-                '--m': MARGIN, '--epsilon': EPSILON, '--proxy-alpha': '0 < 0.001', '--delta': MARGIN,
-                '--temperature': '0 < 0.0001', '--proxy-lr-mult': '-1 < 0',
-                '--hard-negatives': '0 1.5 some < 1 all auto'},
         no_effect=['--loss proxynca_pp --epsilon 0.1', '--reduction sum', '--temperature 1',
                    '--loss contrastive --beta 3', '--loss proxy_anchor --m 0.2', '--mixup none --hard-negatives 2',
                    '--mixup none --alpha 1', '--mixup none --strength 1', '--strength 0 --alpha 1',
@@ -295,8 +279,6 @@ CASES = {
             ('cub', '--protocol reality-check', dict(alpha=0.05)),
             ('cub', '--protocol reality-check --loss epshn', dict(alpha=0.1)),
             ('cub', '--protocol reality-check --loss proxy_anchor', dict(alpha=2, proxy_lr_mult=6000))],
-        limits={'--alpha': '-1 < 0', '--temperature': '0 < 0.001', '--num': '1 < 2 4 < 5', '--combinations': '0 < 1',
-                '--mask-size': '0 < 1', '--proxy-lr-mult': '-1 < 0'},
         no_effect=['--alpha 0 --axis left-right', '--alpha 0 --kind gridmask', '--alpha 0 --num 3',
                    '--alpha 0 --combinations 2', '--alpha 0 --hybrids append', '--alpha 0 --temperature 1',
                    '--loss contrastive --proxy-lr-mult 3', '--loss epshn --proxy-lr-mult 3', '--mask-size 8',

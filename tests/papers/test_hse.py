@@ -290,7 +290,7 @@ def test_with_superclasses_every_hybrid_stays_inside_one(run, small, monkeypatch
 def test_a_fold_with_too_many_superclasses_ignores_them(run, small, monkeypatch):
     """With three superclasses, batches of 8 cannot have two classes of each: an error, except with --fold."""
     give_superclasses(monkeypatch, 3)
-    with pytest.raises(common.UsageError, match='need 2 classes of each superclass in a batch, and there are 1'):
+    with pytest.raises(common.UsageError, match='2 of each superclass, and there are .1, 1, 1.'):
         run(train_hse, '--hybrids', 'append')
     assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
 
@@ -313,10 +313,8 @@ def test_an_unknown_kind_of_hybrids_is_rejected():
     ('--combinations 4', 7, 4)])
 def test_a_batch_without_negatives_is_rejected(run, small, flags, needed, classes):
     """The batch has 4 classes of 6. Hybrids replace one class for each combination."""
-    expected = f'hybrids need {needed} classes in a batch, and there are {classes}:'
-    with pytest.raises(common.UsageError, match=expected) as error:
+    with pytest.raises(common.UsageError, match=f'hybrids need {needed} classes in a batch.* there are .{classes}.:'):
         run(train_hse, *flags.split())
-    assert ('raise --batch-size' in str(error.value)) == (needed <= 6), 'there are only 6 classes'
 
 
 def test_hybrids_of_random_batches_are_rejected(run, small):

@@ -234,6 +234,12 @@ def test_metrix_eq8_of_the_hardest_negatives(mixed):
     assert {a: [*pairs] for a, pairs in found.items()} == expected, f'Metrix Eq. (8) with k = 1: got {found}'
 
 
+def test_an_anchor_with_fewer_negatives_than_k_has_no_others():
+    """The first anchor has one negative, the second has none. The most similar candidates are no negatives."""
+    s, negative = torch.tensor([[0.9, 0.8, 0.1], [0.3, 0.2, 0.1]]), torch.tensor([[False, False, True], [False] * 3])
+    assert torch.equal(train_metrix.hardest_negatives(s, negative, k=2), negative)
+
+
 def test_metrix_eq8_with_proxies_as_anchors(mixed):
     """Candidates 3 and 4 are the proxies of classes 0 and 7. A proxy is mixed with images only, and only in anc-neg."""
     y, more = [7, 0, 7, 0, 7], dict(anchor=[3, 4], images=3)

@@ -6,9 +6,6 @@ import pytest
 from cases import CASES, KEYS
 from conftest import SCRIPTS
 
-import common
-import train_ms
-
 DEMO = dict(arch='resnet18', weights='none', freeze_bn=False, dim=128, lr=2e-3, clip=0, schedule='cosine',
             weight_decay=1e-4, flip=True, jitter=0, seed=0, steps=0, optimizer='adamw')
 
@@ -78,9 +75,3 @@ def test_the_protocol_replaces_the_recipe_of_a_dataset(script):
     args = get_args('--dataset sop --protocol reality-check --fold 2/4 --lr 1e-5 --batch-size 64 --image-size 114'
                     .split())
     assert (args.fold, args.lr, args.batch_size, args.image_size, args.resize) == ('2/4', 1e-5, 64, 114, 129)
-
-
-@pytest.mark.parametrize('flags', ['', '--dataset folder --weights none', '--dataset cub --weights none'])
-def test_the_protocol_is_rejected_without_pretrained_weights(flags):
-    with pytest.raises(common.UsageError, match='--protocol reality-check fine-tunes.*pretrained weights'):
-        train_ms.get_args(['--protocol', 'reality-check', *flags.split()])

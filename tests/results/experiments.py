@@ -48,7 +48,8 @@ EXPERIMENTS = [
     Experiment(
         'resnet50', 'CUB, photographs in full size, ResNet-50, 224 px (ProxyNCA++ and CCL 256). Each script with its '
         'recipe of CUB and a short schedule: eight epochs (`proxy_anchor` nine), the first with a frozen backbone (not '
-        'in ms and CCL), and one step of the learning rate after six (CCL: its cosine).',
+        'in ms and CCL), and one step of the learning rate after six (CCL: its cosine). `rates`: sum of the learning '
+        'rates of the backbone over the epochs in which it learns, as a multiple of the first.',
         {'proxy_anchor': 'train_proxy_anchor.py --epochs 9 --freeze-backbone-epochs 1 --eval-every 3 --decay-epochs 4'}
         | {row: f'{script} --epochs 8 {frozen}--eval-every 4{decay}' for row, script, frozen, decay in (
             ('contrastive', 'train_contrastive.py', FREEZE, DECAY),
@@ -60,7 +61,7 @@ EXPERIMENTS = [
             ('metrix', 'train_metrix.py --mixup feature', FREEZE, DECAY))},
         seeds(1), '--dataset cub --data data/full --arch resnet50_v1 --weights data/resnet50_v1.pth',
         [('metrix', 'metrix, none', 3.6)],
-        ('epochs', 'R@1 before', 'R@1', 'best R@1', 'train R@1', 'R@8', 'MAP@R'),
+        ('rates, recipe', 'rates', 'R@1 before', 'R@1', 'best R@1', 'train R@1', 'R@8', 'MAP@R'),
         {'proxy_anchor': 69.7, 'contrastive': 64.7, 'ms': 65.7, 'proxynca_pp': 69.0, 'ccl': 71.8, 'metrix': 71.4,
          'metrix, none': 67.8, 'hse': 67.6}),
     Experiment(

@@ -70,9 +70,8 @@ def get_args(argv=None):
     """Flags of the run; flags on the command line replace them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', type=Path, help='folder of the run, or a checkpoint')
-    above_0 = common.at_least(1e-3, float)
-    for flag, kind in {'--alpha': above_0, '--beta': above_0, '--gamma': above_0, '--m': common.between(-1, 1)}.items():
-        parser.add_argument(flag, type=kind, help='default: the value of the run')
+    for flag in ('--alpha', '--beta', '--gamma', '--m'):
+        parser.add_argument(flag, type=float, help='default: the value of the run')
     typed = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     saved = common.read_checkpoint(typed['run'])
     if saved['script'] != 'train_metrix':

@@ -29,6 +29,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -58,7 +59,7 @@ def make(experiment, jobs, row=None):
     rows = experiment.rows if row is None else [row]
     wanted = [f'{experiment.command(row)} {repeat}' for row in rows for repeat in experiment.repeats]
     missing = [command for command in dict.fromkeys(wanted) if command not in read_runs()]
-    threads = max(1, common.own_cores() // jobs)
+    threads = max(1, common.CORES // jobs)
     with ThreadPoolExecutor(jobs) as pool:
         finished = pool.map(lambda command: make_run(command, threads), missing)
     return [command for command, success in zip(missing, finished) if not success]
@@ -113,6 +114,8 @@ def value(column, run):
     """What a column shows of one run: `R@1` is that of the last epoch, `R@1 after 8` that of epoch 8"""
     if column == 'train R@1':
         return run.get(column)                              # older lines do not have it
+    if column.startswith('rates'):
+        return sum_of_rates(run['command'], of_recipe=column.endswith('recipe'))
     rows = run['rows']
     if column == 'epochs':
         return rows[-1]['epoch']
@@ -126,6 +129,19 @@ def value(column, run):
     return next(row[key] for row in rows if row['epoch'] == int(epoch)) if epoch else rows[-1][key]
 
 
+def sum_of_rates(command, of_recipe=False):
+    """The sum of the backbone's learning rates over the epochs in which it learns, as a multiple of --lr: of a run, or
+    of the recipe of its dataset and loss"""
+    script, *flags = command.split()
+    get_args = import_module(script.removesuffix('.py')).get_args
+    args = get_args(flags)
+    if of_recipe:
+        loss = ['--loss', args.loss] if hasattr(args, 'loss') else []
+        args = get_args(['--dataset', args.dataset, *loss])
+    steps = range(100 * args.freeze_epochs, 100 * args.epochs)           # as if an epoch had 100
+    return sum(common.learning_rate_factor(t, args, 100, 100 * args.epochs) for t in steps) / 100
+
+
 def finished(experiment, runs):
     """{row: {repeat: run}}"""
     return {row: {repeat: run for repeat in experiment.repeats
@@ -137,7 +153,7 @@ def numbers(found, column, row, base=None):
     if base is None:
         values = [value(column, run) for run in found[row].values()]
         return [each for each in values if each is not None]
-    if column in ('epochs', 'train R@1'):
+    if column in ('epochs', 'train R@1') or column.startswith('rates'):
         return []
     both = [repeat for repeat in found[row] if repeat in found[base]]
     return [value(column, found[row][repeat]) - value(column, found[base][repeat]) for repeat in both]
@@ -218,7 +234,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*experiments, *(f'{name}:{row}' for name, each in experiments.items() for row in each.rows)]
     parser.add_argument('names', nargs='*', metavar='NAME[:ROW]', choices=[*names, []], default=[])
-    parser.add_argument('--jobs', type=common.at_least(1), default=1, help='runs at a time')
+    parser.add_argument('--jobs', type=int, default=1, help='runs at a time')
     options = parser.parse_args(argv)
     failed = []
     for name, _, row in (name.partition(':') for name in options.names):

@@ -44,6 +44,12 @@ def test_a_difference_is_over_the_repeats_that_both_rows_have():
     assert results.table(MINE, results.finished(MINE, {})) == []
 
 
+def test_the_sum_of_the_rates_of_a_run_and_of_its_recipe():
+    run = dict(command='train_contrastive.py --dataset cub --epochs 8 --freeze-backbone-epochs 1 --decay-epochs 6')
+    assert results.value('rates', run) == pytest.approx(5 + 2 * 0.1), 'the first of 8 epochs is frozen, 2 are decayed'
+    assert results.value('rates, recipe', run) == pytest.approx(5 + 10 * 0.1 + 10 * 0.01 + 10 * (1e-3 + 1e-4 + 1e-5))
+
+
 def test_an_interval_is_bold_if_three_values_exclude_0():
     assert results.cell([1, 1.1, 1.2], 'R@1', bold=True) == '**1.1 ± 0.2**' and results.cell([1, 1.1], 'R@1')[0] == '1'
     assert results.cell([1, 1.1], 'R@1', bold=True) == '1.1 ± 0.6'
@@ -87,6 +93,8 @@ def trial(monkeypatch, tmp_path):
         monkeypatch.setattr(results, name, value)
 
     def start(words, threads):
+        if words[0] == 'eval.py':
+            return SimpleNamespace(returncode=0, stdout=f'R@1 of {words[2]}\n{{"train R@1": 89.00001}}\n')
         *command, flag, folder = words
         trial.made.append((' '.join(command), flag, threads))
         path = tmp_path / 'runs' / folder.removeprefix('runs/')
@@ -110,10 +118,11 @@ def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, cap
     assert {flag for _, flag, _ in trial.made} == {'--name'} and 'it went wrong' in capsys.readouterr().out
     trial.fails = []
     results.main(['mine', '--jobs', '2'])
-    assert trial.made[6:] == [('train_ms.py --epochs 2 --seed 1', '--resume', max(1, results.os.cpu_count() // 2))]
+    assert trial.made[6:] == [('train_ms.py --epochs 2 --seed 1', '--resume', max(1, common.CORES // 2))]
     runs = [json.loads(line) for line in (trial.folder / 'runs.jsonl').read_text().splitlines()]
     assert not [*(trial.folder.parent / 'runs').iterdir()], 'a run whose line is deleted is made again, not resumed'
-    assert len(runs) == 6 and {'command', 'commit', 'machine', 'precision', 'torch', 'rows'} == runs[0].keys()
+    assert len(runs) == 6 and runs[0].pop('train R@1') == 89
+    assert runs[0].keys() == {'command', 'commit', 'machine', 'precision', 'torch', 'rows'}
     assert runs[0]['precision'] == 'bf16', 'that of the flags of the run'
     assert runs[0]['rows'][2] == {'R@1': 2.3333, 'MAP@R': 1, 's-': 0.5, 'epoch': 2, 'minutes': 1, 'loss': None}
     page = (trial.folder / 'README.md').read_text()
@@ -121,6 +130,11 @@ def test_missing_runs_are_made_once_and_an_interrupted_one_is_resumed(trial, cap
     assert trial.readme.read_text() == (
         'from <!--mine:with;R@1 before-->0.3 ± 0.0 to <!--mine:with-->2.3 ± 0.0. '
         'Changed by <!--mine:with - without;s--->0.00 ± 0.00\n')
+
+
+def test_a_single_row_is_made(trial):
+    results.main(['mine:without'])
+    assert [command for command, *_ in trial.made] == [f'train_ms.py --epochs 2 --seed {n}' for n in range(3)]
 
 
 # ---- changed losses
@@ -135,7 +149,7 @@ def patched(name, pairs, z, y, hyper):
 
 
 @pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
-@pytest.mark.parametrize('name', patches.PATCHES)
+@pytest.mark.parametrize('name', ['push', 'softer', 'shared', 'hardest'])
 def test_patches_change_the_mixed_loss_as_they_say(name, pairs):
     """Against loops over twelve vectors of five classes, one of which has a single vector"""
     z, y, m, beta, gamma = unit(12, 5), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4]), 0.3, 3.0, 4.0
@@ -171,19 +185,70 @@ def test_patches_change_the_mixed_loss_as_they_say(name, pairs):
     assert patched(name, pairs, z, y, hyper).item() == pytest.approx(total / 12, rel=1e-5)
 
 
+def test_the_released_loss_of_ms_reads_its_table_at_the_indices_of_images():
+    """Against loops over its rows: one for each mined positive pair of an anchor and each of its mined negatives"""
+    z, y, lam, m, beta, gamma = unit(10, 4, seed=2), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 3, 4]), 0.3, 0.77, 18, 75
+    s, B = z @ z.T, 10
+    rows, clean, push = [], {}, {}                          # (anchor, positive, negative) of each mixed example
+    for a in range(B):
+        P = sorted((p for p in range(B) if y[p] == y[a] and p != a), key=lambda p, a=a: s[a, p])
+        N = sorted((n for n in range(B) if y[n] != y[a]), key=lambda n, a=a: s[a, n])
+        mined = [p for p in P if s[a, p] - 0.39 < s[a, N[-1]]]
+        negatives = [n for n in N if P and s[a, n] + 0.39 > s[a, P[0]]]
+        rows += [(a, P[0], n) for _ in mined for n in negatives]
+        if mined:
+            clean[a] = 1 + sum(math.exp(-beta * (s[a, p] - m)) for p in mined)
+        if negatives:
+            push[a] = math.log((1 - lam) * (1 + sum(math.exp(gamma * (s[a, n] - m)) for n in negatives))) / gamma
+    v = [torch.nn.functional.normalize(lam * z[p] + (1 - lam) * z[n], dim=0) for _, p, n in rows]
+    total = sum(push.values())
+    for a in range(B):
+        read = {p for anchor, p, _ in rows if anchor == a}
+        mixed = [math.exp(-beta * (z[rows[a][0]] @ v[p] - m)) for p in read]   # of others
+        inside = lam * clean.get(a, 0) + (0.4 * (1 + sum(mixed)) if mixed else 0)
+        total += math.log(inside) / beta if inside else 0
+    assert patches.released_ms_loss(z, y, lam).item() == pytest.approx(total / len(rows), rel=1e-9)
+
+
+@pytest.mark.parametrize('pairs', ['pos-neg', 'anc-neg'])
+def test_the_released_mixed_loss_of_contrastive(pairs):
+    """Against loops: the first positive of the batch with all negatives, as often as an anchor has positives; anchors
+    without a positive are mixed themselves"""
+    f, y = torch.rand(7, 6, 2, 2, generator=torch.Generator().manual_seed(1)), torch.tensor([1, 0, 0, 0, 2, 1, 3])
+    model = common.Embedder(trunk=torch.nn.Identity(), dim=5, input_shape=(6, 2, 2))
+    z = model.head(f)
+    torch.manual_seed(0)
+    lam = torch.distributions.Beta(2.0, 2.0).sample()
+    torch.manual_seed(0)
+    config = train_metrix.MixupConfig('feature', pairs, None, 2.0)
+    got = patches.released_contrastive()['mixed_loss'](None, config, model, dict(feature=f, embed=z), y)
+    pull, push = [], []
+    for a in range(7):
+        P = [p for p in range(7) if y[p] == y[a] and p != a]
+        if bool(P) == (pairs == 'pos-neg'):
+            for n in (n for n in range(7) if y[n] != y[a]):
+                v = model.head((lam * f[P[0] if P else a] + (1 - lam) * f[n])[None])[0]
+                for _ in P or [a]:
+                    pull.append((lam * (z[a] - v).norm()).item())
+                    push.append(((1 - lam) * (0.5 - (z[a] - v).norm()).clamp_min(0)).item())
+    nonzero = [part for part in push if part > 0]
+    expected = sum(pull) / len(pull) + (sum(nonzero) / len(nonzero) if nonzero else 0)
+    assert got.item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_patch_replaces_the_mixed_loss_while_the_script_runs(monkeypatch):
     real = train_metrix.mixed_loss
     monkeypatch.setattr(train_metrix, 'main', lambda flags: (flags, train_metrix.mixed_loss is real))
     assert patches.main(['push', '--seed', '3']) == (['--seed', '3'], False) and train_metrix.mixed_loss is real
     for flags in ('push --loss proxynca_pp', 'push --mixup none', 'shared --strength 0.8', 'hardest --pairs anc-neg'):
-        with pytest.raises(common.UsageError, match='changes the mixed loss of ms|is for --strength 0.4 and pos-neg'):
+        with pytest.raises(common.UsageError, match='is for --loss ms|is for pos-neg'):
             patches.main(flags.split())
 
 
 def test_a_patched_run_is_resumed_with_its_patch_only(folder, small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     patches.main(f'push --dataset folder --data {folder} --batch-size 8 --epochs 0 --device cpu --name x'.split())
-    assert re.findall('python .*resume', capsys.readouterr().out) == [f'python {patches.__file__} push --resume']
+    assert 'with push --resume RUN' in capsys.readouterr().out
     with pytest.raises(common.UsageError, match='runs/x was made by metrix_push.py, not by train_metrix.py'):
         train_metrix.main(['--resume', 'runs/x'])
     patches.main(['push', '--resume', 'runs/x'])

@@ -77,7 +77,7 @@ def loader_of(args, data, sampler):
     sampler = sampler or common.make_sampler(args, data.train.labels)
     loader = common.make_loader(data.train, common.StepBatches(sampler, 0), args.device)
     steps = range(len(sampler))
-    loader.batch_sampler.start(1, steps)
+    loader.batch_sampler.steps = steps
     return loader, steps
 
 
@@ -110,8 +110,7 @@ def bench_loop(options):
     ready = [[part.to(args.device) for part in batch] for batch in loader]
 
     def shared():
-        with mock.patch.object(common, 'show_progress'):
-            common.train_epoch(args, loader, step, optimizer, 1, steps, 10 ** 9)
+        common.train_epoch(args, loader, step, optimizer, 1, steps, 10 ** 9)
     took = in_turn(dict(shared=shared, bare=lambda: train_on(ready, step, optimizer)), options.repeats)
     print(f'loop / steps on batches in memory: {took["shared"] / took["bare"]:.2f}')
 
@@ -124,13 +123,12 @@ def bench_files(options):
             path = Path(folder, f'{i * 40 // count:03}', f'{i}.jpg')
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(noise[i % 40].byte().permute(1, 2, 0).numpy()).save(path, quality=95)
-        data = common.load_dataset('folder', folder, 256, 224)
+        data = common.load_dataset('folder', folder)
         args = argparse.Namespace(per_class=5, batch_size=100, device=common.pick_device(options.device))
         decoding = statistics.median(seconds(lambda path=path: common.to_rgb(path)) for path in data.train.paths[:50])
         loader, steps = loader_of(args, data, None)
 
         def load():
-            loader.batch_sampler.start(1, steps)
             return len([batch for batch in loader])
         took = in_turn(dict(load=load), options.repeats)['load'] / (100 * len(steps))
         print(f'crops of 224 px from JPEG files of 500 x 375 / only decoding: {took * os.cpu_count() / decoding:.2f}, '
