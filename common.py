@@ -428,12 +428,14 @@ def k_nearest(query, gallery, k):
     """
     within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
-    gallery = query if within else F.normalize(gallery.float(), dim=1)
+    gallery = query if within else gallery.float()
     # The gallery is shuffled, because its images are sorted by class: the first of equally similar ones would all be of
     # one class.
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
-    for rows in torch.arange(len(query), device=query.device).split(max(1, 2 ** 26 // len(gallery))):
+    if not within:
+        F.normalize(gallery, dim=1, out=gallery)            # in this copy, because it can be large
+    for rows in torch.arange(len(query), device=query.device).split(max(1, 2 ** 27 // len(gallery))):
         s, found = search(query[rows], gallery, k + within)
         index = order[found]
         if within:                                          # without the query itself, or else without the last result

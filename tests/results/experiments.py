@@ -38,6 +38,21 @@ BY_EPOCH = tuple(f'R@1 after {epoch}' for epoch in (4, 8, 12, 16, 20))
 FLOWERS = ('--dataset folder --data data/flowers --weights data/resnet18.pth --arch resnet18 --image-size 96 '
            '--epochs 4 --decay-epochs 2 --eval-every 4 --freeze-backbone-epochs 1 --lr 3.3e-05')
 
+# Mixup of ms with fewer mixed examples, and as released; and mixup of contrastive as released
+MIXTURES = {
+    'none': 'train_metrix.py --mixup none', 'feature': 'train_metrix.py --mixup feature',
+    '3 negatives': 'train_metrix.py --mixup feature --hard-negatives 3',
+    '20 negatives': 'train_metrix.py --mixup feature --hard-negatives 20',
+    'strength 0.1': 'train_metrix.py --mixup feature --strength 0.1',
+    'pos-neg': 'train_metrix.py --mixup feature --pairs pos-neg',
+    'anc-neg': 'train_metrix.py --mixup feature --pairs anc-neg',
+    'none, adam': 'train_metrix.py --mixup none --optimizer adam --weight-decay 1e-2',
+    'released': 'tests/results/patches.py released --mixup embed --optimizer adam'}
+CONTRASTIVE = {f'contrastive, {mixup}': 'tests/results/patches.py released_contrastive --loss contrastive '
+               f'--mixup {mixup}' for mixup in ('none', 'feature')}
+DIFFERENCES = [*((row, 'none') for row in [*MIXTURES][1:]), ('released', 'none, adam'),
+               ('contrastive, feature', 'contrastive, none', 2.7)]
+
 EXPERIMENTS = [
     Experiment(
         'shapes', 'Each script without flags, one thread per run.',
@@ -172,6 +187,14 @@ EXPERIMENTS = [
         {'none, long': f'train_metrix.py --mixup none {STEP} {LONG} {FROZEN}',
          'feature, long': f'train_metrix.py {STEP} {LONG} {FROZEN}'},
         seeds(5), differences=[('feature, long', 'none, long')], columns=BY_EPOCH),
+    Experiment(
+        'mixtures', 'CUB, JPEG files of 256 px, ResNet-18, 112 px. ms with fewer mixed examples, and the losses of the '
+        'released code. ms has the long schedule, and contrastive a fifth of its released one.',
+        {row: f'{command} --lr 3.3e-05 {LONG}' for row, command in MIXTURES.items()} | {
+            row: f'{command} --lr 1e-4 --epochs 12 --decay-epochs 2' for row, command in CONTRASTIVE.items()}, seeds(3),
+        f'{CUB} {RESNET18} --eval-every 4'.replace('--data data', '--data data/256'), DIFFERENCES),
+    Experiment(
+        'mixtures_shapes', 'shapes. The same rows.', MIXTURES | CONTRASTIVE, seeds(5), '--device cpu', DIFFERENCES),
     Experiment(
         'noise', "shapes, with wrong training labels. The paper's differences, in Table 3, are between CCL and "
         'the NSoftmax of another paper, with Inception.',
