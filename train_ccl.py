@@ -2,11 +2,11 @@
 
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
-with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest,
-and with label smoothing (the script's default) even pushes then. L_center, the squared distance to this centre, keeps
-pulling. For example, take two classes, s = 16, no margin and no smoothing. The pull |d L_contrast / d (c_y.x)| =
-s (1 - p_y), where p_y is the softmax at the class of x, is 8.0 where both cosines are equal, and only 0.6 where c_y.x
-is larger by 0.2. That of lambda L_center, 2 lambda = 4, is constant.
+with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest.
+With label smoothing, the script's default, it even pushes the image away once p_y, the softmax at its class y, is above
+1 - epsilon. L_center, the squared distance to this centre, keeps pulling. For example, take two classes, s = 16, no
+margin and no smoothing. L_contrast pulls with a force |d L_contrast / d (c_y.x)| = s (1 - p_y). This is 8.0 where both
+cosines are equal, and only 0.6 where c_y.x is larger by 0.2. lambda L_center always pulls with 2 lambda = 4.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
@@ -44,9 +44,10 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast. Without smoothing it is -log p_y: if m = 0, Eq. (8), (10), first line of Eq. (2); else Eq. (11)
+    # (B,)  L_contrast. Without smoothing it is -log p_y. This is Eq. (8), (10) and the first line of Eq. (2) if m = 0,
+    # and Eq. (11) if m > 0.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
-    # (B,)  L_center: Eq. (4), second line of Eq. (2), which the text calls Eq. (3)
+    # (B,)  L_center: Eq. (4), and the second line of Eq. (2), to which the paper refers as Eq. (3)
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
     return (contrast + lam * center_term).mean()                         # Eq. (5)
 
@@ -140,8 +141,8 @@ CUB = dict(
     dropout=0.2)
 # A momentum of 0.99 needs the warmup of the cosine schedule, which keeps the first steps small.
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99, eval_every=5)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
-# entry that has it wins.
+# Three entries can set a flag: that of the dataset (or of --protocol in its place), of the --loss, and of the pair
+# (dataset, loss). A later one overrides an earlier one.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -187,7 +188,7 @@ def corrupt_labels(labels, noise, generator=None):
         return labels % classes
     shuffled = torch.randperm(classes, generator=generator)
     images_so_far = torch.bincount(labels, minlength=classes)[shuffled].cumsum(0)
-    num_dissolved = int((images_so_far <= rate * total).sum())           # the first of `shuffled`: these sums increase
+    num_dissolved = int((images_so_far <= rate * total).sum())           # so many classes, from the first of `shuffled`
     num_dissolved = min(num_dissolved, classes - 2)                      # two classes always remain
     dissolved, remaining = shuffled.tensor_split([num_dissolved])
     for c in dissolved:
@@ -202,8 +203,8 @@ def add_label_noise(images, noise, seed):
     rate = float(noise.split(':')[1])
     if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
-    # The remaining classes are numbered anew, from 0. The names of the dissolved ones come after them: the network sees
-    # their images, so eval.py has to count these classes as seen.
+    # The remaining classes are numbered anew, from 0. The names of dissolved classes are kept after theirs, so that
+    # eval.py counts them as seen in training.
     remaining, images.labels = labels.unique(return_inverse=True)
     remaining = remaining.tolist()
     dissolved = [c for c in range(len(images.classes)) if c not in remaining]
@@ -252,8 +253,8 @@ def main(argv=None):
     classes = data.train.num_classes
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
-    # The gradient of a centre of length l is proportional to 1 / l, and so is the angle by which a step of a given size
-    # turns it. So with SGD, centres of randn, of length sqrt(D), would turn D times more slowly than those of length 1.
+    # A step of SGD turns a centre of length l by an angle proportional to 1 / l^2: the gradient has a factor 1 / l, and
+    # the angle another one. So centres of randn, of length sqrt(D), would turn D times more slowly.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -276,8 +277,8 @@ def main(argv=None):
         loss = center_contrastive_loss(dropped, labels, centers, args.s, args.margin, args.lam, args.smoothing,
                                        stop_grad=args.loss == 'stop_grad')
         if args.loss == 'cluster':
-            # Means are of z without dropout. In place before backward: allowed, because the loss has a copy of the
-            # centres, the normalized ones.
+            # The means are taken from z without dropout. To change the centres before backward() is safe, because the
+            # loss uses their normalized copy.
             centers.copy_(momentum_centers(centers, z.detach(), labels, args.mu))
         return loss
 
@@ -290,15 +291,16 @@ What differs from the paper
            (2) line 1, (8), (10)  --lam 0             NSoftmax, the normalized softmax of the Reality Check
            (11)                   --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
-    3. Only the softmax terms are smoothed: not L_center, and not Eq. (9), which is not a softmax.
-    4. Not stated in the paper     here
-         lambda of Table 2         2, as in Section 4.4 and Fig. 4. By Section 4.5.1 it gives the R@1 of SOP in Table 2.
-         m of CCL*                 choose a --margin: the default, 0, is CCL
-         mu of (14)                0.9
-         how the centres start     random, of length 1
-         symmetric noise           changes the class of each chosen image
-         clusters of long-tail     5 consecutive images of a class
-         which x_y in (14)         the mean embedding of class y in the batch
+    3. Smoothing acts on the softmax terms. It does not act on L_center, or on Eq. (9), which is not a softmax.
+    4. The paper does not state the following values.
+         value                     here
+         lambda of Table 2         It is 2, as in Section 4.4 and Fig. 4. In Section 4.5.1, it gives the R@1 of SOP.
+         m of CCL*                 The default is 0, which is CCL: choose a --margin.
+         mu of (14)                It is 0.9.
+         how the centres start     They are random, and have length 1.
+         symmetric noise           It changes the class of each chosen image.
+         clusters of long-tail     They are 5 consecutive images of a class.
+         which x_y in (14)         It is the mean embedding of class y in the batch.
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
        after the L2 normalization, as in the code that the paper builds on. With --dropout 0.2 an embedding has a length
        of about 1.118 in training, and 2 - 2 c_y.x is not the squared distance. center_loss is evaluated without the PCA
@@ -317,11 +319,11 @@ Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1
                                                           --margin M   CCL*       73.5   91.0   83.1   92.3
-    Table 1: --loss stop_grad (its margin is not stated); second row: --margin M. Fig. 6: --dim. Fig. 5: SOP, with
-    --margin 0 to 0.4, --lam 0 to 2.
-    Table 3: --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5, in the paper with Inception.
-    Reality Check: --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, with --margin its CosFace.
-    On CUB its released results have --s 9.2 for the first, and --s 100 --margin 0.62 --center-lr-mult 2500 for CosFace.
+    Table 1          first row: --loss stop_grad (the paper does not state its margin); second row: --margin M
+    Table 3          --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5 (the paper has Inception)
+    Fig. 5, Fig. 6   --dataset sop with --margin 0 to 0.4 and --lam 0 to 2; --dim
+    Reality Check    --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, on CUB with --s 9.2, and
+                     its CosFace with --s 100 --margin 0.62 --center-lr-mult 2500
 """
 
 

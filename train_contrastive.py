@@ -53,7 +53,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two copies of an image are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: an image and its copy are a pair
     return same & ~itself, ~same
 
 
@@ -74,7 +74,7 @@ def distances(z):
 
 
 def mean_nonzero(t):
-    """Mean of the entries of t that are not 0, or 0 if there are none. No entry is negative."""
+    """Mean of the entries of t that are not 0, or 0 if there are none. All entries have to be >= 0."""
     return t.sum() / (t > 0).sum().clamp_min(1)
 
 
@@ -192,8 +192,8 @@ What differs from the papers
     4. The paper of Metrix reports AdamW and 100 epochs. The recipes of the benchmarks use Adam and 60 epochs, as in
        its code.
     5. The Reality Check tunes both margins for each dataset, with BN-Inception. Its released values for CUB are m_pos
-       = -0.20 and m_neg = 0.3841. A negative m_pos adds the constant 0.20 to the loss of each positive pair, which
-       has no gradient. But pairs at distance 0 then have a non-zero loss, and count in the mean.
+       = -0.20 and m_neg = 0.3841. A negative m_pos adds 0.20 to the loss of each positive pair. This constant has no
+       gradient, but with it pairs at distance 0 have a non-zero loss, and count in the mean.
 What differs from the released code (github.com/billpsomas/metrix, b679703)
     6. The released code reports its best epoch on the test set.
     7. The released command for In-Shop has a learning rate of 3e-5, but names SOP as its dataset. Here it is 1e-4, as

@@ -10,8 +10,8 @@ where L_m is any loss of the labelled images (--loss).
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
-    Cnum       combinations  --combinations  how many sets of `num` classes are mixed
-    Nsize      per_class     --per-class     images of each class in a batch. A set has Nsize hybrids: H = Nsize Cnum
+    Cnum       combinations  --combinations  sets of `num` classes in a batch
+    Nsize      per_class     --per-class     images of a class in a batch; a set gives Nsize hybrids: H = Nsize Cnum
     -          -             --hybrids       replace: they take the place of the last H images; append: all images stay
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
     -          temperature   --temperature   T, by which the inner products in L_Hy are divided
@@ -85,8 +85,8 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
                  mask_size=50, superclasses=None, generator=None):
     """Mixed sample data augmentation (MSDA): `per_class` hybrids for each of `combinations` sets of `num` classes.
 
-    Hybrid r of a set mixes the r-th image, in the batch, of each of its classes. A class with fewer than `per_class`
-    images starts again at its first. If no set of `num` classes can be chosen, H = 0.
+    Hybrid r of a set mixes the r-th image of each class of the set, in the order of the batch. A class with fewer than
+    `per_class` images starts again at its first. If no set of `num` classes can be chosen, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
     kind            cutmix: `num` strips of about equal size, from top to bottom or left to right (axis), each from its
@@ -297,8 +297,8 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  eval_every=5, hybrids='append', combinations=12)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
-# entry that has it wins.
+# Three entries can set a flag: that of the dataset (or of --protocol in its place), of the --loss, and of the pair
+# (dataset, loss). A later one overrides an earlier one.
 DEFAULTS = {
     'shapes': SHAPES | dict(temperature=1.0),       # note 1
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -365,8 +365,8 @@ def reject_impossible_hybrids(args):
 def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
-    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, one class for each set:
-    its hybrids replace as many images as a class has. With superclasses, it needs `num` classes of every superclass.
+    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, one more class for each
+    set, whose images the hybrids replace. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
     in_batch = sizes.clamp_max(args.batch_size // (len(sizes) * args.per_class))
@@ -382,7 +382,7 @@ def main(argv=None):
     common.set_seed(args.seed)
     data = common.dataset_from(args)
     labels, superclasses, num_classes = data.train.labels, data.train.superclasses, data.train.num_classes
-    # Without superclasses, or with --fold, all classes are one superclass: a fold may have too few of another one.
+    # With --fold, superclasses are ignored, because a fold may have too few classes of some superclass.
     if superclasses is None or args.fold:
         superclasses = torch.zeros_like(labels)                             # (N,)
     superclass_of = labels.new_zeros(num_classes)                           # (C,)
@@ -423,19 +423,20 @@ What differs from the paper
     1. Eq. (9) has no temperature. The released code divides by 0.1, and its alphas were chosen with it. On shapes
        the default is 1: with 0.1, R@1 was more than 20 points lower in two runs that were not kept.
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
-    3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here it
-       is the first column, which is Eq. (9).
+    3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here only
+       the first column is used, which is Eq. (9).
     4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
        each class. Algorithm 1 takes the first classes of a batch; here, as in Section 1, they are drawn at random.
-    5. Algorithm 1, and the code on CUB and Cars, have hybrids in the last Nsize places of a batch, those of one class.
-       Section 4 also has random places, and hybrids that are appended (--hybrids append, as in Table 3).
+    5. Algorithm 1, and the code on CUB and Cars, put hybrids into the last Nsize places of a batch, the places of one
+       class. Section 4 also has random places, and hybrids that are appended (--hybrids append, as in Table 3).
     6. For ms on CUB and Cars the paper uses BN-Inception, this script a ResNet-50. The paper uses the learning rates of
        the base losses (Section 4). Here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
        block of 250 px (Table 4) needs an --image-size above 250; with 256, 95% of the pixels are from one source.
     8. The table has alpha; batch size / images per class. A dash: not stated, or no command. In-Shop has the values of
        SOP. On all four, npair has 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and
-       its margin 0.5 as in the released code. (For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for
+       its margin 0.5 as in the released code. (The commands of SOP say 10 images per class, of which the sampler makes
+       5. For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for
        Cars, but in Table 2 the best results have 8 and 16.)
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
@@ -447,17 +448,18 @@ What differs from the paper
                        SOP        -; 120 / 5              1; 120 / 5           1; 120 / 5
          npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
-    9. Its CutMix mixes two images only, on CUB and Cars a left and a right half (--axis left-right). On SOP the two
-       images may be of one class, and with Proxy-Anchor, sources and negatives come from ten random images of one
-       superclass. Here a batch of SOP has two classes of each superclass. Both are sources, so negatives are of other
-       superclasses.
+    9. The released code has CutMix of two images only, on CUB and Cars of a left and a right half (--axis left-right).
+       On SOP its two images may be of one class, and with Proxy-Anchor, sources and negatives come from ten random
+       images of one superclass. Here a batch of SOP has two classes of each superclass. Both are sources, so the
+       negatives are of other superclasses.
    10. Its contrastive loss has no squares. Its EPSHN drops anchors whose positive or negative has a similarity of 0 or
        less, and positives above 0.9999. Its N-pair uses cosine similarities, as here; Sohn's uses inner products.
 Tables and figures of the paper
-    Tables 2 and 3: --loss and --per-class; rows marked * have --alpha 0. For EPSHN on CUB, R@1 is 64.9 without hybrids
-    (--per-class 16), and 66.9 (16) and 67.4 (8) with them. Table 4: --loss epshn with --kind, --num, --mask-size.
-    Fig. 6: --loss ms --combinations N. Fig. 5, which does not name its loss: --arch resnet18 --batch-size 128
-    --per-class N.
+    Tables 2 and 3   --loss and --per-class; rows marked * have --alpha 0. For EPSHN on CUB, R@1 is 64.9 without hybrids
+                     (--per-class 16), and 66.9 (16) and 67.4 (8) with them.
+    Table 4          --loss epshn with --kind, --num, --mask-size
+    Fig. 5           --arch resnet18 --batch-size 128 --per-class N; the paper does not name its loss
+    Fig. 6           --loss ms --combinations N
 """
 
 

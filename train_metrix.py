@@ -2,19 +2,19 @@
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep Metric Learning.
 ICLR 2022. arXiv:2106.04990. Metrix adds to a base loss (--loss) the same loss of mixed examples, Metrix Eq. (10). In
-it, labels are relative to an anchor a: 1 for its positives, 0 for its negatives. Two examples are mixed, as images,
-features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mixed with a negative has the share of the
-positive as its label: it counts as a positive with this weight, and as a negative with the rest. Which pairs are mixed
-for an anchor is one of three choices: pos-neg, a positive and a negative; anc-neg, the anchor itself and a negative;
-pos-pos, two positives, with label 1. The E candidates for mixing are the images of the batch and, with Proxy-Anchor,
-the proxies of the classes in the batch. The anchors are the images or these proxies (in the clean loss, all proxies).
+this mixed loss, labels are relative to an anchor a: 1 for its positives, 0 for its negatives. Two examples are mixed,
+as images, features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mixed with a negative has the
+share of the positive as its label: it counts as a positive with this weight, and as a negative with the rest. Three
+kinds of pairs can be mixed for an anchor: pos-neg, a positive and a negative; anc-neg, the anchor itself and a
+negative; pos-pos, two positives. Each image is an anchor. With Proxy-Anchor, each proxy of a class in the batch is one
+instead (in the clean loss, each proxy), and the E candidates for mixing are the images and these proxies.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) indices of the anchors among the candidates
     x, x'    i, j       --pairs      (M,) indices of the two candidates in each mixed example v; i < j: each pair once
-    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). In Eq. (13) to (15) lambda is y
-    y        label      -            (A, M) label of v for each anchor: lam if i is the positive (or the anchor),
-                                     1 - lam if j is, and 1 for pos-pos. The variable y is the class labels (B,)
+    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). In Eq. (13) to (15) it is y
+    y        label      -            (A, M) share of the anchor's class in v: lam if i has it, 1 - lam if j, 1 if both
+    -        y          -            (B,) class labels
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
@@ -67,8 +67,8 @@ def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    examples with y > 0: if they are clean, these are the positives, if mixed, all of them. The second sum is divided by
-    the number of its terms that are not 0, because examples below the margin add nothing.
+    examples with y > 0: of clean ones, these are the positives; of mixed ones, all. The second sum is divided by the
+    number of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -150,7 +150,7 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (10), first term
 
 
-@common.loss            # converts the proxies: in mixed_loss they are inside `base`, where its decorator sees none
+@common.loss            # this decorator converts the proxies; that of mixed_loss cannot, since they are inside `base`
 def proxy_logits(v, proxies, temperature=1 / 9):
     """Logits of ProxyNCA++, 2 v.p / T, of embeddings v (M, D), where p are the proxies (C, D), L2-normalized -> (M, C).
     Their softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p.
@@ -253,7 +253,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     i, j = (mixes | mixes.T).triu(1).nonzero().unbind(dim=1)                        # (M,), (M,)
     # (M,) one lambda for each pair, for all anchors (note 1). Drawn on the CPU, it does not depend on the device.
     lam = common.to_device(Beta(config.alpha, config.alpha).sample(i.shape), y.device)
-    # The positive may be i or j, because i < j sorts by index.
+    # The pairs have i < j, so either of the two may be the one from `first`.
     valid = (first[:, i] & second[:, j]) | (second[:, i] & first[:, j])             # Eq. (8), M(a): (A, M)
     binary = positive | itself                      # (A, E)  labels before mixing, Eq. (5), (6): 1 or 0
     label = lam * binary[:, i] + (1 - lam) * binary[:, j]                           # Eq. (8), mix(y, y')
@@ -352,7 +352,7 @@ SHAPES = dict(
     eval_every=10, precision='fp32', proxy_lr_mult=10)
 # The paper states network, size of the images, epochs, batches, optimizer, learning rates, weight decay and decay rates
 # (Sections 4.1 and B.1, Table 4). It states no decay rate for ProxyNCA++ on CUB and Cars; here it is that of ms. The
-# rest is from the released code: min_crop, freeze_bn, freeze_epochs, clip, decay_epochs, and proxy_lr_mult.
+# rest is from the released commands for CUB: min_crop, freeze_bn, freeze_epochs, clip, decay_epochs, proxy_lr_mult.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -376,13 +376,13 @@ DEFAULTS = {
     ('vectors', 'contrastive'): dict(epochs=3),
     ('cub', 'contrastive'): dict(decay_rate=0.1),
     ('cars', 'contrastive'): dict(decay_rate=0.1),
-    ('sop', 'contrastive'): dict(freeze_epochs=5),                  # the released command of In-Shop has 1
+    ('sop', 'contrastive'): dict(freeze_epochs=5),                  # note 10
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
 # USES is {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a
-# flag without effect is an error, such as --delta with --loss ms. A flag in several entries must be listed by all.
-# The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
+# flag without effect is an error, such as --delta with --loss ms, or --pairs with --mixup none: every entry that lists
+# a flag has to allow it. The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -509,40 +509,52 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Each pair is mixed once, with the same lambda for all anchors. Eq. (8) seems to sample lambda anew for each
-       anchor. In Section B.4, pos-pos contains both orders of a pair, and each positive with itself; here it does not.
-       Section 3.5 allows neg-neg pairs, too; they are left out. Mixed embeddings are L2-normalized, as in the code.
+    1. Each pair is mixed once, with the same lambda for all anchors. Eq. (8) seems to draw lambda anew for each anchor.
+       In Section B.4, pos-pos contains both orders of a pair, and each positive with itself; here it does not. Of the
+       pairs that Section 3.5 allows, neg-neg and anchor-positive are left out. Mixed embeddings are L2-normalized, as
+       in the released code.
     2. Contrastive uses means where Eq. (1) and (14) have sums; --reduction sum is as printed.
     3. The clean loss of ms uses the miner of the released code, which the paper does not mention.
-    4. Proxy-Anchor follows its own paper: s + delta on negatives (Table 1: s - m), and no factors 1/beta and 1/gamma.
-       Its mixed loss is averaged over the classes in the batch; Eq. (10), with all proxies as anchors, divides by C.
-       Its anc-neg pairs exist in embedding mixup only, because a proxy has no image and no feature map. In input mixup,
+    4. Proxy-Anchor follows its own paper: it has s + delta on negatives (Table 1: s - m), and no factors 1/beta and
+       1/gamma. Its mixed loss is averaged over the classes in the batch; Eq. (10), with all proxies as anchors, divides
+       by C. A proxy has no image and no feature map, so anc-neg pairs exist in embedding mixup only. In input mixup,
        the k hardest negatives are those of the anchor, a proxy; in the paper they are those of an example.
-    5. ProxyNCA++ follows its authors' code, not Table 1: see clean_loss. In Table 1 its positives and negatives are
-       proxies, which input and feature mixup cannot mix, though the paper reports results for both. Here a mixed
-       example is a query with two targets: lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy, averaged
-       over the mixed examples. The pairs are anc-neg, with each image as an anchor.
+    5. ProxyNCA++ follows its authors' code, see clean_loss. Table 1 makes proxies its positives and negatives. Proxies
+       have no image or feature map to mix, yet the paper reports input and feature mixup for this loss. Here a mixed
+       example v is classified with two targets, by lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy.
+       The loss is averaged over the mixed examples. Each image is mixed with its negatives (anc-neg).
 What differs from the released code (github.com/billpsomas/metrix: contrastive at 7ce730c, ms with embedding mixup at
-b679703). Feature mixup exists there for contrastive only; Proxy-Anchor has no mixup, and ProxyNCA++ is missing. The
-code trains with Adam, draws one lambda per batch, and reports the epoch that is best on the test set.
-    6.                          here                code for contrastive                      code for ms
-       positives of an anchor   all                 first in batch; in input mixup all        the least similar one
-       anchors of anc-neg       all                 those without a positive                  (no anc-neg)
-       hard negatives           of each anchor      in input mixup, from a wrong list (bug)   those that the miner keeps
-       mixed examples are in    both terms          both terms                                the positive term (bug)
-       means are over           anchors (note 2)    non-zero values of each term              mixed examples
-    7. Its contrastive: 60 epochs, k = 1 in input, w = 0.3 for anc-neg in embed, distance margin 0.5 (cosine 0.875).
-    8. The code for ms has clean and mixed positives in one logarithm, log(lam sum_clean + 0.4 sum_mixed), where lam
-       is on the clean ones (sic). Its table of similarities has a row and a column for each mixed example, but is read
-       at the indices of images (bug). So most mixed examples are not used, and nearly all others are in a wrong sum.
-    9. Its commands for ms on CUB   epochs            learning rate           sum of the rates after the frozen epochs
-       without mixup                60                1e-4, halved every 5    5e-4
-       with mixup                   100 (text: 60)    1e-4, halved every 10   15e-4
-       The paper states 100 epochs (Section B.1). Here both have 100 epochs and the second schedule.
+b679703). It has feature mixup for contrastive only, no mixup for Proxy-Anchor, and no ProxyNCA++. It trains with Adam,
+draws one lambda per batch, and reports the epoch that is best on the test set. tests/results/patches.py has its losses.
+    6.                                here               code, contrastive               code, ms
+       which positives are mixed      all                the first in the batch (in      the least similar one
+                                                         input mixup, all)
+       which anchors have anc-neg     all                those without a positive        none
+       which negatives are hard       the anchor's own   the first anchor's (a bug; in   those that the miner keeps
+                                                         input mixup)
+       which terms have mixtures      both               both                            the positive one (a bug)
+       what is averaged               anchors (note 2)   values that are not 0           mixed examples
+    7. The released code trains contrastive for 60 epochs, with a margin of 0.5 on distances (0.875 as a cosine). It
+       mixes one hard negative in input mixup, and has w = 0.3 for anc-neg pairs in embedding mixup.
+    8. Its positive term of ms has one logarithm, log(lam (1 + sum_clean) + 0.4 (1 + sum_mixed)). Because of an indexing
+       bug, less than 1% of the mixed examples are used, and nearly all of these are added to the sum of another anchor.
+       The mean over about 10,000 mixed examples divides the clean loss, too. This makes gradients about 90 times
+       smaller than without mixup, so that the weight decay, which Adam adds to the gradient, is about as large as it.
+    9. Its commands for ms on CUB      epochs                   learning rate           sum of the rates after epoch 5
+       without mixup                   60                       1e-4, halved every 5    5e-4
+       with mixup                      100 (its README: 60)     1e-4, halved every 10   15e-4
+       So training with mixup has three times the sum of learning rates. In its commands for the other datasets, both
+       have one schedule. Here both have the second one, and 100 epochs, which the paper states (Section B.1).
+   10. Its other commands differ from the recipes here. For ms and Proxy-Anchor the rate decays every 5 epochs on Cars,
+       and every 20 on SOP and In-Shop. Contrastive with mixup has frozen BatchNorm on SOP and In-Shop, too, and 5
+       frozen epochs; its baseline on In-Shop has 1, and decays every 5 epochs.
 Tables and figures of the paper
-    --dataset, --loss and --mixup (none: the base loss) choose rows of Tables 2, 3 and 5. --loss contrastive with
-    --mixup, --pairs and --hard-negatives is a row of Table 6 (Cars) or 7 (CUB, --dim 128), its last row with --mixup
-    input feature embed. Fig. 6: contrastive on Cars, --strength. Fig. 2: tests/results/fig2.py. 4.3: eval.py --analyse.
+    Table 5, CUB, ms         --dataset cub, with --mixup none, input, feature (the default) or embed
+    Tables 2, 3, 5           --dataset, --loss and --mixup choose a cell
+    Table 6 (Cars), Table 7  --loss contrastive with --mixup, --pairs and --hard-negatives; the last row has --mixup
+    (CUB, --dim 128)         input feature embed
+    Fig. 6                   --dataset cars --loss contrastive --strength W
+    Fig. 2, Section 4.3      tests/results/fig2.py; eval.py --analyse
 """
 
 

@@ -6,12 +6,14 @@ Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its po
 Each is close to its largest exponent, that of the hardest pair, so this pair gets the largest gradient. A miner drops
 the easy pairs.
 
-    MS paper   code      flag        in Metrix   meaning
-    S          s         -           s           (B, B) cosine similarities of L2-normalized embeddings z
-    alpha      alpha     --alpha     beta (!)    scaling of the positives: the larger, the more the hard ones dominate
-    beta       beta      --beta      gamma       scaling factor of the negatives
-    lambda     lam       --lam       m           positives should be above this similarity, negatives below
-    epsilon    epsilon   --epsilon   -           tolerance of the miner: the larger, the more pairs it keeps
+    MS paper   in Metrix   code      flag        meaning
+    S          s           s         -           (B, B) cosine similarities of L2-normalized embeddings z
+    alpha      beta        alpha     --alpha     scaling of the positives: the larger, the more the hard ones dominate
+    beta       gamma       beta      --beta      scaling factor of the negatives
+    lambda     m           lam       --lam       positives should be above this similarity, negatives below
+    epsilon    -           epsilon   --epsilon   tolerance of the miner: the larger, the more pairs it keeps
+
+Metrix swaps two letters: its beta is alpha here, and its gamma is beta here.
 
     python train_ms.py [--dataset cub --data data]
 """
@@ -160,7 +162,7 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars beta and lambda are those of the released code of Proxy-Anchor and of HSE:
-                     here    released code of ms    paper, from two re-implementations
+                     here    released code of ms    paper, as two re-implementations quote it
            beta      50      40                     50
            lambda    0.5     0.5                    1
     3. Where all settings but beta and lambda come from:
@@ -168,8 +170,8 @@ What differs from the paper
            Cars         that of CUB, but 30 epochs of 100 steps, our choice. In issue 6 of the authors' repository a
                         user reports R@1 78.4 instead of the paper's 84.1. Another user advises batches above 450.
            SOP, In-Shop Metrix's commands for its MS baseline (github.com/billpsomas/metrix, b679703): Adam, a learning
-                        rate of 6e-4, 60 epochs. The paper of Metrix reports AdamW, 100 epochs, and learning rates of
-                        3e-5 (SOP) and 1e-4 (In-Shop): run train_metrix.py --mixup none.
+                        rate of 6e-4, 60 epochs. For the settings that its paper reports (AdamW, 100 epochs, learning
+                        rates of 3e-5 on SOP and 1e-4 on In-Shop), run train_metrix.py --mixup none instead.
     4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
        selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)

@@ -2,10 +2,10 @@
 
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
 Each class has a learnable vector, its proxy. It is an anchor, with which all images of the batch are compared: it
-attracts its positives, the images of its class, and repels its negatives, all others, Proxy-Anchor Eq. (4). For each
-proxy, the loss has a log-sum-exp over its positives, and one over its negatives, with 1 + in the logarithms. Each of
-the two is close to its largest exponent, that of the hardest image (the farthest positive, the closest negative), or to
-0 if all exponents are negative. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
+attracts its positives, the images of its class, and repels its negatives, all others, Proxy-Anchor Eq. (4). The loss
+has terms log(1 + sum of exp(t)), one over the positives of a proxy, and one over its negatives. Such a term is close to
+the largest t, or to 0 if all t are negative. The largest t is that of the hardest image (the farthest positive, the
+closest negative), so this image gets the largest gradient, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -84,7 +84,7 @@ SHAPES = dict(
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=1, clip=0.0,
     eval_every=10, precision='fp32', proxy_lr_mult=10)
 # The authors' command for a ResNet-50, with the 60 epochs of their code (the paper has 40). The learning rate is halved
-# every 5 epochs, also while the backbone is frozen: when it begins to learn, in epoch 6, the rate is lr / 2.
+# every 5 epochs, also while the backbone is frozen: when the backbone begins to learn, in epoch 6, the rate is lr / 2.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -103,8 +103,8 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    # The protocol of A Metric Learning Reality Check (Musgrave et al., ECCV 2020). It did not test Proxy-Anchor: the
-    # batches, and the learning rate of the proxies, 6000 x 1e-6, are those of its Proxy-NCA.
+    # --protocol reality-check, of A Metric Learning Reality Check (Musgrave et al., ECCV 2020). It did not test
+    # Proxy-Anchor: the batches, and the learning rate of the proxies, 6000 x 1e-6, are those of its Proxy-NCA.
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
 }
 
@@ -141,9 +141,10 @@ What differs from the paper
     2. The paper does not state pooling, frozen epochs, gradient clipping, the steps of the learning rate, weight decay,
        the batch size of its main tables (Table 5 varies it from 30 to 180), or how BatchNorm trains. All of these come
        from the released code, as do the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In issue 1 of
-       its repository, an author says that max pooling in addition to average pooling adds about 1% of R@1.
-    3. Some copies of the paper print P- instead of P in Eq. (4) to (6). Section 3.1 defines P- for one image, as the
-       proxies of all classes but its own. Eq. (4) is not about one image, and the released code averages over all C.
+       its repository, an author says that max pooling in addition to average pooling adds about 1% of R@1 on CUB and
+       Cars, and that max pooling alone gains as much.
+    3. Some copies of the paper print P- under the second sum of Eq. (4), and in Eq. (5) and (6). It has to be P, the
+       set of all proxies, which the text below Eq. (4) defines; the released code averages over all C as well.
 What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)
     4. The released code reports its best epoch on the test set.
     5. With one or two classes the loss of the released code is wrong. It makes one-hot labels by label_binarize of

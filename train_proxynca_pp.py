@@ -10,7 +10,7 @@ same force however close they are. LayerNorm and a higher learning rate of the p
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   of the softmax over -|x - p|^2 / T; 1/9, or 2 in proxynca
+    T        temperature   --temperature   temperature of the softmax over -|x - p|^2 / T: 1/9, in proxynca 2
 
     python train_proxynca_pp.py [--dataset cub --data data]
 """
@@ -99,8 +99,8 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4, eval_every=5)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
-# entry that has it wins.
+# Three entries can set a flag: that of the dataset (or of --protocol in its place), of the --loss, and of the pair
+# (dataset, loss). A later one overrides an earlier one.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -115,7 +115,7 @@ DEFAULTS = {
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),
-    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),         # the scale of the paper, not its loss: note 11
+    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),         # its scale; on its loss see note 11
 }
 
 
@@ -171,8 +171,8 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     5. The released code has a separate optimizer for the 5 epochs in which only the head and the proxies learn. Here it
        is one optimizer, so the running means of Adam carry over.
     6. The released code clips only the gradients of the network. Here those of the proxies are clipped, too. At the
-       start this changes nothing: the gradient of a logit 2 s / T with respect to p has a norm of at most 2 / (T |p|),
-       6.4 for |p| = sqrt(512) / 8. Cross-entropy weights it by at most 1, and the clip value is 10.
+       start this changes nothing: the gradient of the loss of an image with respect to a proxy has a norm of at most
+       2 / (T |p|), which is 6.4 for |p| = sqrt(512) / 8. This is below the clip value of 10.
     7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it is one GPU.
     8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them.
     9. With one class the loss of the released code divides by 0, and with two classes it is wrong. It makes one-hot
@@ -181,9 +181,9 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
        Adam's eps of 1, on the benchmarks, a step is about proportional to the gradient, so it is 18 times smaller, too:
        a fair comparison needs a higher --lr.
    11. Proxy-NCA in other papers:
-           Reality Check, Section 1.3   cross-entropy on distances, so the positive proxy is in the denominator. In its
-                                        code the distances are squared, with a scale of 13.98 for CUB. So run
-                                        --protocol reality-check --temperature 0.0715 with the default --loss.
+           Reality Check, Section 1.3   has the positive proxy in the denominator, as ProxyNCA++, with squared distances
+                                        and, on CUB, a scale of 13.98 in its code. To reproduce it, run the default
+                                        --loss with --protocol reality-check --temperature 0.0715.
            CCL Eq. (9), train_ccl.py    Proxy-NCA with a scale s on the cosine similarities: T = 2 / s
    12. Metrix (Table 1) writes ProxyNCA++ with logits s(x,p) / T and without the positive proxy in the denominator. This
        script and train_metrix.py follow the authors' code.
