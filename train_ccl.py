@@ -15,7 +15,7 @@ cosines are equal, and only 0.6 where c_y.x is larger by 0.2. lambda L_center al
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center; with --loss center_loss, of the distance in Eq. (7)
 
-    python train_ccl.py [--dataset cub --data data]
+    python train_ccl.py [--dataset cub --data data]                           (letters: tests/papers/README.md)
 """
 import torch
 import torch.nn.functional as F

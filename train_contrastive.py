@@ -13,7 +13,7 @@ differently. A Metric Learning Reality Check (2020) uses distances, Reality Chec
     m_neg; m in HSE   neg_margin   --neg-margin   a negative pair farther apart than this has zero loss
     m in Metrix       margin       --margin       a negative pair less similar than this has zero loss
 
-    python train_contrastive.py [--dataset cub --data data]
+    python train_contrastive.py [--dataset cub --data data]                   (letters: tests/papers/README.md)
 """
 import torch
 

@@ -16,7 +16,7 @@ where L_m is any loss of the labelled images (--loss).
     alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
     -          temperature   --temperature   T, by which the inner products in L_Hy are divided
 
-    python train_hse.py [--dataset cub --data data --loss epshn]
+    python train_hse.py [--dataset cub --data data --loss epshn]              (letters: tests/papers/README.md)
 """
 from functools import partial
 from itertools import chain, repeat

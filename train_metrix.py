@@ -18,7 +18,7 @@ instead (in the clean loss, each proxy), and the E candidates for mixing are the
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
-    python train_metrix.py [--dataset cub --data data --mixup feature]
+    python train_metrix.py [--dataset cub --data data --mixup feature]        (letters: tests/papers/README.md)
 """
 import random
 from typing import NamedTuple

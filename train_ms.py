@@ -15,7 +15,7 @@ the easy pairs.
 
 Metrix swaps two letters: its beta is alpha here, and its gamma is beta here.
 
-    python train_ms.py [--dataset cub --data data]
+    python train_ms.py [--dataset cub --data data]                            (letters: tests/papers/README.md)
 """
 import torch
 

@@ -14,9 +14,9 @@ closest negative), so this image gets the largest gradient, Proxy-Anchor Eq. (6)
     alpha    alpha     --alpha   scaling factor: the larger, the more the hardest images dominate
     delta    delta     --delta   margin: positives should be above delta, negatives below -delta
 
-B images in a batch, C classes, D dimensions; common.py lists all letters.
+B images in a batch, C classes, D dimensions; common.py lists such letters.
 
-    python train_proxy_anchor.py [--dataset cub --data data]
+    python train_proxy_anchor.py [--dataset cub --data data]                  (letters: tests/papers/README.md)
 """
 import torch
 import torch.nn.functional as F

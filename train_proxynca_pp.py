@@ -12,7 +12,7 @@ same force however close they are. LayerNorm and a higher learning rate of the p
     s(x,p)   cosines()     -               (B, C) cosine similarities
     T        temperature   --temperature   temperature of the softmax over -|x - p|^2 / T: 1/9, in proxynca 2
 
-    python train_proxynca_pp.py [--dataset cub --data data]
+    python train_proxynca_pp.py [--dataset cub --data data]                   (letters: tests/papers/README.md)
 """
 import torch
 import torch.nn.functional as F

@@ -140,7 +140,7 @@ def page():
             'there is a reason why not. $[t]_+$ is $\\max(0, t)$. Other letters have the same name in the code. '
             '`python tests/equations.py --page` writes this page.\n',
             ', '.join(f'[{title}](#{re.sub("[^a-z -]", "", title.lower()).replace(" ", "-")})'
-                      for title, *_ in papers.values()) + '\n']
+                      for title, *_ in papers.values()) + '\n', PAGE.with_name('letters.md').read_text()]
     for paper, (title, authors, link) in papers.items():
         text.append(f'## {title}\n\n[{authors}]({link}). `python -m pytest -k {paper}_eq` runs its tests.\n')
         text += [part for number in found if number[0] == paper for part in section(number)]
