@@ -115,7 +115,7 @@ def value(column, run):
     if column == 'train R@1':
         return run.get(column)                              # older lines do not have it
     if column.startswith('rates'):
-        return sum_of_rates(run['command'], of_recipe=column.endswith('recipe'))
+        return sum_of_rates(run, of_recipe=column.endswith('recipe'))
     rows = run['rows']
     if column == 'epochs':
         return rows[-1]['epoch']
@@ -129,16 +129,17 @@ def value(column, run):
     return next(row[key] for row in rows if row['epoch'] == int(epoch)) if epoch else rows[-1][key]
 
 
-def sum_of_rates(command, of_recipe=False):
+def sum_of_rates(run, of_recipe=False):
     """The sum of the backbone's learning rates over the epochs in which it learns, as a multiple of --lr: of a run, or
     of the recipe of its dataset and loss"""
-    script, *flags = command.split()
+    script, *flags = run['command'].split()
     get_args = import_module(script.removesuffix('.py')).get_args
-    args = get_args(flags)
+    args, epochs = get_args(flags), run['rows'][-1]['epoch']             # a few runs were ended early
     if of_recipe:
         loss = ['--loss', args.loss] if hasattr(args, 'loss') else []
         args = get_args(['--dataset', args.dataset, *loss])
-    steps = range(100 * args.freeze_epochs, 100 * args.epochs)           # as if an epoch had 100
+        epochs = args.epochs
+    steps = range(100 * args.freeze_epochs, 100 * epochs)                # as if an epoch had 100
     return sum(common.learning_rate_factor(t, args, 100, 100 * args.epochs) for t in steps) / 100
 
 

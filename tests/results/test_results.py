@@ -45,7 +45,8 @@ def test_a_difference_is_over_the_repeats_that_both_rows_have():
 
 
 def test_the_sum_of_the_rates_of_a_run_and_of_its_recipe():
-    run = dict(command='train_contrastive.py --dataset cub --epochs 8 --freeze-backbone-epochs 1 --decay-epochs 6')
+    run = dict(command='train_contrastive.py --dataset cub --epochs 9 --freeze-backbone-epochs 1 --decay-epochs 6',
+               rows=[dict(epoch=8)])
     assert results.value('rates', run) == pytest.approx(5 + 2 * 0.1), 'the first of 8 epochs is frozen, 2 are decayed'
     assert results.value('rates, recipe', run) == pytest.approx(5 + 10 * 0.1 + 10 * 0.01 + 10 * (1e-3 + 1e-4 + 1e-5))
 
