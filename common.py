@@ -25,7 +25,6 @@ With torchrun, several processes share the work: own_positions, own_share, gathe
 import argparse
 import copy
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -36,7 +35,7 @@ import sys
 import time
 import unicodedata
 from collections import Counter, OrderedDict
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -76,7 +75,7 @@ class Embedder(nn.Module):
     def __init__(self, arch='resnet50', dim=512, pool='avg+max', weights='imagenet', freeze_bn=True, layer_norm=False,
                  normalize=True, trunk=None, head_init='kaiming', precision='fp32', input_shape=(3, 224, 224)):
         super().__init__()
-        self.trunk = make_trunk(arch, weights, input_shape[-1]) if trunk is None else trunk
+        self.trunk = make_trunk(arch, weights, image_size=input_shape[-1]) if trunk is None else trunk
         self.pool = pool
         self.normalize = normalize
         self.precision = precision
@@ -89,9 +88,11 @@ class Embedder(nn.Module):
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
         self.linear = nn.Linear(c, self.dim)
         if head_init != 'default':
-            init = dict(kaiming=partial(nn.init.kaiming_normal_, mode='fan_out'), identity=nn.init.eye_)[head_init]
-            init(self.linear.weight)
             nn.init.zeros_(self.linear.bias)
+        if head_init == 'kaiming':
+            nn.init.kaiming_normal_(self.linear.weight, mode='fan_out')
+        if head_init == 'identity':
+            nn.init.eye_(self.linear.weight)
         # A checkpoint contains this dict, from which the network can be built again.
         self.config = dict(arch=arch if trunk is None else 'module', dim=self.dim, pool=pool, freeze_bn=freeze_bn,
                            layer_norm=layer_norm, normalize=normalize, input_shape=tuple(input_shape))
@@ -101,7 +102,7 @@ class Embedder(nn.Module):
         """Moves the network to a torch.device, in the memory format of fast convolutions. Returns itself."""
         self.to(device)
         if device.type != 'mps':            # on a Mac see section 10
-            self.trunk.to(memory_format=torch.channels_last)             # convolutions return it, if weights have it
+            self.trunk.to(memory_format=torch.channels_last)             # then convolutions return this format, too
         return self
 
     def train(self, mode=True):
@@ -117,7 +118,7 @@ class Embedder(nn.Module):
             f = self.trunk(share)
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
-        return f if len(f) == len(x) else gather(at_least_float32(f))    # (B, c, h, w); shares are gathered
+        return f if share is x else gather(at_least_float32(f))          # (B, c, h, w); shares are gathered in float32
 
     def pool_features(self, f):
         """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max is twice the features."""
@@ -143,8 +144,7 @@ class Embedder(nn.Module):
 
 
 class Rescale(nn.Module):
-    """The trunk for vectors, which are features already: it divides them by their mean L2 norm in the training set. The
-    function build sets this number."""
+    """The trunk for vectors: it divides them by their mean L2 norm in the training set, which function build sets."""
 
     def __init__(self):
         super().__init__()
@@ -176,13 +176,16 @@ def make_trunk(arch, weights='none', image_size=224):
         else:
             name = arch.removesuffix('_v1')
             network = torchvision.models.get_model(name, weights='IMAGENET1K_V1' if pretrained else None)
-            *body, (pooling, _), (last, _) = network.named_children()    # (name, layer) of each layer
-            if (pooling, last) != ('avgpool', 'fc') or pretrained and arch != name:
-                raise ValueError('it is no ResNet (other networks are in timm), or torchvision has no such weights')
+            *body, pooling, last = network.named_children()              # (name, layer) of each layer
+            if (pooling[0], last[0]) != ('avgpool', 'fc'):
+                raise ValueError('it is no ResNet; other networks are in timm')
             trunk = nn.Sequential(OrderedDict(body))
             if arch != name:
+                if pretrained:
+                    raise ValueError(f'torchvision has weights of {name} only')
                 for stage in (trunk.layer2, trunk.layer3, trunk.layer4):
-                    stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
+                    stage[0].conv1.stride = (2, 2)
+                    stage[0].conv2.stride = (1, 1)
     except (OSError, ValueError, RuntimeError) as error:    # no connection, no such network, or a damaged download
         raise UsageError(f'cannot make --arch {arch} with --weights {weights}: {error}; offline, name a file of weights'
                          ) from error
@@ -226,8 +229,8 @@ class BalancedSampler:
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. While it is too short, the items that are not in
-            it are appended in random order, or all items if none is missing."""
+            """Removes and returns the first `number` items of a queue. A queue that is too short is first refilled in
+            random order: with the items that it lacks, or with all if it has all."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -260,7 +263,7 @@ class StepBatches:
 
     def __iter__(self):
         set_seed(self.seed, EPOCH, self.epoch)
-        batches = list(self.sampler)                        # now, because images may be loaded with other seeds
+        batches = list(self.sampler)                        # all at once: loading an image seeds the same generator
         for t, indices in zip(self.steps, batches):
             # Images takes such a tuple as an index: that of the image, and the seed of its augmentation
             yield [(int(indices[position]), self.seed, CROP, t, position) for position in own_positions(len(indices))]
@@ -316,7 +319,7 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
 
     step         step(images, labels) -> scalar loss, the part of the loop that a method defines. It gets the whole
                  batch on the device: images (B, 3, S, S), augmented and normalized, or vectors (B, c), and labels (B,).
-                 The backward pass runs after step returns, so step must not change in place a tensor that it needs.
+                 The backward pass runs after step returns, so step must not modify in place a tensor that it needs.
     optimizer    over the weights of the model and the learnable parameters of the loss
     loss_params  {name: parameter or module}: learnable parameters of the loss, saved in the checkpoint
     sampler      yields lists of indices of equal length; None: from --batch-size and --per-class
@@ -326,18 +329,20 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
     per_epoch = len(sampler)
     total = min(args.epochs * per_epoch, args.steps or math.inf)         # steps of the whole run
     epochs = math.ceil(total / per_epoch)
-    states = dict(optimizer=optimizer, loss_params=nn.ParameterDict(loss_params or {}))
+    parts = dict(model=model, optimizer=optimizer, loss_params=nn.ParameterDict(loss_params or {}))
     about = about_data(args, data)
     if args.resume:
         folder = args.resume
-        done, rows, start = load_run(args, about, model, states, per_epoch, total)
+        done, rows, start = load_run(args, about, parts, per_epoch, total)
     else:
         folder = from_rank0(new_folder, args, data)
-        done, rows, start = -1, [], time.time()             # not even epoch 0 is done
+        done, rows, start = -1, [], time.time()             # epoch 0, the evaluation before training, comes first
     print_recipe(args, model, data, per_epoch, total, folder)
-    for epoch in range(done + 1, epochs + 1):               # epoch 0 is the evaluation before training
-        if args.fold and rows and len(rows) - rows.index(best_row(rows)) > args.patience:
-            break                                           # --patience evaluations without an improvement
+    for epoch in range(done + 1, epochs + 1):
+        if args.fold and rows:
+            since_best = len(rows) - 1 - rows.index(best_row(rows))      # evaluations without an improvement
+            if since_best >= args.patience:
+                break
         row = dict(epoch=epoch, loss=None, images_per_second=None)
         if epoch:
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
@@ -347,12 +352,12 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
         if epoch % args.eval_every == 0 or epoch == epochs:
             row |= evaluate(model, data)
         row['minutes'] = (time.time() - start) / 60
-        row = from_rank0(dict, row)                         # with torchrun, the row of the main process
+        row = from_rank0(dict, row)                         # all processes go on with the row of the main process
         if 'R@1' in row or not data.query:                  # evaluated, or there is no test set
             rows.append(row)
         if rank() == 0:
             about |= dict(epoch=epoch, step=min(epoch * per_epoch, total), rows=rows, minutes=row['minutes'])
-            save_epoch(folder, args, model, states, about)
+            save_epoch(folder, args, parts, about)
         show_row(row)
     return summary(args, data, folder, rows)
 
@@ -363,8 +368,7 @@ def frozen(module):
     may have frozen some of them."""
     trainable = [weight for weight in module.parameters() if weight.requires_grad]
     try:
-        for weight in trainable:
-            weight.requires_grad_(False)
+        module.requires_grad_(False)
         yield
     finally:
         for weight in trainable:
@@ -429,16 +433,15 @@ def k_nearest(query, gallery, k):
     within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else gallery.float()
-    # The gallery is shuffled, because its images are sorted by class: the first of equally similar ones would all be of
-    # one class.
+    # In a fixed random order, see rule 2 of retrieval_metrics
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     if not within:
-        F.normalize(gallery, dim=1, out=gallery)            # in this copy, because it can be large
+        F.normalize(gallery, dim=1, out=gallery)            # in place: this copy can be large
     for rows in torch.arange(len(query), device=query.device).split(max(1, 2 ** 27 // len(gallery))):
         s, found = search(query[rows], gallery, k + within)
         index = order[found]
-        if within:                                          # without the query itself, or else without the last result
+        if within:      # k + 1 are found: the query is dropped, or the last if k + 1 duplicates came before the query
             other = index != rows[:, None]
             other[:, -1] &= ~other.all(dim=1)
             s = s[other].view(len(rows), k)
@@ -448,7 +451,7 @@ def k_nearest(query, gallery, k):
 
 def search(query, gallery, k):
     """Inner products and indices of the k nearest: query (b, D), gallery (G, D) -> (b, k), (b, k), the nearest first"""
-    # FAISS is the faster of the two on a CPU. On macOS torch and FAISS in one process end it (each loads OpenMP).
+    # FAISS is faster on a CPU. On macOS, a process with torch and FAISS crashes, because each loads an OpenMP.
     if query.device.type == 'cpu' and sys.platform != 'darwin':
         import faiss
         s, index = faiss.knn(query.numpy(), gallery.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT)
@@ -463,8 +466,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
     gallery  (G, D), gallery_labels (G,)
-    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; with 'unmatched', a count, if it is not 0: see rule 3
-    raises   UsageError if there are no queries or no gallery, an embedding is NaN or infinite, or labels do not fit
+    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; 'unmatched', a count (rule 3), is added if it is not 0
 
     A match of a query is another image of its class; R is the number of its matches in the gallery.
     R@K    percentage of the queries that have a match among their K nearest, for each K of `ks`
@@ -488,9 +490,9 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
     # Labels may be any integers; numbered anew, they can be counted.
     _, labels = torch.cat([query_labels.cpu(), gallery_labels.cpu()]).unique(return_inverse=True)
     query_labels, gallery_labels = labels.to(query.device).tensor_split([len(query)])
-    present = torch.bincount(gallery_labels, minlength=int(labels.max()) + 1)           # (C,) images of each class
-    matches = present[query_labels] - int(within)                        # (N,) R; a query is not a match of itself
-    depth = int(min(max(*ks, int(matches.max())), len(gallery) - within))       # K for R@K, R for RP and MAP@R
+    counts = torch.bincount(gallery_labels, minlength=int(labels.max()) + 1)            # (C,) images of each class
+    matches = counts[query_labels] - int(within)                         # (N,) R; a query is not a match of itself
+    depth = min(max(*ks, int(matches.max())), len(gallery) - within)     # enough for the largest K and the largest R
     values = []
     for rows, _, index in k_nearest(query, None if within else gallery, depth):         # b queries at a time
         hit = gallery_labels[index] == query_labels[rows, None]          # (b, depth)
@@ -588,8 +590,8 @@ class Images(torch.utils.data.Dataset):
         self.paths = [str(item) if self.are_files else f'image {i}' for i, item in enumerate(self.items)]
         if classes is None:
             labels = labels.tolist() if hasattr(labels, 'tolist') else labels         # a tensor is slow to iterate over
-            classes, labels = np.unique(list(map(normal, labels)), return_inverse=True)
-        self.classes = list(map(str, map(normal, classes)))
+            classes, labels = np.unique(list(map(one_form, labels)), return_inverse=True)
+        self.classes = list(map(str, map(one_form, classes)))
         labels = torch.as_tensor(labels)
         if labels.shape != (len(items),) or not {*labels.tolist()} <= {*range(len(self.classes))}:
             raise UsageError(f'{len(items)} images of {len(self.classes)} classes need as many labels, from 0 on, and '
@@ -634,7 +636,7 @@ class Images(torch.utils.data.Dataset):
                       self.train_transform, self.workers)
 
 
-def normal(label):
+def one_form(label):
     """A class in one form: text in one form of Unicode (a Mac writes another one), and 1 instead of 1.0, which a column
     of a table has where a value is missing"""
     label = label.decode() if isinstance(label, bytes) else label
@@ -723,21 +725,12 @@ def to_rgb(image, min_side=None):
 # ---- 6. shapes -------------------------------------------------------------------------------------
 
 
-def superformula(m, n1, n2, n3):
-    """Gielis' curve, r(t) = (|cos(m t/4)|^n2 + |sin(m t/4)|^n3)^(-1/n1), at 721 angles t from -pi to pi, scaled so that
-    its longest lobe has length 1"""
-    t = torch.linspace(-math.pi, math.pi, 721)
-    angle = m * t / 4
-    r = (angle.cos().abs() ** n2 + angle.sin().abs() ** n3) ** (-1 / n1)
-    return r / r.max()
-
-
-def draw_shapes(classes=200, per_class=20, size=64, **transforms):
+def draw_shapes(**transforms):
     """The built-in dataset: 200 classes of shapes x 20 images for training, and 200 other classes for the test.
 
-    A class is a curve of Gielis' superformula with two colours and a pattern of stripes. Its images differ in
-    rotation, scale, shift, aspect, brightness, background and noise, so that the classes cannot be told apart by
-    pixels or colours only.
+    A class is a curve of Gielis' superformula, r(t) = (|cos(m t/4)|^n2 + |sin(m t/4)|^n3)^(-1/n1), with two colours and
+    a pattern of stripes. Its images differ in rotation, scale, shift, aspect, brightness, background and noise, so that
+    the classes cannot be told apart by pixels or colours only.
     """
     generator = torch.Generator().manual_seed(2022)
 
@@ -751,7 +744,8 @@ def draw_shapes(classes=200, per_class=20, size=64, **transforms):
         frequency = uniform(3, 9, 1)
         angle = uniform(0, math.pi, 1)
         colours = uniform(0, 1, 2, 3)
-        curve = superformula(m, n1, n2, n3)
+        curve = ((m * t / 4).cos().abs() ** n2 + (m * t / 4).sin().abs() ** n3) ** (-1 / n1)
+        curve = curve / curve.max()                                     # its longest lobe has length 1
         scale = uniform(0.5, 0.75, n, 1, 1)
         aspect = uniform(0.75, 1.33, n, 1, 1).sqrt()
         x, y = (grid[:, None] - uniform(-0.25, 0.25, 2, n, 1, 1)).unbind()   # (n, S, S)
@@ -769,11 +763,12 @@ def draw_shapes(classes=200, per_class=20, size=64, **transforms):
         return (image + 0.2 * torch.randn(image.shape, generator=generator)).clamp(0, 1)
 
     def draw_set(name):
-        pixels = torch.cat([(255 * draw_class(per_class)).byte().permute(0, 2, 3, 1) for _ in range(classes)])
-        labels = torch.arange(classes).repeat_interleave(per_class)
-        return Images(list(pixels.numpy()), labels, [f'{name} shape {i}' for i in range(classes)], **transforms)
+        pixels = torch.cat([(255 * draw_class(20)).byte().permute(0, 2, 3, 1) for _ in range(200)])
+        labels = torch.arange(200).repeat_interleave(20)
+        return Images(list(pixels.numpy()), labels, [f'{name} shape {i}' for i in range(200)], **transforms)
 
-    side = torch.linspace(-1, 1, size)
+    t = torch.linspace(-math.pi, math.pi, 721)
+    side = torch.linspace(-1, 1, 64)
     grid = torch.stack(torch.meshgrid(side, side, indexing='xy'))       # (2, S, S) x and y
     return dict(train=draw_set('training'), query=draw_set('test'))
 
@@ -805,7 +800,7 @@ class Splits:
         self.name = name
         self.train = train
         self.query = query
-        self.gallery = query if gallery is None else gallery
+        self.gallery = gallery or query
         self.ks = ks
         if gallery and query.classes != gallery.classes:    # a class has one number in both
             classes = sorted({*query.classes, *gallery.classes})
@@ -857,9 +852,11 @@ def read_splits(name, root, whole, options):
         superclasses = None if superclasses[0] is None else torch.tensor(superclasses)
         splits[split] = Images(items, classes, None, superclasses, **options)
     sizes = {split: (len(images), images.num_classes) for split, images in splits.items()}
-    expected = sizes if whole else DATASETS[name].get('counts', sizes)
-    if sizes != expected or sizes.get('train', (0, 2))[1] < 2:
-        raise ValueError(f'(images, classes) are {sizes}; published are {expected}, and training needs two classes')
+    counts = DATASETS[name].get('counts')
+    if counts and not whole and sizes != counts:
+        raise ValueError(f'(images, classes) are {sizes}, published are {counts}')
+    if 'train' in sizes and sizes['train'][1] < 2:
+        raise ValueError(f'(images, classes) are {sizes}, and training needs two classes')
     return splits
 
 
@@ -1103,11 +1100,10 @@ def build(args, data=None, **options):
 
 def new_folder(args, data):
     """Makes runs/<name>/; without --name it is script, dataset and the next free number."""
-    numbered = (f'{args.script.removeprefix("train_")}-{data.name}-{number}' for number in itertools.count(1))
-    Path('runs').mkdir(exist_ok=True)                       # not below, where the error of a broken link is ignored
+    numbered = (f'{args.script.removeprefix("train_")}-{data.name}-{number}' for number in range(1, 10 ** 6))
     for name in [args.name] if args.name else numbered:
-        folder = Path('runs') / name
-        with suppress(FileExistsError):
+        folder = Path('runs', name)
+        if not folder.exists():
             folder.mkdir(parents=True)
             return folder
     raise UsageError(f'{folder} exists already; choose another --name, or continue this run with --resume {folder}')
@@ -1169,47 +1165,48 @@ def hash_of(images):
     return digest.hexdigest()
 
 
-def load_run(args, about, model, states, per_epoch, total):
-    """Loads the last checkpoint of a run into the model and `states` -> its epoch, its rows, and a start time that
-    excludes the interruption"""
+def load_run(args, about, parts, per_epoch, total):
+    """Loads the last checkpoint of a run into its parts -> its epoch, its rows, and a start time that excludes the
+    interruption"""
     saved = read_checkpoint(args.resume / 'last.pt')
     if saved['hashes'] != about['hashes']:
         raise UsageError(f'the images in {args.data} are not those that {args.resume} began with; start a new run')
     if saved['step'] != min(saved['epoch'] * per_epoch, total):          # it is longer, or its last epoch is shorter
         raise UsageError(f'{args.resume} has {saved["step"]} steps done, {per_epoch} in an epoch, and cannot continue '
                          'with these --steps and --epochs; start a new run')
-    for name, part in dict(states, model=model).items():
+    for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved['epoch'], saved['rows'], time.time() - 60 * saved['minutes']
 
 
 def saved_flags(args):
-    """{flag: value} for a checkpoint: plain values, which excludes the device and the path of --resume"""
-    return {name: value for name, value in vars(args).items() if not isinstance(value, (Path, torch.device))}
+    """{flag: value} for a checkpoint, which has plain values only: no device and no path"""
+    return {name: value for name, value in vars(args).items() if name not in ('device', 'resume')}
 
 
-def save_checkpoint(path, args, model, states=None, **more):
-    """Writes the model, its script and flags, the states of {name: part}, which are needed to resume the run, and
-    whatever else is given."""
+def save_checkpoint(path, args, parts, about):
+    """Writes the states of the parts of a run ({name: part}, among them the model), its script and flags, and what it
+    says about its images and its progress."""
+    model = parts['model']
     if broken := [name for name, value in model.state_dict().items() if not value.isfinite().all()]:
         raise UsageError(f'{broken[0]} is NaN or infinite, and {path} was not written; try a lower --lr, or '
                          '--precision fp32')
     mean, std, _ = normalization(args.arch)
     transform = dict(resize=args.resize, image_size=args.image_size, mean=mean, std=std)
-    more |= {name: part.state_dict() for name, part in (states or {}).items()}
+    states = {name: part.state_dict() for name, part in parts.items()}
     with atomic_write(path) as file:
         torch.save(dict(script=args.script, args=saved_flags(args), transform=transform, embedder=model.config,
-                        model=model.state_dict(), **more), file)
+                        **about, **states), file)
 
 
-def save_epoch(folder, args, model, states, about):
+def save_epoch(folder, args, parts, about):
     """Writes the log, last.pt and, with --fold, best.pt if no earlier epoch was as good."""
     # last.pt is last: if the process is killed before it is written, --resume repeats the epoch.
     with atomic_write(folder / 'log.jsonl') as file:
         file.write(''.join(json.dumps(row) + '\n' for row in about['rows']).encode())
     if args.fold and about['epoch'] > 0 and best_row(about['rows'])['epoch'] == about['epoch']:
-        save_checkpoint(folder / 'best.pt', args, model, states, **about)
-    save_checkpoint(folder / 'last.pt', args, model, states, **about)
+        save_checkpoint(folder / 'best.pt', args, parts, about)
+    save_checkpoint(folder / 'last.pt', args, parts, about)
 
 
 @contextmanager
@@ -1266,15 +1263,13 @@ def load_weights(trunk, arch, weights, classifier):
         saved = saved.get(key, saved)
     wanted = trunk.state_dict()
     first = next(iter(wanted))
-    prefixes = [name.removesuffix(first) for name in saved if f'.{name}'.endswith(f'.{first}')]
-    prefix = min(prefixes, key=len, default='')
+    # With several networks in the file there is no common prefix, and names are missing.
+    prefix = os.path.commonprefix([name.removesuffix(first) for name in saved if f'.{name}'.endswith(f'.{first}')])
     layers = {name.split('.')[0] for name in wanted}
     found = {name.removeprefix(prefix): value for name, value in saved.items()}
     found = {name: value for name, value in found.items()
              if name.split('.')[0] in layers and not name.startswith(classifier)}
     try:
-        if any(not other.startswith(prefix) for other in prefixes):
-            raise RuntimeError(f'it has several networks, with the prefixes {", ".join(prefixes)}')
         trunk.load_state_dict(found)
     except RuntimeError as error:
         raise UsageError(f'{weights} has not the weights of --arch {arch}: {" ".join(str(error).split())[:300]}'
@@ -1297,10 +1292,7 @@ FOLDER = dict(image_size=64, resize=64, min_crop=0.5, epochs=10, batch_size=64, 
               eval_every=1, precision='auto')
 VECTORS = FOLDER | dict(arch='none', pool='avg', dim=None, freeze_bn=True, epochs=5, batch_size=100, per_class=5,
                         lr=1e-3, schedule='constant', precision='fp32')
-# What the text does not state comes from the released configuration: momentum, weight decay, and crops of at least 0.16
-# of the area (the text has "between 40 and 256" px). That configuration freezes the statistics of BatchNorm only, and
-# evaluates every 200 steps on CUB, with a patience of 9 evaluations (Cars: 500 steps, 14; SOP: 2,000 steps, 39). Here
-# there is an evaluation every epoch, and a patience of 10, so runs on Cars and SOP stop several times earlier.
+# What the text does not state is from the released configuration; see tests/results/protocol.md.
 PROTOCOL = dict(arch='resnet50', weights='imagenet', pool='avg', dim=128, freeze_bn=True,
                 image_size=227, resize=256, crop_from='resized', min_crop=0.16,
                 epochs=1000, batch_size=32, per_class=4,
@@ -1321,9 +1313,9 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     """Prints docstrings unchanged, and the default of each flag."""
 
 
-def number_or(*words):
-    """An argparse type: one of these words, or a number"""
-    return lambda text: text if text in words else float(text) if '.' in text else int(text)
+def number_or(kind, *words):
+    """An argparse type: one of these words, or a number of this kind, int or float"""
+    return lambda text: text if text in words else kind(text)
 
 
 def parser(doc, notes='', file=None):
@@ -1338,16 +1330,12 @@ def parser(doc, notes='', file=None):
     p.set_defaults(script=file.stem)
 
     add = p.add_argument_group('data').add_argument
-    add('--dataset', choices=list(DATASETS), default='shapes',
-        help='shapes: built in; folder: your own images; vectors: precomputed features')
-    add('--data', type=os.path.expanduser, default='data',
-        help='folder of classes, of NPZ files, or of the unpacked dataset, see README')
+    add('--dataset', choices=list(DATASETS), default='shapes', help='folder: your images; vectors: features of them')
+    add('--data', type=os.path.expanduser, default='data', help='its folder, see README')
     add('--download', action='store_true', help='download cub or sop to --data, unless it is there')
     add('--image-size', type=int, help='side of the square crops, pixels')
-    add('--resize', type=int,
-        help='shorter side of the test images before their centre is cropped, pixels; follows --image-size')
-    add('--crop-from', choices=['original', 'resized'], default='original',
-        help='training crops are taken from the image in full size, or after --resize')
+    add('--resize', type=int, help='shorter side of test images before the crop, pixels; follows --image-size')
+    add('--crop-from', choices=['original', 'resized'], default='original', help='crop in training, or first --resize')
     add('--min-crop', type=float, help='minimum area of a training crop, fraction of the image')
     add('--jitter', type=float, default=0.0, help='of ColorJitter: brightness, contrast, saturation')
     add('--flip', action=SWITCH, default=True, help='flip half of the crops horizontally')
@@ -1355,7 +1343,7 @@ def parser(doc, notes='', file=None):
     add = p.add_argument_group('network').add_argument
     add('--arch', help='backbone: a ResNet of torchvision, such as resnet18, or timm:NAME')
     add('--weights', help='initial weights of the backbone: imagenet, none (random), a file, or a run')
-    add('--pool', choices=['avg', 'max', 'avg+max'], default='avg+max', help='pooling of the feature map')
+    add('--pool', choices=['avg', 'max', 'avg+max'], help='pooling of the feature map')
     add('--dim', type=int, help='embedding dimension; default for vectors: their own')
     add('--freeze-bn', action=SWITCH, help='BatchNorm uses its stored statistics, and does not update them')
 
@@ -1364,9 +1352,9 @@ def parser(doc, notes='', file=None):
     add('--steps', type=int, default=0, help='maximum number of steps (iterations); 0: no maximum')
     add('--batch-size', type=int, help='images in a batch, B')
     add('--per-class', type=int, help='images per class in a batch, K; 0: random batches')
-    add('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], default='adamw', help='optimizer')
+    add('--optimizer', choices=['adamw', 'adam', 'sgd', 'rmsprop'], help='optimizer')
     add('--lr', type=float, help='learning rate')
-    add('--weight-decay', type=float, default=1e-4, help='weight decay')
+    add('--weight-decay', type=float, help='weight decay')
     add('--momentum', type=float, default=0.0, help='sgd and rmsprop: momentum')
     add('--schedule', choices=['step', 'cosine', 'constant'],
         help='of the learning rate: step is multiplied by --decay-rate after every --decay-epochs epochs; cosine has a '
@@ -1381,10 +1369,8 @@ def parser(doc, notes='', file=None):
     add('--seed', type=int, default=0, help='random seed')
     add('--eval-every', type=int, default=1, help='epochs between evaluations')
     add('--protocol', choices=['reality-check'], help='settings of the Reality Check, Section 3.1')
-    add('--fold', metavar='I/N',
-        help='block I (from 0) of N blocks of training classes is for validation; the test set is not used')
-    add('--patience', type=int, default=10,
-        help='with --fold: stop after this number of evaluations without improvement')
+    add('--fold', metavar='I/N', help='validate on block I (from 0) of N blocks of training classes; no test set')
+    add('--patience', type=int, default=10, help='with --fold: stop after so many evaluations without improvement')
     add('--name', help='folder below runs/; default: script, dataset, next free number')
     add('--resume', type=Path, metavar='RUN', help='continue the run in this folder')
     add('--compile', action=SWITCH, default=False, help='torch.compile of the backbone')
@@ -1412,7 +1398,8 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     Returns what was typed and what the recipe says as a namespace; device is a torch.device. With torchrun, the
     processes find each other here.
     """
-    argv = list(map(str, sys.argv[1:] if argv is None else argv))
+    argv = sys.argv[1:] if argv is None else argv
+    # What is not typed keeps the value `untyped`.
     untyped = object()
     blank = argparse.Namespace(**{action.dest: untyped for action in parser._actions})
     first = parser.parse_args([word for word in argv if word not in ('-h', '--help')], blank)
@@ -1557,8 +1544,7 @@ def pick_precision(name, device):
 
 
 # All randomness of a run follows from its seed: the order of an epoch from (seed, EPOCH, epoch), what a step function
-# samples from (seed, STEP, step), and the augmentation of an image from (seed, CROP, step, position in the batch). So
-# all methods with the same seed and kind of batches see the same images and crops.
+# samples from (seed, STEP, step), and the augmentation of an image from (seed, CROP, step, position in the batch).
 EPOCH, STEP, CROP = 1, 2, 3
 
 
@@ -1586,9 +1572,8 @@ def rank():
 
 def init_distributed(device):
     """With torchrun, finds the other processes. If one dies, torchrun ends the others."""
-    # A cluster may set WORLD_SIZE alone; then this is a process like any other.
-    from_torchrun = {'RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'} <= os.environ.keys()
-    if from_torchrun and int(os.environ['WORLD_SIZE']) > 1 and not distributed.is_initialized():
+    several = distributed.is_torchelastic_launched() and int(os.environ['WORLD_SIZE']) > 1
+    if several and not distributed.is_initialized():
         options = dict(backend='nccl', device_id=device) if device.type == 'cuda' else dict(backend='gloo')
         distributed.init_process_group(timeout=timedelta(minutes=30), **options)
         if rank():
@@ -1657,7 +1642,7 @@ def warn(text):
 
 def cli(main):
     """Runs a script from the shell. A usage error or an error of the system ends in one line and exit code 2, Ctrl-C in
-    exit code 130. Anything else keeps its traceback. Only here are settings of the process changed."""
+    exit code 130. Anything else keeps its traceback."""
     torch.set_float32_matmul_precision('highest')           # no TF32 in heads, losses and retrieval: it errs by 1e-3
     torch.backends.cudnn.benchmark = True                   # on CUDA; the batches of training have one shape
     try:

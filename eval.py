@@ -147,9 +147,7 @@ def draw_queries(path, model, data, z, gallery, top, hardest):
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
     matches = data.num_matches()                                         # (N,)
-    rows = matches.nonzero()[:, 0]                          # the queries with a match,
-    if not len(rows):                                       # or all queries if none has one
-        rows = torch.arange(len(s))
+    rows = matches.nonzero()[:, 0]                          # the queries with a match
     if hardest:     # lowest MAP@R first, R being at most k; of equal ones, the most similar mistake first
         _, map_at_r = common.precisions(hit, matches.clamp(1, k))                                   # (N,)
         mistake = s.masked_fill(hit, -1).amax(dim=1)                                                # (N,)
@@ -192,7 +190,7 @@ def interval(values):
     """Mean of n values, and the half width of its 95% confidence interval by Student's t; None for n = 1"""
     from scipy.stats import t
     n = len(values)
-    return mean(values), t.ppf(0.975, n - 1) * stdev(values) / n ** 0.5 if n > 1 else None
+    return mean(values), (t.ppf(0.975, n - 1) * stdev(values) / n ** 0.5 if n > 1 else None)
 
 
 def concatenate(parts):
@@ -208,23 +206,14 @@ def read_runs(paths):
     for path in paths:
         saved = common.read_checkpoint(path)
         args = saved['args']
-        # If the run was resumed with other flags, best.pt may be older and have the earlier flags.
-        last = path / 'last.pt' if path.is_dir() else path.with_name('last.pt')
-        if last.exists() and (path.is_dir() or path.name == 'best.pt'):
-            args = common.read_checkpoint(last)['args']
         fold = args['fold'] or 'none'
         flags = args | dict(script=saved['script'], folds=fold.split('/')[-1])
-        recipe = frozenset((flag, as_text(value)) for flag, value in flags.items() if flag not in common.RUN_FLAGS)
+        # 10 equals 10.0, and the order of the words in a list does not matter.
+        recipe = frozenset((flag, ' '.join(sorted(value)) if isinstance(value, list) else value)
+                           for flag, value in flags.items() if flag not in common.RUN_FLAGS)
         runs.append(SimpleNamespace(path=path, script=saved['script'], args=args, seed=args['seed'], fold=fold,
                                     classes=saved['classes'], epoch=saved['epoch'], recipe=recipe))
     return runs
-
-
-def as_text(value):
-    """The value of a flag as text, the same for 10 and 10.0, and for the same words in another order"""
-    if isinstance(value, list):
-        return ' '.join(sorted(map(str, value)))
-    return f'{value:.12g}' if type(value) in (int, float) else str(value)
 
 
 def group(runs):
@@ -248,15 +237,16 @@ def group(runs):
                 raise UsageError(f'{run.path} and {folds[run.fold].path} have the same recipe, seed and fold')
             folds[run.fold] = run
         if len({tuple(folds) for folds in seeds.values()}) > 1:
-            raise UsageError(f'{name}: its seeds have different folds: {folds_of(seeds)}')
-        if 1 < len(folds) < (blocks := int(run.fold.split('/')[-1])):
-            common.warn(f'{name} has {len(folds)} of {blocks} folds')
+            raise UsageError(f'the seeds of {name} have different folds: {folds_of(seeds)}')
+        folds = next(iter(seeds.values()))                  # {fold: run}, the same folds in each seed
+        if 1 < len(folds) < int(min(folds).split('/')[-1]):
+            common.warn(f'{name} has only the folds {", ".join(folds)}')
     return groups
 
 
 def folds_of(seeds):
-    """{seed: {fold: run}} as text"""
-    return '; '.join(f'seed {seed} has fold {", ".join(folds)}' for seed, folds in seeds.items())
+    """{seed: [folds]} of {seed: {fold: run}}"""
+    return {seed: [*folds] for seed, folds in seeds.items()}
 
 
 def score_seed(args, place, runs):
@@ -272,20 +262,17 @@ def score_seed(args, place, runs):
         queries.append(z)
         galleries.append(gallery)
     average = {key: mean(row[key] for row in rows) for key in rows[0]}
-    dim = z.shape[1]
     if len(runs) == 1:
-        return {f'one network ({dim}-dim)': average}
+        return {'one network': average}
     z = concatenate(queries)
     if gallery is not None:
         gallery = concatenate(galleries)
-    return {f'separated ({dim}-dim)': average, f'concatenated ({z.shape[1]}-dim)': common.score(data, z, gallery)}
+    return {'separated': average, 'concatenated': common.score(data, z, gallery)}
 
 
 def differences(ours, theirs):
-    """{setting: metrics} of one recipe minus another, for one seed. The settings of both are in the same order. Their
-    embedding dimensions, which may differ, are left out."""
-    return {setting.split(' (')[0]: {key: row[key] - other[key] for key in row}
-            for (setting, row), other in zip(ours.items(), theirs.values())}
+    """{setting: metrics} of one recipe minus another, for one seed"""
+    return {setting: {key: row[key] - theirs[setting][key] for key in row} for setting, row in ours.items()}
 
 
 def show_table(scores):
@@ -293,13 +280,13 @@ def show_table(scores):
     JSON."""
     keys = ('R@1', 'RP', 'MAP@R')
     width = max(map(len, scores))
-    print(f'{"":{width + 26}}' + ''.join(f'{key:>16}' for key in keys))
+    print(f'{"":{width}}  {"":12}  seeds' + ''.join(f'{key:>16}' for key in keys))
     lines = []
     for recipe, seeds in scores.items():
         for setting in next(iter(seeds.values())):
             rows = [row[setting] for row in seeds.values()]
             line = dict(recipe=recipe, setting=setting, seeds=list(seeds))
-            text = f'{recipe:{width}}  {setting:24}'
+            text = f'{recipe:{width}}  {setting:12}  {len(rows):5}'
             for key in rows[0]:
                 middle, half = interval([row[key] for row in rows])
                 line[key] = dict(mean=middle, interval=half)
@@ -315,8 +302,7 @@ def show_table(scores):
 
 
 def get_args(argv=None):
-    parser = argparse.ArgumentParser(prog='eval.py', usage='python eval.py --checkpoint RUN [RUN ...] [FLAG ...]',
-                                     description=__doc__, formatter_class=common.Help, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, allow_abbrev=False)
     add = parser.add_argument_group('evaluation').add_argument
     add('--checkpoint', type=Path, required=True, nargs='+', help='files, or run folders: best.pt or else last.pt')
     add('--against', type=Path, nargs='+', default=[], help='checkpoints of another recipe, compared seed by seed')
@@ -422,27 +408,18 @@ def evaluate_one(args):
 def evaluate_several(args):
     """The table of several checkpoints; with --against, the differences of two recipes as well. Returns a dict, too."""
     ours, theirs = read_runs(args.checkpoint), read_runs(args.against)
-    if {run.recipe for run in ours} & {run.recipe for run in theirs}:
-        raise UsageError('a recipe is among those of --checkpoint and of --against')
     recipes = group(ours + theirs)
-    if args.against:
-        pairs = [{seed: [*folds] for seed, folds in seeds.items()} for seeds in recipes.values()]
-        if len(pairs) != 2 or pairs[0] != pairs[1]:
-            raise UsageError('--against compares two recipes in the same seeds and folds, and these are '
-                             + '; '.join(f'{name} ({folds_of(seeds)})' for name, seeds in recipes.items()))
+    found = {name: folds_of(seeds) for name, seeds in recipes.items()}
+    if args.against and (len(found) != 2 or len({*map(str, found.values())}) > 1):
+        raise UsageError(f'--against compares two recipes in the same seeds and folds, and these are {found}')
     place = place_of_test_set(args, [run.args for run in ours + theirs])
     scores = {recipe: {seed: score_seed(args, place, folds.values()) for seed, folds in seeds.items()}
               for recipe, seeds in recipes.items()}         # {recipe: {seed: {setting: row}}}
     if args.against:
         (first, a), (second, b) = scores.items()
         scores[f'{first} - {second}'] = {seed: differences(a[seed], b[seed]) for seed in a}
-    counts = sorted({len(seeds) for seeds in recipes.values()})
-    about = 'one seed, so there is no interval'
-    if counts != [1]:
-        about = f'the mean over {" or ".join(map(str, counts))} seeds, ± its 95% confidence interval'
-    print(f'{place[0]}: {about}')
-    return dict(checkpoint=list(map(str, args.checkpoint)), against=list(map(str, args.against)), dataset=place[0],
-                rows=show_table(scores))
+    print(f'{place[0]}: the mean over the seeds, ± its 95% confidence interval if there are several')
+    return dict(dataset=place[0], rows=show_table(scores))
 
 
 def main(argv=None):

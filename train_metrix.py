@@ -428,7 +428,7 @@ def get_args(argv=None):
         help='what is mixed; if several are given, each step draws one')
     add('--pairs', choices=['both', 'pos-neg', 'anc-neg', 'pos-pos'], default='both',
         help='which pairs are mixed; both: each step draws pos-neg or anc-neg')
-    add('--hard-negatives', type=common.number_or('all', 'auto'), default='auto', metavar='K',
+    add('--hard-negatives', type=common.number_or(int, 'all', 'auto'), default='auto', metavar='K',
         help='number of hardest negatives per anchor that are mixed; auto: 3 for input mixup (1 if it is combined with '
              'feature), otherwise all')
     add('--alpha', type=float, default=2.0, help='lambda comes from Beta(alpha, alpha)')
@@ -436,7 +436,7 @@ def get_args(argv=None):
     add('--beta', type=float, default=18.0, help='ms: scaling factor of the positives')
     add('--gamma', type=float, default=75.0, help='ms: scaling factor of the negatives')
     add('--m', type=float, default=0.77, help='ms and contrastive: margin')
-    add('--epsilon', type=common.number_or('off'), default=0.39,
+    add('--epsilon', type=common.number_or(float, 'off'), default=0.39,
         help='ms: tolerance of the miner in the clean loss; off: no miner')
     add('--reduction', choices=['mean', 'sum'], default='mean', help='contrastive: mean, or sum as in Eq. (1) and (14)')
     add('--proxy-alpha', type=float, default=32.0, help='proxy_anchor: scaling factor')

@@ -135,7 +135,7 @@ def get_args(argv=None):
         help='scaling factor of the negatives: the larger, the more the hardest (most similar) ones dominate')
     add('--lam', type=float, default=0.5,
         help='lambda: positives should be above this similarity, negatives below')
-    add('--epsilon', type=common.number_or('off'), default=0.1,
+    add('--epsilon', type=common.number_or(float, 'off'), default=0.1,
         help='tolerance of the miner: the larger, the more pairs it keeps; off: no miner')
     args = common.parse(parser, DEFAULTS, argv)
     common.require_pairs(args)

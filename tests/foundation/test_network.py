@@ -93,8 +93,9 @@ def test_networks_of_torchvision_are_resnets_with_its_first_weights_or_with_the_
     common.make_trunk('resnet50', 'imagenet')
     get_model.assert_called_once_with('resnet50', weights='IMAGENET1K_V1')
     get_model.side_effect = [SmallNet(), nn.Sequential(nn.ReLU(), nn.ReLU())]
-    for arch, weights in (('resnet50_v1', 'imagenet'), ('vgg16', 'none')):
-        with pytest.raises(UsageError, match=f'cannot make --arch {arch} with --weights {weights}: it is no ResNet'):
+    for arch, weights, reason in (('resnet50_v1', 'imagenet', 'torchvision has weights of resnet50 only'),
+                                  ('vgg16', 'none', 'it is no ResNet')):
+        with pytest.raises(UsageError, match=f'cannot make --arch {arch} with --weights {weights}: {reason}'):
             common.make_trunk(arch, weights)
 
 

@@ -23,7 +23,8 @@ def start(work, *args, where, size=1):
     """Starts `size` processes in the folder `where`, as torchrun would. They call work(*args), and print to files."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
-        variables = dict(WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(probe.getsockname()[1]))
+        variables = dict(TORCHELASTIC_RUN_ID='none', WORLD_SIZE=str(size), MASTER_ADDR='127.0.0.1',
+                         MASTER_PORT=str(probe.getsockname()[1]))
     processes = [fresh.Process(target=run, args=(where, rank, variables, work, *args)) for rank in range(size)]
     for process in processes:
         process.start()
