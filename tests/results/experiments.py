@@ -81,8 +81,8 @@ EXPERIMENTS = [
          'metrix, none': 67.8, 'hse': 67.6}),
     Experiment(
         'resnet50_256', 'The same with photographs of 256 px and other schedules: `proxy_anchor` and `contrastive` '
-        'have nearly the `rates` of their recipes, the others a third to a half. `proxynca_pp` was ended after 15 of 20 '
-        'epochs, `hse, no hybrids` after 18 of 22, where `hse` has 63.1. `proxy_anchor, full size` has photographs in '
+        'have nearly the `rates` of their recipes, the others a third to a half. `proxynca_pp` was ended after 15 of '
+        '20 epochs, `hse, no hybrids` after 18 of 22, where `hse` has 63.1. `proxy_anchor, full size` has them in '
         'full size, and was ended after 9 of 12 epochs.',
         {row: f'{script} --epochs {epochs} --freeze-backbone-epochs {frozen} --eval-every {every}'
               + (f' --decay-epochs {decay}' if decay else '')
@@ -196,6 +196,10 @@ EXPERIMENTS = [
         f'{CUB} {RESNET18} --eval-every 4'.replace('--data data', '--data data/256'), DIFFERENCES),
     Experiment(
         'mixtures_shapes', 'shapes. The same rows.', MIXTURES | CONTRASTIVE, seeds(5), '--device cpu', DIFFERENCES),
+    Experiment(
+        'temperature', 'shapes, ms with hybrids. T divides the similarities of the hybrid loss; it is 0.1 in the '
+        'released code.',
+        {'T 1': 'train_hse.py', 'T 0.1': 'train_hse.py --temperature 0.1'}, seeds(3), differences=[('T 0.1', 'T 1')]),
     Experiment(
         'noise', "shapes, with wrong training labels. The paper's differences, in Table 3, are between CCL and "
         'the NSoftmax of another paper, with Inception.',

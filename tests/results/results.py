@@ -12,7 +12,8 @@ A run is found by its command. Interrupted, it continues at the next start, in a
 command. A run that fails is named at the end, and does not stop the others.
 
 On a page, `<!--hse:ms, hybrids-->` stands before a number: it is R@1 of this row of hse. A difference of two rows is
-written `<!--hse:ms, hybrids - ms, no hybrids-->`, another column `<!--hse:ms, hybrids;MAP@R-->`.
+written `<!--hse:ms, hybrids - ms, no hybrids-->`, another column `<!--hse:ms, hybrids;MAP@R-->`; the columns `lowest`
+and `highest` are R@1 of two of the runs.
 
 The data are expected in data/, which git ignores:
     CUB_200_2011     --download
@@ -151,6 +152,8 @@ def finished(experiment, runs):
 
 def numbers(found, column, row, base=None):
     """Values of a column in the runs of a row. With `base`: differences of two rows, over the repeats that both have"""
+    if column in ('lowest', 'highest'):                     # R@1 of all runs
+        return [dict(lowest=min, highest=max)[column](numbers(found, 'R@1', row))]
     if base is None:
         values = [value(column, run) for run in found[row].values()]
         return [each for each in values if each is not None]
