@@ -1572,7 +1572,8 @@ def rank():
 
 def init_distributed(device):
     """With torchrun, finds the other processes. If one dies, torchrun ends the others."""
-    several = distributed.is_torchelastic_launched() and int(os.environ['WORLD_SIZE']) > 1
+    # torchrun sets both variables; a cluster may set the second alone.
+    several = 'TORCHELASTIC_RUN_ID' in os.environ and int(os.environ['WORLD_SIZE']) > 1
     if several and not distributed.is_initialized():
         options = dict(backend='nccl', device_id=device) if device.type == 'cuda' else dict(backend='gloo')
         distributed.init_process_group(timeout=timedelta(minutes=30), **options)

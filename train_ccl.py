@@ -2,9 +2,9 @@
 
 Cai, Xiong, Tian. Center Contrastive Loss for Metric Learning. 2023. arXiv:2308.00458
 Each class has a learnable centre. The loss is L_contrast + lambda L_center, CCL Eq. (5). L_contrast is cross-entropy
-with a softmax over the centres. It almost stops pulling an image once the centre of its class is clearly the nearest.
-With label smoothing, the script's default, it even pushes the image away once p_y, the softmax at its class y, is above
-1 - epsilon. L_center, the squared distance to this centre, keeps pulling. For example, take two classes, s = 16, no
+with a softmax over the centres. It almost stops pulling an image x once c_y, the centre of its class y, is clearly
+the nearest. With a label smoothing of 0.1, the script's default, it even pushes x away once p_y, the softmax at y, is
+above 0.9. L_center, the squared distance to c_y, keeps pulling. For example, take two classes, s = 16, lambda = 2, no
 margin and no smoothing. L_contrast pulls with a force |d L_contrast / d (c_y.x)| = s (1 - p_y). This is 8.0 where both
 cosines are equal, and only 0.6 where c_y.x is larger by 0.2. lambda L_center always pulls with 2 lambda = 4.
 
@@ -15,7 +15,7 @@ cosines are equal, and only 0.6 where c_y.x is larger by 0.2. lambda L_center al
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center; with --loss center_loss, of the distance in Eq. (7)
 
-    python train_ccl.py [--dataset cub --data data]                           (letters: tests/papers/README.md)
+    python train_ccl.py [--dataset cub --data data]               (letters that clash: tests/papers/README.md)
 """
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothing=0.0, stop_grad=False):
     """The mean over the batch of L = L_contrast + lambda L_center, CCL Eq. (5):
 
@@ -44,8 +44,8 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     positive = F.one_hot(y, len(c)).to(c.dtype)                          # (B, C)
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
-    # (B,)  L_contrast. Without smoothing it is -log p_y. This is Eq. (8), (10) and the first line of Eq. (2) if m = 0,
-    # and Eq. (11) if m > 0.
+    # (B,)  L_contrast. Without smoothing it is -log p_y. With m = 0 this is Eq. (8), (10) and the first line of Eq.
+    # (2). With m > 0 it is Eq. (11), which writes m for s m.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # (B,)  L_center: Eq. (4), and the second line of Eq. (2), to which the paper refers as Eq. (3)
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
@@ -141,8 +141,7 @@ CUB = dict(
     dropout=0.2)
 # A momentum of 0.99 needs the warmup of the cosine schedule, which keeps the first steps small.
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99, eval_every=5)
-# Three entries can set a flag: that of the dataset (or of --protocol in its place), of the --loss, and of the pair
-# (dataset, loss). A later one overrides an earlier one.
+# A flag is set by the entry of the dataset (or of --protocol, if given), and then by that of the --loss.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -188,7 +187,7 @@ def corrupt_labels(labels, noise, generator=None):
         return labels % classes
     shuffled = torch.randperm(classes, generator=generator)
     images_so_far = torch.bincount(labels, minlength=classes)[shuffled].cumsum(0)
-    num_dissolved = int((images_so_far <= rate * total).sum())           # so many classes, from the first of `shuffled`
+    num_dissolved = int((images_so_far <= rate * total).sum())           # the first classes that fit
     num_dissolved = min(num_dissolved, classes - 2)                      # two classes always remain
     dissolved, remaining = shuffled.tensor_split([num_dissolved])
     for c in dissolved:
@@ -203,8 +202,8 @@ def add_label_noise(images, noise, seed):
     rate = float(noise.split(':')[1])
     if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
-    # The remaining classes are numbered anew, from 0. The names of dissolved classes are kept after theirs, so that
-    # eval.py counts them as seen in training.
+    # The remaining classes are numbered anew, from 0. The dissolved classes keep their names, at the end,
+    # so that eval.py counts them as seen in training.
     remaining, images.labels = labels.unique(return_inverse=True)
     remaining = remaining.tolist()
     dissolved = [c for c in range(len(images.classes)) if c not in remaining]
@@ -254,7 +253,7 @@ def main(argv=None):
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
     # A step of SGD turns a centre of length l by an angle proportional to 1 / l^2: the gradient has a factor 1 / l, and
-    # the angle another one. So centres of randn, of length sqrt(D), would turn D times more slowly.
+    # the angle is about the step / l. So centres of randn, of length sqrt(D), would turn D times more slowly.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -294,11 +293,11 @@ What differs from the paper
     3. Smoothing acts on the softmax terms. It does not act on L_center, or on Eq. (9), which is not a softmax.
     4. The paper does not state the following values.
          value                     here
-         lambda of Table 2         It is 2, as in Section 4.4 and Fig. 4. In Section 4.5.1, it gives the R@1 of SOP.
+         lambda of Table 2         It is 2, as in Section 4.4 and Fig. 4. In Section 4.5.1, 2 has Table 2's R@1 of SOP.
          m of CCL*                 The default is 0, which is CCL: choose a --margin.
          mu of (14)                It is 0.9.
          how the centres start     They are random, and have length 1.
-         symmetric noise           It changes the class of each chosen image.
+         symmetric noise           A chosen image always gets another class.
          clusters of long-tail     They are 5 consecutive images of a class.
          which x_y in (14)         It is the mean embedding of class y in the batch.
     5. Section 4.2 freezes all BatchNorm layers on CUB and Cars. --freeze-bn freezes only their statistics. Dropout is
@@ -322,8 +321,8 @@ Tables and figures of the paper
     Table 1          first row: --loss stop_grad (the paper does not state its margin); second row: --margin M
     Table 3          --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5 (the paper has Inception)
     Fig. 5, Fig. 6   --dataset sop with --margin 0 to 0.4 and --lam 0 to 2; --dim
-    Reality Check    --protocol reality-check --lam 0 --smoothing 0 is its normalized softmax, on CUB with --s 9.2, and
-                     its CosFace with --s 100 --margin 0.62 --center-lr-mult 2500
+    Reality Check    On CUB, --protocol reality-check --lam 0 --smoothing 0 with --s 9.2 is its normalized softmax, and
+                     with --s 100 --margin 0.62 --center-lr-mult 2500 its CosFace.
 """
 
 

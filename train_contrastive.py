@@ -2,9 +2,9 @@
 
 Hadsell, Chopra, LeCun. Dimensionality Reduction by Learning an Invariant Mapping. CVPR 2006
 Two images of one class are a positive pair and attract each other. Two images of different classes are a negative pair
-and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, write the loss
-differently. A Metric Learning Reality Check (2020) uses distances, Reality Check Eq. (1). Hybrid Species Embedding
-(2023) uses squared distances, HSE Eq. (2). Metrix (2022) uses cosine similarities, Metrix Eq. (1).
+and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, print three
+forms of the loss. A Metric Learning Reality Check (2020) uses distances, Reality Check Eq. (1). Hybrid Species
+Embedding (2023) uses squared distances, HSE Eq. (2). Metrix (2022) uses cosine similarities, Metrix Eq. (1).
 
     paper             code         flag           meaning
     d_p, d_n          d            -              (B, B) distances between L2-normalized embeddings z, from 0 to 2
@@ -13,14 +13,14 @@ differently. A Metric Learning Reality Check (2020) uses distances, Reality Chec
     m_neg; m in HSE   neg_margin   --neg-margin   a negative pair farther apart than this has zero loss
     m in Metrix       margin       --margin       a negative pair less similar than this has zero loss
 
-    python train_contrastive.py [--dataset cub --data data]                   (letters: tests/papers/README.md)
+    python train_contrastive.py [--dataset cub --data data]       (letters that clash: tests/papers/README.md)
 """
 import torch
 
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
     """The mean over the positive pairs with non-zero loss, plus the mean over the negative pairs with non-zero loss.
 
@@ -53,7 +53,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: an image and its copy are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: equal images are a pair, too
     return same & ~itself, ~same
 
 
@@ -66,10 +66,10 @@ def distances(z):
     s = z @ z.T                                                          # (B, B)
     length2 = s.diagonal()                           # squared norms, not exactly 1 if z was in half precision
     d2 = length2[:, None] + length2[None, :] - 2 * s
-    # For close embeddings, d2 is the difference of two numbers near 2, so values below 16 eps are rounding errors. In
-    # float32, these are distances below 0.0014.
+    # For close embeddings, d2 is the difference of two numbers near 2, so values below 16 eps can be rounding errors.
+    # In float32, these are distances below 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
-    # The derivative of sqrt is infinite at 0, so d2 is clamped before.
+    # sqrt has an infinite derivative at 0. So d2 is clamped, and then the value 0 is set, without gradient.
     return d2.clamp_min(floor).sqrt().masked_fill(d2 <= floor, 0)        # HSE Eq. (1)
 
 
@@ -193,12 +193,12 @@ What differs from the papers
        its code.
     5. The Reality Check tunes both margins for each dataset, with BN-Inception. Its released values for CUB are m_pos
        = -0.20 and m_neg = 0.3841. A negative m_pos adds 0.20 to the loss of each positive pair. This constant has no
-       gradient, but with it pairs at distance 0 have a non-zero loss, and count in the mean.
+       gradient, but it gives pairs at distance 0 a non-zero loss, so that they count in the mean.
 What differs from the released code (github.com/billpsomas/metrix, b679703)
     6. The released code reports its best epoch on the test set.
-    7. The released command for In-Shop has a learning rate of 3e-5, but names SOP as its dataset. Here it is 1e-4, as
-       in Table 4 of Metrix.
-Tables and figures of the paper
+    7. The released command for In-Shop has a learning rate of 3e-5, but names SOP as its dataset. Here the rate is
+       1e-4, as in Table 4 of Metrix.
+Tables of the papers
     Metrix (Table 2), with ResNet-50 and 512 dimensions: R@1 64.7 on CUB, 81.6 on Cars, 74.9 on SOP, 86.4 on In-Shop.
     Reality Check (Tables 4 to 6), with 128 dimensions: R@1 59.7 on CUB, 69.8 on Cars, 69.3 on SOP, printed as P@1. With
     the concatenated embeddings of four networks: 68.1, 81.8, 73.1. To train one of these four on CUB (here a

@@ -10,13 +10,13 @@ where L_m is any loss of the labelled images (--loss).
     paper      code          flag            meaning
     x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
-    Cnum       combinations  --combinations  sets of `num` classes in a batch
+    Cnum       combinations  --combinations  number of sets of `num` classes in a batch
     Nsize      per_class     --per-class     images of a class in a batch; a set gives Nsize hybrids: H = Nsize Cnum
     -          -             --hybrids       replace: they take the place of the last H images; append: all images stay
-    alpha      alpha         --alpha         weight of L_Hy; 0: no hybrids
+    alpha      alpha         --alpha         factor in L_Hy, Eq. (9); 0: no hybrids
     -          temperature   --temperature   T, by which the inner products in L_Hy are divided
 
-    python train_hse.py [--dataset cub --data data --loss epshn]              (letters: tests/papers/README.md)
+    python train_hse.py [--dataset cub --data data --loss contrastive]  (letters that clash: tests/papers/README.md)
 """
 from functools import partial
 from itertools import chain, repeat
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
     """The mean over the hybrids of L_Hy, HSE Eq. (9), here with a temperature T:
 
@@ -89,9 +89,9 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     `per_class` images starts again at its first. If no set of `num` classes can be chosen, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
-    kind            cutmix: `num` strips of about equal size, from top to bottom or left to right (axis), each from its
-                    place in one source; mixup: the mean; gridmask: square blocks of mask_size pixels, from the sources
-                    in turn
+    kind            cutmix: `num` strips of about equal size, from top to bottom or left to right (axis), each cut
+                    at its place from one source; mixup: the mean; gridmask: blocks of mask_size x mask_size pixels,
+                    from the sources in turn
     superclasses    (B,) or None. If given, as on SOP (Section 4.2.1), the classes of a set are of one superclass, and
                     a superclass with fewer than `num` classes in the batch is skipped.
     generator       for the choice of classes; None is torch's global one
@@ -178,7 +178,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
-    # Easy pairs are dropped, see mine in train_ms.py. A pair with NaN is kept (hence ~), and the loss becomes NaN.
+    # Easy pairs are dropped, see mine in train_ms.py. NaN >= x is false, so ~ keeps a NaN, and the loss is NaN.
     positive &= ~(s - epsilon >= hardest_negative)
     negative &= ~(s + epsilon <= hardest_positive)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,)
@@ -194,7 +194,7 @@ def contrastive_loss(z, y, neg_margin=0.5):
     s = z @ z.T                                                          # (B, B)
     # |z_i|^2 + |z_j|^2 - 2 z_i.z_j, where the squared norms are not exactly 1 if z was in half precision
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s
-    # A d2 below 16 eps is a rounding error: d is set to 0 there, without gradient. It is clamped before sqrt, whose
+    # A d2 below 16 eps is a rounding error: d is set to 0 there, without gradient. d2 is clamped before sqrt, whose
     # derivative at 0 is infinite.
     floor = 16 * torch.finfo(d2.dtype).eps
     d = d2.clamp_min(floor).sqrt().masked_fill(d2 <= floor, 0)           # HSE Eq. (1): the Euclidean distance
@@ -366,15 +366,15 @@ def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
     A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, one more class for each
-    set, whose images the hybrids replace. With superclasses, it needs `num` classes of every superclass.
+    set, which its hybrids replace. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
     in_batch = sizes.clamp_max(args.batch_size // (len(sizes) * args.per_class))
     needed = args.num + 1 + (args.combinations if args.hybrids == 'replace' else 0)
     if in_batch.sum() < needed or in_batch.min() < args.num:
-        raise common.UsageError(f'hybrids need {needed} classes in a batch, {args.num} of each superclass, and there '
-                                f'are {in_batch.tolist()}: raise --batch-size, lower --per-class, --num or '
-                                '--combinations, or take --alpha 0')
+        raise common.UsageError(f'hybrids need {needed} classes in a batch, {args.num} of each superclass if there are '
+                                f'any, and there are {in_batch.tolist()}: raise --batch-size, lower --per-class, --num '
+                                'or --combinations, or take --alpha 0')
 
 
 def main(argv=None):
@@ -408,7 +408,7 @@ def main(argv=None):
         if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        # The sources are chosen on the CPU. Copying the labels there waits for the GPU's previous step.
+        # The sources are chosen on the CPU. The labels are copied once, because this waits for the GPU.
         y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])
@@ -428,16 +428,16 @@ What differs from the paper
     4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
        each class. Algorithm 1 takes the first classes of a batch; here, as in Section 1, they are drawn at random.
     5. Algorithm 1, and the code on CUB and Cars, put hybrids into the last Nsize places of a batch, the places of one
-       class. Section 4 also has random places, and hybrids that are appended (--hybrids append, as in Table 3).
+       class. Section 4 also has random places (not here), and appended hybrids (--hybrids append, as in Table 3).
     6. For ms on CUB and Cars the paper uses BN-Inception, this script a ResNet-50. The paper uses the learning rates of
        the base losses (Section 4). Here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
        block of 250 px (Table 4) needs an --image-size above 250; with 256, 95% of the pixels are from one source.
-    8. The table has alpha; batch size / images per class. A dash: not stated, or no command. In-Shop has the values of
-       SOP. On all four, npair has 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and
-       its margin 0.5 as in the released code. (The commands of SOP say 10 images per class, of which the sampler makes
-       5. For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for
-       Cars, but in Table 2 the best results have 8 and 16.)
+    8. A cell is `alpha; batch size / images per class`. A dash means not stated, or no command. In-Shop has the values
+       of SOP. Here npair always has 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and
+       its margin 0.5 as in the released code. (The released commands for SOP say 10 images per class, but the released
+       sampler takes 5. For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars, but in Table 2 the
+       best results have 8 and 16.)
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
                        SOP        -; 120 / 5              0.3; 120 / 5         0.3; 120 / 5
@@ -448,7 +448,7 @@ What differs from the paper
                        SOP        -; 120 / 5              1; 120 / 5           1; 120 / 5
          npair         CUB, Cars  -; 128 / 8              -                    0.1; 128 / 8
 What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
-    9. The released code has CutMix of two images only, on CUB and Cars of a left and a right half (--axis left-right).
+    9. The released code only has CutMix of two images, on CUB and Cars side by side (--axis left-right).
        On SOP its two images may be of one class, and with Proxy-Anchor, sources and negatives come from ten random
        images of one superclass. Here a batch of SOP has two classes of each superclass. Both are sources, so the
        negatives are of other superclasses.

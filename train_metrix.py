@@ -6,19 +6,19 @@ this mixed loss, labels are relative to an anchor a: 1 for its positives, 0 for 
 as images, features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mixed with a negative has the
 share of the positive as its label: it counts as a positive with this weight, and as a negative with the rest. Three
 kinds of pairs can be mixed for an anchor: pos-neg, a positive and a negative; anc-neg, the anchor itself and a
-negative; pos-pos, two positives. Each image is an anchor. With Proxy-Anchor, each proxy of a class in the batch is one
-instead (in the clean loss, each proxy), and the E candidates for mixing are the images and these proxies.
+negative; pos-pos, two positives. The anchors are the images or, with Proxy-Anchor, the proxies of the classes in the
+batch (in the clean loss, all proxies). The E candidates for mixing are the images and the anchors.
 
     paper    code       flag         meaning
-    a        anchor     -            (A,) indices of the anchors among the candidates
-    x, x'    i, j       --pairs      (M,) indices of the two candidates in each mixed example v; i < j: each pair once
-    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). In Eq. (13) to (15) it is y
+    a        anchor     -            (A,) the A anchors, as indices of candidates
+    x, x'    i, j       --pairs      (M,) the two candidates in each of the M mixed examples v; i < j: each pair once
+    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). Eq. (13) to (15) print it for y
     y        label      -            (A, M) share of the anchor's class in v: lam if i has it, 1 - lam if j, 1 if both
     -        y          -            (B,) class labels
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
-    python train_metrix.py [--dataset cub --data data --mixup feature]        (letters: tests/papers/README.md)
+    python train_metrix.py [--dataset cub --data data --mixup feature] (letters that clash: tests/papers/README.md)
 """
 import random
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from torch.distributions import Beta
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def labelled_loss(s, label, valid, kind, **hyper):
     """The generic loss, Eq. (7), where y is the argument `label`: an example counts as a positive with weight y, and as
     a negative with weight 1 - y.
@@ -67,8 +67,8 @@ def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    examples with y > 0: of clean ones, these are the positives; of mixed ones, all. The second sum is divided by the
-    number of its terms that are not 0, because examples below the margin add nothing.
+    examples with y > 0: the positives, or all of the anchor's mixed examples. The second sum is divided by the number
+    of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -91,7 +91,7 @@ def ms(s, pos_weight, neg_weight, beta=18.0, gamma=75.0, m=0.77):
 
 
 def proxy_anchor(s, pos_weight, neg_weight, alpha=32.0, delta=0.1):
-    """The two logarithms of Proxy-Anchor Eq. (4); clean_loss has the factors 1/|P+| and 1/|P|.
+    """The two logarithms of Proxy-Anchor Eq. (4); its factors 1/|P+| and 1/|P| are in clean_loss.
 
     log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))  and  log(1 + sum_{x in X_p-} exp(alpha (s(x,p) + delta)))
 
@@ -106,7 +106,7 @@ def proxy_anchor(s, pos_weight, neg_weight, alpha=32.0, delta=0.1):
 
 def log1p_sum_exp(t, weight):
     """log(1 + sum of weight * exp(t)) of each row, computed without overflow.  (A, n), (A, n) -> (A,)"""
-    # Here the weights y and 1 - y enter, lambda and 1 - lambda in Eq. (15): weight exp(t) = exp(t + log weight), which
+    # The weights y and 1 - y (lambda and 1 - lambda in Eq. (15)) enter here: weight exp(t) = exp(t + log weight), which
     # is exp(-inf) = 0 for the weight 0. Each row is padded with a 0, because exp(0) is the "1 +".
     return F.pad(t + weight.log(), (1, 0)).logsumexp(dim=1)
 
@@ -125,8 +125,8 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
     """
     y = common.check_labels(y, len(z), None if proxies is None else len(proxies))
     if kind == 'proxynca_pp':
-        # Table 1 has only the negative proxies in the denominator, and logits z.p / T. Here all are in it, as in a
-        # softmax, and logits are 2 z.p / T.
+        # Table 1 has -log( exp(z.p / T) / sum over the negative proxies ), with a temperature T. Here the sum has all
+        # proxies, as in a softmax, and the logits are 2 z.p / T.
         return F.cross_entropy(proxy_logits(z, proxies, **hyper), y)
     if kind == 'proxy_anchor':
         s = F.normalize(proxies, dim=1) @ z.T                                                   # (C, B)
@@ -142,15 +142,15 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         # The miner drops easy pairs: positives above every negative by epsilon or more, and negatives below every
-        # positive by epsilon or more. An anchor without positives keeps no negatives. A pair with NaN is kept (hence
-        # ~), and the loss becomes NaN.
+        # positive by epsilon or more. An anchor without positives keeps no negatives. NaN >= x is false, so ~
+        # keeps a pair with NaN, and the loss becomes NaN.
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
     # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (10), first term
 
 
-@common.loss            # this decorator converts the proxies; that of mixed_loss cannot, since they are inside `base`
+@common.loss            # raises the proxies to float32, also where mixed_loss passes them, inside its `base`
 def proxy_logits(v, proxies, temperature=1 / 9):
     """Logits of ProxyNCA++, 2 v.p / T, of embeddings v (M, D), where p are the proxies (C, D), L2-normalized -> (M, C).
     Their softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p.
@@ -190,7 +190,7 @@ def mixed_loss(base, config, model, levels, y):
     # (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, cand_z, cand_y, anchor, len(y))
     # There may be nothing to mix, for example if no anchor has a positive. A single mixed image is skipped, too: in
-    # training, BatchNorm fails on one 1 x 1 feature map.
+    # training, BatchNorm fails on a single value per channel, as small images have.
     if len(i) < (2 if config.mixup == 'input' else 1):
         return 0 * z.sum()                                                          # 0, with a gradient for backward()
     # Candidates 0 to B - 1 are the images. Input and feature mixup mix no proxies (see plan), so there i and j are
@@ -229,7 +229,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     anchor   (A,) the anchors, as indices of candidates
     returns  i, j (M,)     the pairs of all anchors, each once, with i < j
              lam (M,)      the share of i in the mixed example, from Beta(alpha, alpha)
-             label (A, M)  lam if i is the positive (or the anchor), 1 - lam if it is j; with pos-pos, 1
+             label (A, M)  lam if the positive (or the anchor) is i, 1 - lam if it is j; with pos-pos, 1
              valid (A, M)  whether a pair is one of the anchor's; if not, its label means nothing
 
     For example, take images of classes 0 0 1 1, and pos-neg pairs. Anchor 0 has the positive 1, and the negatives 2 and
@@ -300,9 +300,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
         mixed = mix(f, i, j, lam).flatten(2)                                        # (M, c, h w)
         return mixed.mean(dim=2) + mixed.max(dim=2).values
     But with a ResNet-50 at 224 px and a batch of 100, the mixed maps of all pairs would take up to 2 GB. The lines
-    below have the same result and gradient, and need not be read. They compute some mixed maps at a time, without
-    gradient, only to find the position of each channel's maximum. The values there are taken from the two clean maps,
-    and mixed.
+    below have the same result and gradient, and need not be read. They compute some mixed maps at a time, outside
+    autograd, to find the position of each channel's maximum. At this position the two clean maps are read, and mixed.
     """
     f = common.at_least_float32(f)
     p = 0
@@ -328,9 +327,9 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
-    attracts it while s(a, v) is below this value. Of all pairs (a, v) with this lambda, the share whose similarity is
-    at most this threshold is the probability that v is positive, Eq. (25) and (11). tests/results/fig2.py measures it;
-    training does not use it.
+    attracts v while s(a, v) is below this value. The probability that v behaves as positive, Eq. (25) and (11), is the
+    fraction of the pairs (a, v) with this lambda whose similarity is at most the threshold. tests/results/fig2.py
+    measures it; training does not use it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
     beta, gamma > 0, m: hyperparameters of ms, Eq. (2)
@@ -352,7 +351,8 @@ SHAPES = dict(
     eval_every=10, precision='fp32', proxy_lr_mult=10)
 # The paper states network, size of the images, epochs, batches, optimizer, learning rates, weight decay and decay rates
 # (Sections 4.1 and B.1, Table 4). It states no decay rate for ProxyNCA++ on CUB and Cars; here it is that of ms. The
-# rest is from the released commands for CUB: min_crop, freeze_bn, freeze_epochs, clip, decay_epochs, proxy_lr_mult.
+# rest is from the released commands: min_crop, clip, proxy_lr_mult, and decay_epochs are those of CUB for all datasets;
+# freeze_bn and freeze_epochs are those of the dataset.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -381,8 +381,8 @@ DEFAULTS = {
 }
 
 # USES is {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a
-# flag without effect is an error, such as --delta with --loss ms, or --pairs with --mixup none: every entry that lists
-# a flag has to allow it. The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
+# flag without effect is an error, such as --delta with --loss ms, or --pairs with --mixup none: if two entries list
+# a flag, both have to allow it. The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -519,7 +519,7 @@ What differs from the paper
        1/gamma. Its mixed loss is averaged over the classes in the batch; Eq. (10), with all proxies as anchors, divides
        by C. A proxy has no image and no feature map, so anc-neg pairs exist in embedding mixup only. In input mixup,
        the k hardest negatives are those of the anchor, a proxy; in the paper they are those of an example.
-    5. ProxyNCA++ follows its authors' code, see clean_loss. Table 1 makes proxies its positives and negatives. Proxies
+    5. ProxyNCA++ follows its authors' code, see clean_loss. In Table 1, its positives and negatives are proxies. They
        have no image or feature map to mix, yet the paper reports input and feature mixup for this loss. Here a mixed
        example v is classified with two targets, by lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy.
        The loss is averaged over the mixed examples. Each image is mixed with its negatives (anc-neg).
@@ -538,21 +538,22 @@ draws one lambda per batch, and reports the epoch that is best on the test set. 
        mixes one hard negative in input mixup, and has w = 0.3 for anc-neg pairs in embedding mixup.
     8. Its positive term of ms has one logarithm, log(lam (1 + sum_clean) + 0.4 (1 + sum_mixed)). Because of an indexing
        bug, less than 1% of the mixed examples are used, and nearly all of these are added to the sum of another anchor.
-       The mean over about 10,000 mixed examples divides the clean loss, too. This makes gradients about 90 times
-       smaller than without mixup, so that the weight decay, which Adam adds to the gradient, is about as large as it.
-    9. Its commands for ms on CUB      epochs                   learning rate           sum of the rates after epoch 5
+       The clean loss, too, is divided by the number of mixed examples, about 10,000, instead of by 100 anchors. So
+       gradients are about 90 times smaller than without mixup, and about as large as the weight decay that Adam adds.
+    9. Its commands for ms on CUB      epochs                   learning rate           sum of the rates, unfrozen
        without mixup                   60                       1e-4, halved every 5    5e-4
        with mixup                      100 (its README: 60)     1e-4, halved every 10   15e-4
        So training with mixup has three times the sum of learning rates. In its commands for the other datasets, both
-       have one schedule. Here both have the second one, and 100 epochs, which the paper states (Section B.1).
+       have the same schedule. Here both have that of the second row, and 100 epochs, which the paper states (Section
+       B.1).
    10. Its other commands differ from the recipes here. For ms and Proxy-Anchor the rate decays every 5 epochs on Cars,
-       and every 20 on SOP and In-Shop. Contrastive with mixup has frozen BatchNorm on SOP and In-Shop, too, and 5
-       frozen epochs; its baseline on In-Shop has 1, and decays every 5 epochs.
+       and every 20 on SOP and In-Shop. Contrastive with mixup freezes BatchNorm on SOP and In-Shop, and the
+       backbone for 5 epochs (so does this script on SOP); its baseline on In-Shop for 1, and decays every 5 epochs.
 Tables and figures of the paper
     Table 5, CUB, ms         --dataset cub, with --mixup none, input, feature (the default) or embed
-    Tables 2, 3, 5           --dataset, --loss and --mixup choose a cell
-    Table 6 (Cars), Table 7  --loss contrastive with --mixup, --pairs and --hard-negatives; the last row has --mixup
-    (CUB, --dim 128)         input feature embed
+    Tables 2, 5              --dataset, --loss and --mixup choose a cell
+    Table 6, Cars            --loss contrastive with --mixup, --pairs and --hard-negatives; the last row has
+    Table 7, CUB, --dim 128  --mixup input feature embed
     Fig. 6                   --dataset cars --loss contrastive --strength W
     Fig. 2, Section 4.3      tests/results/fig2.py; eval.py --analyse
 """

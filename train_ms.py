@@ -2,9 +2,8 @@
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
 arXiv:1904.06627. Equation numbers are those of the paper of Metrix (arXiv:2106.04990), symbols those of the MS paper.
-Each image is an anchor. The loss, Metrix Eq. (2), has a log-sum-exp over its positives, and one over its negatives.
-Each is close to its largest exponent, that of the hardest pair, so this pair gets the largest gradient. A miner drops
-the easy pairs.
+Each image is an anchor. For it, Metrix Eq. (2) has a log-sum-exp over its positives, and one over its negatives. In
+both, the hardest pair has the largest exponent, and so the largest gradient. The function `mine` drops the easy pairs.
 
     MS paper   in Metrix   code      flag        meaning
     S          s           s         -           (B, B) cosine similarities of L2-normalized embeddings z
@@ -13,16 +12,16 @@ the easy pairs.
     lambda     m           lam       --lam       positives should be above this similarity, negatives below
     epsilon    -           epsilon   --epsilon   tolerance of the miner: the larger, the more pairs it keeps
 
-Metrix swaps two letters: its beta is alpha here, and its gamma is beta here.
+Metrix renames two of them: its beta is alpha here, and its gamma is beta here.
 
-    python train_ms.py [--dataset cub --data data]                            (letters: tests/papers/README.md)
+    python train_ms.py [--dataset cub --data data]                (letters that clash: tests/papers/README.md)
 """
 import torch
 
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     """Metrix Eq. (2) in the letters of the MS paper, for an anchor a with its positives P(a) and its negatives N(a):
 
@@ -162,10 +161,10 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars beta and lambda are those of the released code of Proxy-Anchor and of HSE:
-                     here    released code of ms    paper, as two re-implementations quote it
+                     here    released code of ms    paper, by two public re-implementations
            beta      50      40                     50
            lambda    0.5     0.5                    1
-    3. Where all settings but beta and lambda come from:
+    3. Where the other settings come from (on SOP and In-Shop beta and lambda, too):
            CUB          the authors' configuration
            Cars         that of CUB, but 30 epochs of 100 steps, our choice. In issue 6 of the authors' repository a
                         user reports R@1 78.4 instead of the paper's 84.1. Another user advises batches above 450.

@@ -1,11 +1,11 @@
 """train_proxy_anchor.py -- Proxy-Anchor loss: the proxy of each class is an anchor for the whole batch.
 
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
-Each class has a learnable vector, its proxy. It is an anchor, with which all images of the batch are compared: it
-attracts its positives, the images of its class, and repels its negatives, all others, Proxy-Anchor Eq. (4). The loss
-has terms log(1 + sum of exp(t)), one over the positives of a proxy, and one over its negatives. Such a term is close to
-the largest t, or to 0 if all t are negative. The largest t is that of the hardest image (the farthest positive, the
-closest negative), so this image gets the largest gradient, Proxy-Anchor Eq. (6).
+Each class has a learnable vector, its proxy. The proxy is an anchor: all images of the batch are compared with it. In
+Proxy-Anchor Eq. (4) it attracts its positives, the images of its class, and repels its negatives, which are all others.
+Each proxy has a term log(1 + sum of exp(t)) over its positives, and one over its negatives. The harder an image is (a
+farther positive, a closer negative), the larger is its t. Such a term is close to the largest t, or to 0 if all t are
+negative. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -16,7 +16,7 @@ closest negative), so this image gets the largest gradient, Proxy-Anchor Eq. (6)
 
 B images in a batch, C classes, D dimensions; common.py lists such letters.
 
-    python train_proxy_anchor.py [--dataset cub --data data]                  (letters: tests/papers/README.md)
+    python train_proxy_anchor.py [--dataset cub --data data]      (letters that clash: tests/papers/README.md)
 """
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     """Proxy-Anchor Eq. (4):
 
@@ -138,11 +138,11 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. The main tables of the paper use BN-Inception. The recipes of the benchmarks use a ResNet-50.
-    2. The paper does not state pooling, frozen epochs, gradient clipping, the steps of the learning rate, weight decay,
+    2. The paper does not state pooling, frozen epochs, gradient clipping, decay of the learning rate, weight decay,
        the batch size of its main tables (Table 5 varies it from 30 to 180), or how BatchNorm trains. All of these come
        from the released code, as do the 60 epochs on CUB and Cars. Weight decay also acts on the proxies. In issue 1 of
-       its repository, an author says that max pooling in addition to average pooling adds about 1% of R@1 on CUB and
-       Cars, and that max pooling alone gains as much.
+       its repository, an author says that average plus max pooling gains about one point of R@1 on CUB and Cars, and
+       that max pooling alone gains as much.
     3. Some copies of the paper print P- under the second sum of Eq. (4), and in Eq. (5) and (6). It has to be P, the
        set of all proxies, which the text below Eq. (4) defines; the released code averages over all C as well.
 What differs from the released code (github.com/tjddus9597/Proxy-Anchor-CVPR2020, 51db570)

@@ -4,15 +4,15 @@ Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood
 arXiv:2004.01113. Each class has a learnable vector, its proxy. The loss is cross-entropy with a softmax over the
 proxies. Its predecessor, Proxy-NCA (Movshovitz-Attias et al., ICCV 2017; Eq. (1) to (3) of the paper of Proxy-Anchor,
 arXiv:2003.13911), omits the positive proxy from the denominator. Therefore it attracts an image to its proxy with the
-same force however close they are. LayerNorm and a higher learning rate of the proxies are further changes.
+same force however close they are. ProxyNCA++ also adds LayerNorm, and a higher learning rate of the proxies.
 
     paper    code          flag            meaning
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   temperature of the softmax over -|x - p|^2 / T: 1/9, in proxynca 2
+    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, or 2 with --loss proxynca
 
-    python train_proxynca_pp.py [--dataset cub --data data]                   (letters: tests/papers/README.md)
+    python train_proxynca_pp.py [--dataset cub --data data]       (letters that clash: tests/papers/README.md)
 """
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
     """ProxyNCA++ as in the authors' code, where p+ is the positive proxy of x, the proxy of its class:
 
@@ -99,8 +99,8 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4, eval_every=5)
-# Three entries can set a flag: that of the dataset (or of --protocol in its place), of the --loss, and of the pair
-# (dataset, loss). A later one overrides an earlier one.
+# A flag is set by the entry of the dataset (or of --protocol, if given), then by that of the --loss, then by that of
+# both together. A later one overrides an earlier one.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -115,7 +115,7 @@ DEFAULTS = {
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),
-    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),         # its scale; on its loss see note 11
+    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),         # that paper's scale; on its loss see note 11
 }
 
 
@@ -173,17 +173,17 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     6. The released code clips only the gradients of the network. Here those of the proxies are clipped, too. At the
        start this changes nothing: the gradient of the loss of an image with respect to a proxy has a norm of at most
        2 / (T |p|), which is 6.4 for |p| = sqrt(512) / 8. This is below the clip value of 10.
-    7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it is one GPU.
+    7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it gets all of it.
     8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them.
     9. With one class the loss of the released code divides by 0, and with two classes it is wrong. It makes one-hot
        labels by label_binarize of scikit-learn, which then returns a single column.
-   10. Proxy-NCA with T = 2 has gradients that are about 18 times smaller at the start than those of ProxyNCA++. With
-       Adam's eps of 1, on the benchmarks, a step is about proportional to the gradient, so it is 18 times smaller, too:
-       a fair comparison needs a higher --lr.
+   10. Proxy-NCA with T = 2 has gradients that are about 18 times smaller at the start than those of ProxyNCA++. On
+       the benchmarks Adam has an eps of 1, so a step is about proportional to the gradient, and 18 times smaller, too.
+       A fair comparison needs a higher --lr.
    11. Proxy-NCA in other papers:
-           Reality Check, Section 1.3   has the positive proxy in the denominator, as ProxyNCA++, with squared distances
-                                        and, on CUB, a scale of 13.98 in its code. To reproduce it, run the default
-                                        --loss with --protocol reality-check --temperature 0.0715.
+           Reality Check, Section 1.3   has the positive proxy in the denominator, as ProxyNCA++. In its code, distances
+                                        are squared, and times 13.98 on CUB. To reproduce it, run the default --loss
+                                        with --protocol reality-check --temperature 0.0715.
            CCL Eq. (9), train_ccl.py    Proxy-NCA with a scale s on the cosine similarities: T = 2 / s
    12. Metrix (Table 1) writes ProxyNCA++ with logits s(x,p) / T and without the positive proxy in the denominator. This
        script and train_metrix.py follow the authors' code.

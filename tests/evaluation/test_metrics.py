@@ -40,13 +40,13 @@ def test_metrix_eq12_of_many_examples():
 
 def test_the_analysis_by_hand():
     """Queries are at 0 and 60 (class 0) and 180 degrees (class 1), with squared distances 1, 3 and 4. A training image
-    half a degree away is a copy (the cosine is 0.99996), one a degree away is not. Two of the three find each other."""
+    half a degree away is a copy (the cosine is 0.99996), one a degree away is not. Three of four find their class."""
     z = on_circle(0, 60, 180) * torch.tensor([[0.1], [3], [9]])
-    training, images = on_circle(0.5, 61, 100), SimpleNamespace(labels=torch.tensor([0, 1, 1]))
+    training, images = on_circle(0.5, 61, 98, 100), SimpleNamespace(labels=torch.tensor([0, 1, 1, 1]))
     result = {'R@1': 20.0, 's+': common.mean_similarities(z, torch.tensor([0, 0, 1]))['s+']}
     assert evaluation.analyse(z, result, training, images) == pytest.approx({
         'alignment': 1, 'uniformity': math.log((math.exp(-2) + math.exp(-6) + math.exp(-8)) / 3),
-        'utilization': (chord(0.5) ** 2 + chord(1) ** 2 + chord(80) ** 2) / 3, 'train R@1': 100 * 2 / 3, 'copies': 1,
+        'utilization': (chord(0.5) ** 2 + chord(1) ** 2 + chord(80) ** 2) / 3, 'train R@1': 75, 'copies': 1,
         'standard error': 100 * math.sqrt(0.2 * 0.8 / 3)}, abs=1e-6)
     of_one = evaluation.analyse(z[:1], {'R@1': 0.0}, training, images)
     assert not {'alignment', 'uniformity'} & of_one.keys(), 'one query has no pairs'

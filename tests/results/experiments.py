@@ -137,6 +137,12 @@ EXPERIMENTS = [
         [('ms, feature', 'ms, none', 3.6), ('ms, embed', 'ms, none', 2.4),
          ('proxy_anchor, feature', 'proxy_anchor, none', 1.5), ('contrastive, feature', 'contrastive, none', 2.7)]),
     Experiment(
+        'margin', 'CUB, JPEG files of 256 px, ResNet-18, 112 px, on the validation classes of a fold: which margin of '
+        'contrastive has the highest MAP@R without mixup? The paper does not state it.',
+        {f'm {m}': f'train_metrix.py --loss contrastive --mixup none --m {m} --lr 1e-4 --decay-epochs 3'
+         for m in (0.5, 0.6, 0.7, 0.8, 0.875)},
+        ['--fold 0/4'], SMALL.replace('--data data', '--data data/256')),
+    Experiment(
         'hse', "CUB, ResNet-18, 112 px. Hybrids with three losses. Differences in the paper: Table 2 of HSE.",
         {f'{loss}, {hybrids}': f'train_hse.py --loss {loss}{alpha} --lr {lr}'
          for loss, lr in (('ms', 3.3e-5), ('proxy_anchor', 1e-4), ('epshn', 3.3e-5))
