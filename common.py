@@ -8,9 +8,9 @@ Everything that is specific to a method is in its train_*.py. Sections 1 to 4 ar
     4. evaluation     Recall@K, R-precision, MAP@R
 
 The others can be skipped: 5. images, 6. shapes (the built-in dataset), 7. datasets, 8. runs (logs and checkpoints),
-9. command line (flags and recipes), 10. losses, devices, randomness and processes, 11. errors.
+9. command line (flags and recipes), 10. helpers of losses, devices, randomness and processes, 11. errors.
 
-The Reality Check is a paper (Musgrave et al., A Metric Learning Reality Check, ECCV 2020). Its metrics are in section
+`Reality Check` is a paper (Musgrave et al., A Metric Learning Reality Check, ECCV 2020). Its metrics are in section
 4, its protocol is in section 9. All files write shapes with these letters; each script explains its further symbols.
 
     B  images in a batch      P  classes in a P x K batch         x  images (B, 3, S, S)
@@ -57,7 +57,7 @@ class Embedder(nn.Module):
 
     arch         trunk: a ResNet of torchvision or timm:NAME, without its classifier; none, for --dataset vectors, which
                  are precomputed features. On resnet50_v1 see make_trunk
-    dim          D, embedding dimension; None: as many as the trunk returns
+    dim          D, embedding dimension; None: c, the number of channels that the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), a file, or the
                  folder of a run
@@ -112,7 +112,7 @@ class Embedder(nn.Module):
         return self
 
     def features(self, x):
-        """Images (B, 3, S, S) or vectors (B, c) -> features (B, c, h, w), where h = w = 1 if the trunk pools itself"""
+        """Images (B, 3, S, S) or vectors (B, c) -> features (B, c, h, w), where h = w = 1 if the trunk has pooled"""
         share = own_share(x)                                # (B, 3, S, S), with torchrun a part of them
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == 'bf16'):
             f = self.trunk(share)
@@ -144,7 +144,7 @@ class Embedder(nn.Module):
 
 
 class Rescale(nn.Module):
-    """The trunk for vectors: it divides them by their mean L2 norm in the training set, which function build sets."""
+    """The trunk for vectors: it divides them by mean_norm, their mean L2 norm in the training set. `build` sets it."""
 
     def __init__(self):
         super().__init__()
@@ -157,10 +157,10 @@ class Rescale(nn.Module):
 def make_trunk(arch, weights='none', image_size=224):
     """The network that `arch` names, without its classifier.
 
-    A ResNet of torchvision, ResNeXt or Wide ResNet loses its pooling, too, and returns feature maps (B, c, h, w). In
-    resnet50_v1 the first 1x1 convolution of a stage has stride 2, as in He et al. (2015) and in weights from Caffe and
-    Keras; in torchvision's resnet50 it is the 3x3 convolution. A network of timm returns (B, c). If its input size is
-    fixed, as that of many transformers, it is made for `image_size`.
+    A ResNet, ResNeXt or Wide ResNet of torchvision loses its pooling, too, and returns feature maps (B, c, h, w). In
+    resnet50_v1 the first 1x1 convolution of stages 2 to 4 has stride 2, as in He et al. (2015) and in weights from
+    Caffe and Keras; in torchvision's resnet50 it is the 3x3 convolution. A network of timm returns (B, c). If its input
+    size is fixed, as that of many transformers, it is made for `image_size`.
     """
     if arch == 'none':
         return Rescale()
@@ -230,7 +230,7 @@ class BalancedSampler:
     def __iter__(self):
         def take(queue, items, number):
             """Removes and returns the first `number` items of a queue. A queue that is too short is first refilled in
-            random order: with the items that it lacks, or with all if it has all."""
+            random order: with the items that it lacks or, if it lacks none, with all again."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -245,10 +245,10 @@ class BalancedSampler:
 
 class StepBatches:
     """The batch sampler of a training DataLoader. A batch is a list of tuples: the index of an image, and integers that
-    seed its augmentation. So methods with the same seed and kind of batches see the same batches and crops. The number
-    of workers and processes, and --resume, do not affect them. EPOCH and CROP are constants of section 10.
+    seed its augmentation. So methods with the same seed and sampler see the same batches and crops. The number of
+    workers and processes, and --resume, do not affect them. EPOCH and CROP keep their random numbers apart.
 
-    sampler       yields lists of indices of equal length; its random order comes from torch's global generator
+    sampler       yields equally long lists of indices; its random order comes from torch's global generator
     epoch, steps  set by train_epoch: the number of the epoch, and the range of its steps in the run
     """
 
@@ -288,7 +288,7 @@ def make_loader(images, batch_sampler, device):
 
 
 def learning_rate_factor(t, args, per_epoch, total):
-    """Multiplier of all learning rates at step t, from 0 to total - 1, by --schedule
+    """Multiplier of all learning rates by --schedule, at step t = 0, ..., total - 1
 
     step      multiplied by --decay-rate after every --decay-epochs epochs
     cosine    linear warmup over the first tenth of the run (at most 100 steps) and cosine decay from 1 to 0 over the
@@ -315,14 +315,15 @@ def make_optimizer(args, groups, **options):
 
 
 def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
-    """Trains (in train_epoch), evaluates, logs and saves. Returns the last row of the log, or the best with --fold.
+    """Trains (in train_epoch), evaluates, logs and saves. Returns the last row of the log, or with --fold the one with
+    the highest MAP@R.
 
     step         step(images, labels) -> scalar loss, the part of the loop that a method defines. It gets the whole
                  batch on the device: images (B, 3, S, S), augmented and normalized, or vectors (B, c), and labels (B,).
-                 The backward pass runs after step returns, so step must not modify in place a tensor that it needs.
+                 The backward pass runs after step returns, so step must not modify in place a tensor needed there.
     optimizer    over the weights of the model and the learnable parameters of the loss
     loss_params  {name: parameter or module}: learnable parameters of the loss, saved in the checkpoint
-    sampler      yields lists of indices of equal length; None: from --batch-size and --per-class
+    sampler      yields equally long lists of indices; None: from --batch-size and --per-class
     """
     sampler = sampler or make_sampler(args, data.train.labels)
     loader = make_loader(data.train, StepBatches(sampler, args.seed), args.device)
@@ -413,7 +414,7 @@ def embed(model, images, batch_size=128):
     `model` is any module with weights that turns images (B, 3, S, S) into (B, D)."""
     device = next(model.parameters()).device
     training = {module: module.training for module in model.modules()}  # a user may have frozen some BatchNorm
-    indices = own_positions(len(images), repeat_last=True)               # with torchrun, equally many each
+    indices = own_positions(len(images), repeat_last=True)               # with torchrun, each process has equally many
     loader = make_loader(images, BatchSampler(indices, batch_size, drop_last=False), device)
     model.eval()
     z = torch.cat([model(x.to(device)).float() for x, _ in loader])
@@ -438,10 +439,11 @@ def k_nearest(query, gallery, k):
     gallery = gallery[order]
     if not within:
         F.normalize(gallery, dim=1, out=gallery)            # in place: this copy can be large
-    for rows in torch.arange(len(query), device=query.device).split(max(1, 2 ** 27 // len(gallery))):
+    at_once = max(1, 2 ** 27 // len(gallery))               # queries, of which 2^27 similarities take 0.5 GB
+    for rows in torch.arange(len(query), device=query.device).split(at_once):
         s, found = search(query[rows], gallery, k + within)
         index = order[found]
-        if within:      # k + 1 are found: the query is dropped, or the last if k + 1 duplicates came before the query
+        if within:      # of the k + 1 found, the query is dropped, or the last if k + 1 duplicates hide the query
             other = index != rows[:, None]
             other[:, -1] &= ~other.all(dim=1)
             s = s[other].view(len(rows), k)
@@ -517,8 +519,8 @@ def precisions(hit, r):
 
 
 def mean_similarities(z, y):
-    """Mean cosine similarity of all positive pairs, s+, and of all negative pairs, s-, without those of which there are
-    no pairs.  z (N, D), y (N,) -> dict"""
+    """Mean cosine similarity of all positive pairs, s+, and of all negative pairs, s-. One without pairs is left out.
+    z (N, D), y (N,) -> dict"""
     z = F.normalize(z.double(), dim=1)
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)
@@ -1468,7 +1470,7 @@ def require_pairs(args):
                          'of one class, and classes, and needs two of each in a batch')
 
 
-# ---- 10. losses, devices, randomness and processes -------------------------------------------------
+# ---- 10. helpers of losses, devices, randomness and processes --------------------------------------
 
 
 def at_least_float32(t):
