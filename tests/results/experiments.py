@@ -109,8 +109,9 @@ EXPERIMENTS = [
         {'contrastive': 'train_contrastive.py --lr 1e-4', 'ms': 'train_ms.py --lr 1e-4',
          'proxy_anchor': 'train_proxy_anchor.py --lr 3e-4', 'proxynca_pp': 'train_proxynca_pp.py --lr 3e-4',
          'ccl': 'train_ccl.py --lr 1e-4', 'ccl, lam 0': 'train_ccl.py --lam 0 --lr 1e-4'} | {
-            f'metrix {loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup} --lr {lr}'
-            for loss, lr in (('ms', '1e-4'), ('contrastive', '1e-4'), ('proxy_anchor', '3e-4'), ('proxynca_pp', '3e-4'))
+            f'metrix {loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup} {flags}'
+            for loss, flags in (('ms', '--lr 1e-4'), ('contrastive', '--m 0.5 --lr 1e-4'),
+                                ('proxy_anchor', '--lr 3e-4'), ('proxynca_pp', '--lr 3e-4'))
             for mixup in ('none', 'embed')},
         seeds(10), '--dataset vectors --data data/heads --eval-every 100',
         [*((f'metrix {loss}, embed', f'metrix {loss}, none', paper) for loss, paper in (
@@ -128,14 +129,14 @@ EXPERIMENTS = [
     Experiment(
         'metrix', "CUB, ResNet-18, 112 px. Mixup with three losses. The paper's differences are within Table 5 of "
         'Metrix.',
-        {f'{loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup} --lr {lr}'
-         for loss, lr, mixups in (('ms', 3.3e-5, ('none', 'feature', 'embed')),
-                                  ('proxy_anchor', 1e-4, ('none', 'feature')),
-                                  ('contrastive', 1e-4, ('none', 'feature')))
+        {f'{loss}, {mixup}': f'train_metrix.py --loss {loss} --mixup {mixup} {flags}'
+         for loss, flags, mixups in (('ms', '--lr 3.3e-05', ('none', 'feature', 'embed')),
+                                     ('proxy_anchor', '--lr 0.0001', ('none', 'feature')),
+                                     ('contrastive', '--m 0.5 --lr 0.0001', ('none', 'feature')))
          for mixup in mixups},
         seeds(3), f'{SMALL} --decay-epochs 3',
         [('ms, feature', 'ms, none', 3.6), ('ms, embed', 'ms, none', 2.4),
-         ('proxy_anchor, feature', 'proxy_anchor, none', 1.5), ('contrastive, feature', 'contrastive, none', 2.7)]),
+         ('proxy_anchor, feature', 'proxy_anchor, none', 1.5)]),
     Experiment(
         'margin', 'CUB, JPEG files of 256 px, ResNet-18, 112 px, on the validation classes of a fold: which margin of '
         'contrastive has the highest MAP@R without mixup? The paper does not state it.',
