@@ -421,7 +421,7 @@ def main(argv=None):
 NOTES = """
 What differs from the paper
     1. Eq. (9) has no temperature. The released code divides by 0.1, and its alphas were chosen with it. On shapes
-       the default is 1, see the experiment `temperature` in tests/results.
+       the default is 1, as printed.
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here only
        the first column is used, which is Eq. (9).

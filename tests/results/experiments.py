@@ -50,7 +50,7 @@ MIXTURES = {
     'released': 'tests/results/patches.py released --mixup embed --optimizer adam'}
 CONTRASTIVE = {f'contrastive, {mixup}': 'tests/results/patches.py released_contrastive --loss contrastive '
                f'--mixup {mixup}' for mixup in ('none', 'feature')}
-DIFFERENCES = [*((row, 'none') for row in [*MIXTURES][1:]), ('released', 'none, adam'),
+DIFFERENCES = [*((row, 'none') for row in [*MIXTURES][1:]), ('3 negatives', 'feature'), ('released', 'none, adam'),
                ('contrastive, feature', 'contrastive, none', 2.7)]
 
 EXPERIMENTS = [
@@ -203,10 +203,6 @@ EXPERIMENTS = [
         f'{CUB} {RESNET18} --eval-every 4'.replace('--data data', '--data data/256'), DIFFERENCES),
     Experiment(
         'mixtures_shapes', 'shapes. The same rows.', MIXTURES | CONTRASTIVE, seeds(5), '--device cpu', DIFFERENCES),
-    Experiment(
-        'temperature', 'shapes, ms with hybrids. T divides the similarities of the hybrid loss; it is 0.1 in the '
-        'released code.',
-        {'T 1': 'train_hse.py', 'T 0.1': 'train_hse.py --temperature 0.1'}, seeds(3), differences=[('T 0.1', 'T 1')]),
     Experiment(
         'noise', "shapes, with wrong training labels. The paper's differences, in Table 3, are between CCL and "
         'the NSoftmax of another paper, with Inception.',
