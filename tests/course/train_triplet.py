@@ -22,7 +22,7 @@ import torch
 import common
 
 
-@common.loss            # at least float32 inside, also under autocast
+@common.loss            # inside, half precision becomes float32
 def triplet_loss(z, y, margin=0.1, hardest=False):
     """Triplet loss on Euclidean distances, Reality Check Eq. (2), averaged over the triplets with non-zero loss.
 

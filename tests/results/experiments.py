@@ -23,6 +23,11 @@ def seeds(number):
     return [f'--seed {n}' for n in range(number)]
 
 
+def reduced(flags):
+    """The flags of a run on CUB, with JPEG files of 256 px in data/256"""
+    return flags.replace('--data data', '--data data/256')
+
+
 FOLDS = [f'--fold {n}/4' for n in range(4)]
 # All of CUB-200-2011: 100 classes for training (5,864 photographs), 100 for the test (5,924)
 CUB = '--dataset cub --data data --freeze-backbone-epochs 1'
@@ -142,7 +147,7 @@ EXPERIMENTS = [
         'contrastive has the highest MAP@R without mixup? The paper does not state it.',
         {f'm {m}': f'train_metrix.py --loss contrastive --mixup none --m {m} --lr 1e-4 --decay-epochs 3'
          for m in (0.5, 0.6, 0.7, 0.8, 0.875)},
-        ['--fold 0/4'], SMALL.replace('--data data', '--data data/256')),
+        ['--fold 0/4'], reduced(SMALL)),
     Experiment(
         'hse', "CUB, ResNet-18, 112 px. Hybrids with three losses. Differences in the paper: Table 2 of HSE.",
         {f'{loss}, {hybrids}': f'train_hse.py --loss {loss}{alpha} --lr {lr}'
@@ -200,7 +205,7 @@ EXPERIMENTS = [
         'released code. ms has the long schedule, and contrastive a fifth of its released one.',
         {row: f'{command} --lr 3.3e-05 {LONG}' for row, command in MIXTURES.items()} | {
             row: f'{command} --lr 1e-4 --epochs 12 --decay-epochs 2' for row, command in CONTRASTIVE.items()}, seeds(3),
-        f'{CUB} {RESNET18} --eval-every 4'.replace('--data data', '--data data/256'), DIFFERENCES),
+        reduced(f'{CUB} {RESNET18} --eval-every 4'), DIFFERENCES),
     Experiment(
         'mixtures_shapes', 'shapes. The same rows.', MIXTURES | CONTRASTIVE, seeds(5), '--device cpu', DIFFERENCES),
     Experiment(

@@ -26,6 +26,7 @@ from torch.distributions import Beta
 import common
 import train_contrastive
 import train_metrix
+import train_ms
 from train_metrix import labelled_loss, mix_features, mixed_loss, mixed_pairs
 
 STRENGTH = 0.4                                              # w, the default of --strength
@@ -83,15 +84,6 @@ def hardest():
 # ---- the released code, with its bugs
 
 
-def mined_pairs(s, y, epsilon=0.39):
-    """Masks (B, B) of the positive and of the negative pairs that the miner of ms keeps, as in clean_loss"""
-    positive = (y[:, None] == y) & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
-    negative = y[:, None] != y
-    hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)
-    hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)
-    return positive & (s - epsilon < hardest_negative), negative & (s + epsilon > hardest_positive)
-
-
 def released_ms_loss(z, y, lam, beta=18.0, gamma=75.0, m=0.77):
     """The loss of a batch z (B, D), y (B,) with one lambda, clean and mixed -> scalar. For each mined positive pair of
     an anchor, its least similar positive is mixed with each of its mined negatives: M mixed examples, a row each.
@@ -102,7 +94,7 @@ def released_ms_loss(z, y, lam, beta=18.0, gamma=75.0, m=0.77):
     the sum of row a has examples of others. A part without pairs is 0, and the mean is over the M rows.
     """
     s = z @ z.T                                                                                 # (B, B)
-    positive, negative = mined_pairs(s, y)
+    positive, negative = train_ms.mine(s, y, epsilon=0.39)
     a, p = positive.nonzero().unbind(dim=1)
     least = s.masked_fill(~positive, float('inf')).argmin(dim=1)                                # (B,)
     order = s.argsort(dim=1)                                # of the negatives of an anchor, the least similar first
