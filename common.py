@@ -13,7 +13,7 @@ The others can be skipped: 5. images, 6. shapes (the built-in dataset), 7. datas
 `Reality Check` is a paper (Musgrave et al., A Metric Learning Reality Check, ECCV 2020). Its metrics are in section
 4, its protocol is in section 9. All files write shapes with these letters; each script explains its further symbols.
 
-    B  images in a batch      P  classes in a P x K batch         x  images (B, 3, S, S)
+    B  images in a batch      P  classes in a batch               x  images (B, 3, S, S)
     C  classes                K  images per class in a batch      f  feature maps (B, c, h, w)
     D  embedding dimension    S  side of a crop, in pixels        z  L2-normalized embeddings (B, D)
     N  images in a set        G  images in a gallery              y  class labels (B,);  s  similarities
@@ -55,8 +55,8 @@ from torchvision.transforms import v2
 class Embedder(nn.Module):
     """The network of every script: backbone (trunk) -> pooling -> linear head -> L2 normalization.
 
-    arch         trunk: a ResNet of torchvision or timm:NAME, without its classifier; none, for --dataset vectors, which
-                 are precomputed features. On resnet50_v1 see make_trunk
+    arch         the trunk: a ResNet of torchvision or timm:NAME, without its classifier; none for --dataset vectors
+                 (precomputed features). On resnet50_v1 see make_trunk
     dim          D, embedding dimension; None: c, the number of channels that the trunk returns
     pool         avg, max, or avg+max (their sum), over the h * w positions of the feature map
     weights      imagenet (torchvision's IMAGENET1K_V1, or timm's pretrained weights), none (random), a file, or the
@@ -118,7 +118,9 @@ class Embedder(nn.Module):
             f = self.trunk(share)
         if f.ndim == 2:
             f = f[:, :, None, None]                         # (B, c, 1, 1)
-        return f if share is x else gather(at_least_float32(f))          # (B, c, h, w); shares are gathered in float32
+        if share is not x:                                  # with torchrun
+            f = gather(at_least_float32(f))
+        return f                                            # (B, c, h, w)
 
     def pool_features(self, f):
         """Feature map (B, c, h, w) -> pooled features (B, c). For h = w = 1, avg+max is twice the features."""
@@ -159,13 +161,13 @@ def make_trunk(arch, weights='none', image_size=224):
 
     A ResNet, ResNeXt or Wide ResNet of torchvision loses its pooling, too, and returns feature maps (B, c, h, w). In
     resnet50_v1 the first 1x1 convolution of stages 2 to 4 has stride 2, as in He et al. (2015) and in weights from
-    Caffe and Keras; in torchvision's resnet50 it is the 3x3 convolution. A network of timm returns (B, c). If its input
-    size is fixed, as that of many transformers, it is made for `image_size`.
+    Caffe and Keras; in torchvision's resnet50 the 3x3 convolution has it. A network of timm returns (B, c). If its
+    input size is fixed, as that of many transformers, it is made for `image_size`.
     """
     if arch == 'none':
         return Rescale()
     pretrained = weights == 'imagenet'
-    classifier = 'fc'
+    classifier = 'fc'                                       # what is left out of a file of weights
     try:
         if arch.startswith('timm:'):
             import timm
@@ -204,9 +206,9 @@ class BalancedSampler:
     generator   torch.Generator; None is torch's global one
 
     An epoch has N // B batches, at least one. The P classes of a batch are different, and so are its images, unless a
-    class has fewer than K. Classes are taken from a random order of all classes. If fewer than P are left in it, the
-    next batch begins with them, and goes on with the others in a new order. So all occur about equally often. The same
-    holds for the images of a class.
+    class has fewer than K. Classes are taken from a random order of all classes. If fewer than P are left, the next
+    batch has these, and then others in a new order. So all classes occur about equally often. The same holds for the
+    images of a class.
     """
 
     def __init__(self, labels, batch_size, per_class, generator=None):
@@ -214,7 +216,7 @@ class BalancedSampler:
             raise UsageError(f'--batch-size {batch_size} is not a multiple of --per-class {per_class}')
         order = labels.argsort(stable=True)
         counts = torch.bincount(labels)
-        self.members = [part.tolist() for part in order.split(counts.tolist()) if len(part)]    # indices, per class
+        self.members = [part.tolist() for part in order.split(counts.tolist()) if len(part)]    # one list per class
         self.per_class = per_class
         self.generator = generator
         self.classes = min(batch_size // per_class, len(self.members))
@@ -229,8 +231,8 @@ class BalancedSampler:
 
     def __iter__(self):
         def take(queue, items, number):
-            """Removes and returns the first `number` items of a queue. A queue that is too short is first refilled in
-            random order: with the items that it lacks or, if it lacks none, with all again."""
+            """Removes and returns the first `number` items of a queue. A queue that is too short first gets the items
+            that are not in it (all, if none is missing), in random order."""
             while len(queue) < number:
                 others = [item for item in items if item not in queue] or items
                 queue += [others[i] for i in torch.randperm(len(others), generator=self.generator).tolist()]
@@ -246,7 +248,7 @@ class BalancedSampler:
 class StepBatches:
     """The batch sampler of a training DataLoader. A batch is a list of tuples: the index of an image, and integers that
     seed its augmentation. So methods with the same seed and sampler see the same batches and crops. The number of
-    workers and processes, and --resume, do not affect them. EPOCH and CROP keep their random numbers apart.
+    workers and processes, and --resume, do not affect them. On EPOCH and CROP see set_seed.
 
     sampler       yields equally long lists of indices; its random order comes from torch's global generator
     epoch, steps  set by train_epoch: the number of the epoch, and the range of its steps in the run
@@ -263,9 +265,9 @@ class StepBatches:
 
     def __iter__(self):
         set_seed(self.seed, EPOCH, self.epoch)
-        batches = list(self.sampler)                        # all at once: loading an image seeds the same generator
+        batches = list(self.sampler)                        # all at once: loading an image seeds the generator, too
         for t, indices in zip(self.steps, batches):
-            # Images takes such a tuple as an index: that of the image, and the seed of its augmentation
+            # The class Images (section 5) takes such a tuple as an index, and its end as the seed of the augmentation.
             yield [(int(indices[position]), self.seed, CROP, t, position) for position in own_positions(len(indices))]
 
 
@@ -337,11 +339,11 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
         done, rows, start = load_run(args, about, parts, per_epoch, total)
     else:
         folder = from_rank0(new_folder, args, data)
-        done, rows, start = -1, [], time.time()             # epoch 0, the evaluation before training, comes first
+        done, rows, start = -1, [], time.time()             # done: the last epoch; 0 is the evaluation before training
     print_recipe(args, model, data, per_epoch, total, folder)
     for epoch in range(done + 1, epochs + 1):
         if args.fold and rows:
-            since_best = len(rows) - 1 - rows.index(best_row(rows))      # evaluations without an improvement
+            since_best = len(rows) - 1 - rows.index(best_row(rows))      # evaluations since the best: early stopping
             if since_best >= args.patience:
                 break
         row = dict(epoch=epoch, loss=None, images_per_second=None)
@@ -434,16 +436,16 @@ def k_nearest(query, gallery, k):
     within = gallery is None                                             # the queries are also the gallery
     query = F.normalize(query.float(), dim=1)
     gallery = query if within else gallery.float()
-    # In a fixed random order, see rule 2 of retrieval_metrics
+    # In a fixed random order, see 2 in retrieval_metrics
     order = torch.randperm(len(gallery), generator=torch.Generator().manual_seed(0)).to(query.device)
     gallery = gallery[order]
     if not within:
         F.normalize(gallery, dim=1, out=gallery)            # in place: this copy can be large
-    at_once = max(1, 2 ** 27 // len(gallery))               # queries, of which 2^27 similarities take 0.5 GB
+    at_once = max(1, 2 ** 27 // len(gallery))               # queries at once: 2^27 similarities take 0.5 GB
     for rows in torch.arange(len(query), device=query.device).split(at_once):
         s, found = search(query[rows], gallery, k + within)
         index = order[found]
-        if within:      # of the k + 1 found, the query is dropped, or the last if k + 1 duplicates hide the query
+        if within:      # drop the query from the k + 1 found, or the last one if k + 1 duplicates of it came before
             other = index != rows[:, None]
             other[:, -1] &= ~other.all(dim=1)
             s = s[other].view(len(rows), k)
@@ -468,7 +470,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
 
     query    (N, D), query_labels (N,);  without a gallery, the queries are also the gallery
     gallery  (G, D), gallery_labels (G,)
-    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; 'unmatched', a count (rule 3), is added if it is not 0
+    returns  {'R@1': ..., 'RP': ..., 'MAP@R': ...} in percent; 'unmatched', a count (see 3), is added if it is not 0
 
     A match of a query is another image of its class; R is the number of its matches in the gallery.
     R@K    percentage of the queries that have a match among their K nearest, for each K of `ks`
@@ -477,8 +479,8 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
            if the i-th is a match, and else 0: Reality Check Eq. (3) and (4)
 
     1. A query is excluded from its own results by its index, because the first result may be a duplicate of it.
-    2. The gallery is in a fixed random order, so that which of equally similar images comes first does not depend on
-       their class. Collapsed embeddings, which are all equal, score about chance, not 100.
+    2. The gallery is in a fixed random order, so that the order of equally similar images does not depend on their
+       class. Collapsed embeddings, which are all equal, score about chance, not 100.
     3. A query without a match is a miss in R@K and counts as 'unmatched'. RP and MAP@R are means over the other
        queries, 0 if there are none.
     """
@@ -502,7 +504,7 @@ def retrieval_metrics(query, query_labels, gallery=None, gallery_labels=None, ks
         values.append(torch.stack([*recalls, *precisions(hit, matches[rows])], dim=1))
     values = 100 * torch.cat(values).cpu().double()                      # (N, len(ks) + 2)
     metrics = {f'R@{k}': column.mean().item() for k, column in zip(ks, values.T)}
-    matched = matches.cpu() > 0                                          # (N,) rule 3
+    matched = matches.cpu() > 0                                          # (N,) see 3
     rp, map_at_r = values[matched, -2:].sum(dim=0) / max(1, matched.sum())
     metrics |= {'RP': rp.item(), 'MAP@R': map_at_r.item()}
     if not matched.all():
@@ -519,8 +521,8 @@ def precisions(hit, r):
 
 
 def mean_similarities(z, y):
-    """Mean cosine similarity of all positive pairs, s+, and of all negative pairs, s-. One without pairs is left out.
-    z (N, D), y (N,) -> dict"""
+    """Mean cosine similarity of all positive pairs, s+, and of all negative pairs, s-. A mean of no pairs is left
+    out.  z (N, D), y (N,) -> dict"""
     z = F.normalize(z.double(), dim=1)
     counts = torch.bincount(y)                                           # (C,) images of each class
     sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, y, z)      # (C, D)

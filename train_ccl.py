@@ -13,9 +13,11 @@ cosines are equal, and only 0.6 where c_y.x is larger by 0.2. lambda L_center al
     c_j, c_y   centers  -         (C, D) learnable centres, normalized inside the loss; c_y is the one of the class of x
     s = 1/tau  s        --s       scaling factor: inverse temperature (in other scripts, s are the similarities)
     m          margin   --margin  margin on the cosine c_y.x
-    lambda     lam      --lam     weight of L_center; with --loss center_loss, of the distance in Eq. (7)
+    lambda     lam      --lam     weight of L_center, or of the distance in Eq. (7) (--loss center_loss)
 
-    python train_ccl.py [--dataset cub --data data]               (letters that clash: tests/papers/README.md)
+tests/papers/README.md lists the letters that other papers use for other things.
+
+    python train_ccl.py [--dataset cub --data data]
 """
 import torch
 import torch.nn.functional as F
@@ -45,7 +47,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
     # (B,)  L_contrast. Without smoothing it is -log p_y. With m = 0 this is Eq. (8), (10) and the first line of Eq.
-    # (2). With m > 0 it is Eq. (11), which writes m for s m.
+    # (2). With m > 0 it is Eq. (11), whose m is s m here.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # (B,)  L_center: Eq. (4), and the second line of Eq. (2), to which the paper refers as Eq. (3)
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
@@ -89,7 +91,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
 @common.loss
 def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
-    """CCL Eq. (7), after the center loss of Wen et al. (2016), averaged over the batch; it is not L_center of Eq. (5):
+    """CCL Eq. (7), the center loss of Wen et al. (2016), not L_center of Eq. (5). The mean over the batch of
 
     -log( exp(W_y.x~ + b_y) / sum_j exp(W_j.x~ + b_j) ) + lambda ||x~ - c_y||^2
 
@@ -130,9 +132,10 @@ SHAPES = dict(
     epochs=10, batch_size=128, per_class=0,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     eval_every=10, precision='fp32')
-# Section 4.2 states optimizer, learning rates, momentum, weight decay, batches, and crops of 256 px. On CUB and Cars it
-# adds frozen BatchNorm, dropout, and colour jitter of unknown strength. Table 2 states arch and dim. Our choices are
-# resize, and the strength of the jitter on Cars. The rest is from the code that the paper builds on (note 8).
+# Section 4.2 states optimizer, learning rates, momentum, weight decay, batches (per_class=0 stands for random ones),
+# and crops of 256 px. On CUB and Cars it adds frozen BatchNorm, dropout, and colour jitter of unknown strength. Table 2
+# states arch and dim. Our choices are resize, and the strength of the jitter on Cars. The rest is from the code that
+# the paper builds on (note 8).
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=256, resize=288, crop_from='resized', min_crop=0.16, jitter=0.25,
@@ -152,7 +155,7 @@ DEFAULTS = {
     'sop': SOP,
     'inshop': SOP | dict(lr=0.006),
     # In the Reality Check, batches for classification losses have one image per class. In its released results for CUB,
-    # the learning rate of the centres of a normalized softmax is about 4500 times --lr.
+    # the centres of normalized softmax have about 4500 times the learning rate of the network.
     'reality-check': common.PROTOCOL | dict(per_class=1, center_lr_mult=4500),
     # With lam = 2 the gradient of the squared distance would be about 60 times that of the cross-entropy (on shapes,
     # before training). With 0.03 they are about equal.
@@ -202,8 +205,8 @@ def add_label_noise(images, noise, seed):
     rate = float(noise.split(':')[1])
     if rate > 0 and torch.equal(labels, images.labels):
         raise common.UsageError(f'--label-noise {noise} changes no label: with so few images, take a higher rate')
-    # The remaining classes are numbered anew, from 0. The dissolved classes keep their names, at the end,
-    # so that eval.py counts them as seen in training.
+    # The remaining classes are numbered anew, from 0. The names of dissolved classes go to the end of the list, so that
+    # eval.py counts them as seen in training.
     remaining, images.labels = labels.unique(return_inverse=True)
     remaining = remaining.tolist()
     dissolved = [c for c in range(len(images.classes)) if c not in remaining]
@@ -253,7 +256,7 @@ def main(argv=None):
     # The weights of the head have torch's default initialization, as in the code that the paper builds on.
     model = common.build(args, data=data, head_init='default', normalize=args.loss != 'center_loss')
     # A step of SGD turns a centre of length l by an angle proportional to 1 / l^2: the gradient has a factor 1 / l, and
-    # the angle is about the step / l. So centres of randn, of length sqrt(D), would turn D times more slowly.
+    # the angle is about step / l. So centres from randn, of length sqrt(D), would turn D times more slowly than these.
     centers = F.normalize(torch.randn(classes, model.dim), dim=1).to(args.device)
     centers = torch.nn.Parameter(centers, requires_grad=args.loss != 'cluster')     # cluster: updated in step
     loss_params = dict(centers=centers)
@@ -268,7 +271,7 @@ def main(argv=None):
 
     def step(images, labels):
         z = model(images)                                                # (B, D)
-        dropped = F.dropout(z, args.dropout)                             # note 5; step is called in training only
+        dropped = F.dropout(z, args.dropout)                             # note 5; it is always on: step is for training
         if args.loss == 'proxynca':
             return scaled_proxynca_loss(dropped, labels, centers, args.s)
         if args.loss == 'center_loss':
@@ -288,12 +291,12 @@ NOTES = """
 What differs from the paper
     1. The second line of Eq. (5) is this loss minus the constant 2 lambda. Further equations, with --smoothing 0:
            (2) line 1, (8), (10)  --lam 0             NSoftmax, the normalized softmax of the Reality Check
-           (11)                   --lam 0 --margin M  CosFace. (11) subtracts m from the scaled cosine, so its m is s M.
+           (11)                   --lam 0 --margin M  CosFace. Its m is s M: (11) subtracts it from s cos.
     2. In the second case of the gradient below Eq. (10), the numerator should be exp(S(x, c) - S(x, c_y)).
     3. Smoothing acts on the softmax terms. It does not act on L_center, or on Eq. (9), which is not a softmax.
     4. The paper does not state the following values.
          value                     here
-         lambda of Table 2         It is 2, as in Section 4.4 and Fig. 4. In Section 4.5.1, 2 has Table 2's R@1 of SOP.
+         lambda of Table 2         It is 2, as in Section 4.4 and Fig. 4. The R@1 of SOP in Section 4.5.1 agrees.
          m of CCL*                 The default is 0, which is CCL: choose a --margin.
          mu of (14)                It is 0.9.
          how the centres start     They are random, and have length 1.
@@ -321,8 +324,8 @@ Tables and figures of the paper
     Table 1          first row: --loss stop_grad (the paper does not state its margin); second row: --margin M
     Table 3          --label-noise symmetric:0.1, symmetric:0.2, longtail:0.25, longtail:0.5 (the paper has Inception)
     Fig. 5, Fig. 6   --dataset sop with --margin 0 to 0.4 and --lam 0 to 2; --dim
-    Reality Check    On CUB, --protocol reality-check --lam 0 --smoothing 0 with --s 9.2 is its normalized softmax, and
-                     with --s 100 --margin 0.62 --center-lr-mult 2500 its CosFace.
+    Reality Check    --dataset cub --protocol reality-check --lam 0 --smoothing 0, with --s 9.2 for normalized softmax,
+                     and for CosFace with --s 100 --margin 0.62 --center-lr-mult 2500
 """
 
 

@@ -3,8 +3,8 @@
 Hadsell, Chopra, LeCun. Dimensionality Reduction by Learning an Invariant Mapping. CVPR 2006
 Two images of one class are a positive pair and attract each other. Two images of different classes are a negative pair
 and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, print three
-forms of the loss. A Metric Learning Reality Check (2020) uses distances, Reality Check Eq. (1). Hybrid Species
-Embedding (2023) uses squared distances, HSE Eq. (2). Metrix (2022) uses cosine similarities, Metrix Eq. (1).
+forms of the loss: Reality Check Eq. (1) with distances, HSE Eq. (2) with squared distances, and Metrix Eq. (1) with
+cosine similarities.
 
     paper             code         flag           meaning
     d_p, d_n          d            -              (B, B) distances between L2-normalized embeddings z, from 0 to 2
@@ -13,7 +13,9 @@ Embedding (2023) uses squared distances, HSE Eq. (2). Metrix (2022) uses cosine 
     m_neg; m in HSE   neg_margin   --neg-margin   a negative pair farther apart than this has zero loss
     m in Metrix       margin       --margin       a negative pair less similar than this has zero loss
 
-    python train_contrastive.py [--dataset cub --data data]       (letters that clash: tests/papers/README.md)
+tests/papers/README.md lists the letters that other papers use for other things.
+
+    python train_contrastive.py [--dataset cub --data data]
 """
 import torch
 
@@ -22,7 +24,7 @@ import common
 
 @common.loss            # inside, half precision becomes float32
 def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
-    """The mean over the positive pairs with non-zero loss, plus the mean over the negative pairs with non-zero loss.
+    """The mean loss of the positive pairs whose loss is not 0, plus that of the negative pairs whose loss is not 0.
 
     Reality Check Eq. (1), for a positive pair at distance d_p and a negative pair at distance d_n:
         L = [d_p - m_pos]_+ + [m_neg - d_n]_+,    where [t]_+ = max(t, 0)
@@ -53,7 +55,7 @@ def contrastive_loss(z, y, pos_margin=0.0, neg_margin=0.5, power=1):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: equal images are a pair, too
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two copies of an image are a pair
     return same & ~itself, ~same
 
 
@@ -69,7 +71,7 @@ def distances(z):
     # For close embeddings, d2 is the difference of two numbers near 2, so values below 16 eps can be rounding errors.
     # In float32, these are distances below 0.0014.
     floor = 16 * torch.finfo(d2.dtype).eps
-    # sqrt has an infinite derivative at 0. So d2 is clamped, and then the value 0 is set, without gradient.
+    # sqrt has an infinite derivative at 0. So d2 is clamped, and masked_fill writes 0, without gradient.
     return d2.clamp_min(floor).sqrt().masked_fill(d2 <= floor, 0)        # HSE Eq. (1)
 
 
@@ -90,8 +92,8 @@ def contrastive_similarity_loss(z, y, margin=0.5, reduction='mean'):
     z          (B, D) L2-normalized embeddings
     y          (B,)   class labels
     margin     m: a negative pair less similar than this has zero loss
-    reduction  'sum': the equation as printed; 'mean': the first sum is divided by the number of positives, the second
-               sum by the number of negatives above the margin
+    reduction  within l(a), 'sum': as printed; 'mean': the first sum is divided by the number of positives, the second
+               by the number of negatives above the margin
     returns    scalar, can be negative; an anchor without pairs adds 0
     """
     y = common.check_labels(y, len(z))
@@ -118,7 +120,7 @@ SHAPES = dict(
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     eval_every=10, precision='fp32',
     neg_margin=1.0)                                         # how it was chosen: tests/results/README.md
-# The benchmarks have the recipes of Metrix's contrastive baseline (github.com/billpsomas/metrix, b679703).
+# CUB and the other benchmarks: the contrastive baseline of Metrix (github.com/billpsomas/metrix, b679703)
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -153,7 +155,7 @@ def get_args(argv=None):
         help='form similarity: a negative pair less similar than this has zero loss')
     add('--reduction', choices=['mean', 'sum'], default='mean',
         help='form similarity: mean or sum over the pairs of an anchor')
-    # The flags that only one form uses. Given with the other form, they are an error.
+    # A flag that only one form uses is an error with the other.
     uses = {'form': dict(distance=['pos_margin', 'neg_margin', 'power'], similarity=['margin', 'reduction'])}
     args = common.parse(parser, DEFAULTS, argv, uses)
     common.require_pairs(args)
@@ -185,7 +187,7 @@ What differs from the papers
     1. Hadsell et al. use the squared loss, times 1/2, on embeddings that are not L2-normalized. Their Y is 1 for a
        negative pair.
     2. HSE prints the squared loss (--power 2), Metrix the loss on cosine similarities (--form similarity --reduction
-       sum). The released code of both papers uses plain distances, a margin of 0.5, and means over the pairs with
+       sum). The released code of both papers uses unsquared distances, a margin of 0.5, and means over the pairs with
        non-zero loss. So does this script by default, but with a margin of 1 on shapes.
     3. A margin of 0.5 is not the same in both forms. A distance of 0.5 is a cosine similarity of 0.875, and a cosine
        similarity of 0.5 is a distance of 1.

@@ -8,7 +8,7 @@ all its weak positives could merge unrelated classes (Section 3.3.2). The loss i
 where L_m is any loss of the labelled images (--loss).
 
     paper      code          flag            meaning
-    x_H        hybrids, h    --kind          (H, 3, S, S) H mixed images of S x S px; h: (H, D) their embeddings f(x_H)
+    x_H        hybrids       --kind          (H, 3, S, S) H mixed images of S x S px; h (H, D): their embeddings f(x_H)
     x_A, x_B   sources       --num           (H, num) indices, in the batch, of the images mixed into each hybrid
     Cnum       combinations  --combinations  number of sets of `num` classes in a batch
     Nsize      per_class     --per-class     images of a class in a batch; a set gives Nsize hybrids: H = Nsize Cnum
@@ -16,7 +16,9 @@ where L_m is any loss of the labelled images (--loss).
     alpha      alpha         --alpha         factor in L_Hy, Eq. (9); 0: no hybrids
     -          temperature   --temperature   T, by which the inner products in L_Hy are divided
 
-    python train_hse.py [--dataset cub --data data --loss contrastive]  (letters that clash: tests/papers/README.md)
+tests/papers/README.md lists the letters that other papers use for other things.
+
+    python train_hse.py [--dataset cub --data data --loss contrastive]
 """
 from functools import partial
 from itertools import chain, repeat
@@ -56,9 +58,11 @@ def hybrid_loss(h, z, weak_positive, negative, alpha=1.0, temperature=0.1):
 
 
 def most_similar(s, allowed):
-    """The largest allowed entry of each row, or 0, and whether there is one.  s, allowed (n, B) -> (n,), (n,) bool"""
+    """The largest allowed entry of each row (0 if none is allowed), and whether one is.
+    s, allowed (n, B) -> (n,), (n,) bool"""
     has = allowed.any(dim=1)
-    return s.masked_fill(~allowed, float('-inf')).amax(dim=1).masked_fill(~has, 0), has
+    largest = s.masked_fill(~allowed, float('-inf')).amax(dim=1)
+    return largest.masked_fill(~has, 0), has
 
 
 def weak_positives_and_negatives(y, sources):
@@ -72,7 +76,7 @@ def weak_positives_and_negatives(y, sources):
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
-    l_m = base_loss(z, y)                                   # first, because it checks y, which is indexed below
+    l_m = base_loss(z, y)                                   # first: it checks y, with which the next line works
     weak_positive, negative = weak_positives_and_negatives(y, sources)
     return l_m + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)                 # Eq. (10), (11)
 
@@ -89,8 +93,8 @@ def make_hybrids(images, labels, kind='cutmix', num=2, per_class=5, combinations
     `per_class` images starts again at its first. If no set of `num` classes can be chosen, H = 0.
 
     images, labels  (B, 3, S, S), (B,); in any order
-    kind            cutmix: `num` strips of about equal size, from top to bottom or left to right (axis), each cut
-                    at its place from one source; mixup: the mean; gridmask: blocks of mask_size x mask_size pixels,
+    kind            cutmix: `num` strips of about equal size, from top to bottom or left to right (axis), each cut from
+                    one source, at the same place; mixup: the mean; gridmask: blocks of mask_size x mask_size pixels,
                     from the sources in turn
     superclasses    (B,) or None. If given, as on SOP (Section 4.2.1), the classes of a set are of one superclass, and
                     a superclass with fewer than `num` classes in the batch is skipped.
@@ -136,7 +140,7 @@ def blend(parts, kind, axis, mask_size):
     """Mixes num images into one.  parts (H, num, 3, S, S) -> (H, 3, S, S)"""
     _, num, _, height, width = parts.shape
     if kind == 'mixup':
-        return parts.mean(dim=1)        # equal proportions (Section 2.3): with two images HSE Eq. (3) for lambda = 1/2
+        return parts.mean(dim=1)        # equal shares (Section 2.3): with two images, this is HSE Eq. (3), lambda = 1/2
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing='ij')      # (height, width) each
     # source_index (height, width): from which of the num sources each pixel is taken
     if kind == 'gridmask':
@@ -178,7 +182,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
-    # Easy pairs are dropped, see mine in train_ms.py. NaN >= x is false, so ~ keeps a NaN, and the loss is NaN.
+    # Easy pairs are dropped, see mine in train_ms.py. As NaN >= x is false, ~ keeps NaN: the loss shows it.
     positive &= ~(s - epsilon >= hardest_negative)
     negative &= ~(s + epsilon <= hardest_positive)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,)
@@ -243,7 +247,7 @@ def npair_loss(z, y):
     same = y[:, None] == y                                               # (B, B)
     rank = same.tril(-1).sum(dim=1)                 # (B,) number of earlier images of its class
     second = (rank == 1).nonzero()[:, 0]                                 # (P,)
-    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) the column: each row has one entry
+    first = (same[second] & (rank == 0)).nonzero()[:, 1]                 # (P,) each row of the mask has one True
     s = z[first] @ z[second].T                                           # (P, P)
     return -s.log_softmax(dim=1).diagonal().sum() / max(len(s), 1)
 
@@ -262,7 +266,7 @@ class SuperclassSampler:
                                     '--per-class at least 1')
         share = batch_size // len(self.members)                          # images of each superclass in a batch
         self.samplers = [common.BalancedSampler(labels[m], share, per_class) for m in self.members]
-        self.batch_size = sum(sampler.batch_size for sampler in self.samplers)      # smaller with too few classes
+        self.batch_size = sum(sampler.batch_size for sampler in self.samplers)      # fewer if there are too few classes
         self.batches = max(1, len(labels) // self.batch_size)
 
     def __len__(self):
@@ -365,16 +369,16 @@ def reject_impossible_hybrids(args):
 def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
-    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, one more class for each
-    set, which its hybrids replace. With superclasses, it needs `num` classes of every superclass.
+    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, one class for each set,
+    whose place the hybrids of the set take. With superclasses, it needs `num` classes of every superclass.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
-    in_batch = sizes.clamp_max(args.batch_size // (len(sizes) * args.per_class))
+    in_batch = sizes.clamp_max(args.batch_size // (len(sizes) * args.per_class))        # those of them in a batch
     needed = args.num + 1 + (args.combinations if args.hybrids == 'replace' else 0)
     if in_batch.sum() < needed or in_batch.min() < args.num:
-        raise common.UsageError(f'hybrids need {needed} classes in a batch, {args.num} of each superclass if there are '
-                                f'any, and there are {in_batch.tolist()}: raise --batch-size, lower --per-class, --num '
-                                'or --combinations, or take --alpha 0')
+        raise common.UsageError(f'hybrids need {needed} classes in a batch, with superclasses {args.num} of each, and '
+                                f'there are {in_batch.tolist()}: raise --batch-size, lower --per-class, --num or '
+                                '--combinations, or take --alpha 0')
 
 
 def main(argv=None):
@@ -408,11 +412,11 @@ def main(argv=None):
         if args.hybrids == 'replace':
             stay = len(images) - args.per_class * args.combinations
             images, labels = images[:stay], labels[:stay]
-        # The sources are chosen on the CPU. The labels are copied once, because this waits for the GPU.
+        # The sources are chosen on the CPU. The labels are copied once: a copy waits for the GPU.
         y = labels.cpu()
         hybrids, sources = make_hybrids(images, y, args.kind, args.num, args.per_class, args.combinations, args.axis,
                                         args.mask_size, superclass_of[y])
-        z, h = model(torch.cat([images, hybrids])).tensor_split([len(images)])              # (B - H or B, D), (H, D)
+        z, h = model(torch.cat([images, hybrids])).tensor_split([len(images)])              # (len(images), D), (H, D)
         return hse_loss(base_loss, z, labels, h, sources, args.alpha, args.temperature)
 
     return common.train(args, model, data, step, optimizer, loss_params, sampler)
@@ -420,24 +424,25 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Eq. (9) has no temperature. The released code divides by 0.1, and its alphas were chosen with it. On shapes
+    1. Eq. (9) has no temperature. The released code divides by 0.1, and has its alphas for this. On shapes
        the default is 1, as printed.
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here only
        the first column is used, which is Eq. (9).
-    4. The paper does not say which images of two classes are mixed. Here, as in the code, hybrid r mixes image r of
-       each class. Algorithm 1 takes the first classes of a batch; here, as in Section 1, they are drawn at random.
-    5. Algorithm 1, and the code on CUB and Cars, put hybrids into the last Nsize places of a batch, the places of one
-       class. Section 4 also has random places (not here), and appended hybrids (--hybrids append, as in Table 3).
+    4. The paper does not say which images of two classes are mixed. Here, as in the released code, hybrid r mixes image
+       r of each class. Algorithm 1 takes the first classes of a batch; here, as in Section 1, they are drawn at random.
+    5. Algorithm 1, and the released code on CUB and Cars, put hybrids into the last Nsize places of a batch, the places
+       of one class. Section 4 also has random places (not here), and appended hybrids (--hybrids append, as in Table
+       3).
     6. For ms on CUB and Cars the paper uses BN-Inception, this script a ResNet-50. The paper uses the learning rates of
        the base losses (Section 4). Here they come from the released code.
     7. The paper does not say where the blocks of GridMask are. Here the sources take turns along rows and columns. A
        block of 250 px (Table 4) needs an --image-size above 250; with 256, 95% of the pixels are from one source.
     8. A cell is `alpha; batch size / images per class`. A dash means not stated, or no command. In-Shop has the values
-       of SOP. Here npair always has 64 dimensions. The paper has no results for contrastive. Here its alpha is 0.1, and
-       its margin 0.5 as in the released code. (The released commands for SOP say 10 images per class, but the released
-       sampler takes 5. For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars, but in Table 2 the
-       best results have 8 and 16.)
+       of SOP. On the four benchmarks npair has 64 dimensions. The paper has no results for contrastive. Here its alpha
+       is 0.1, and its margin 0.5 as in the released code. (The released commands for SOP say 10 images per class, but
+       the released sampler takes 5. For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars, but in
+       Table 2 the best results have 8 and 16.)
                                   paper (Tables 2, 3)     released command     default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
                        SOP        -; 120 / 5              0.3; 120 / 5         0.3; 120 / 5
@@ -456,7 +461,7 @@ What differs from the released code (github.com/SHQberserker/HSE, 6eb52ba)
        less, and positives above 0.9999. Its N-pair uses cosine similarities, as here; Sohn's uses inner products.
 Tables and figures of the paper
     Tables 2 and 3   --loss and --per-class; rows marked * have --alpha 0. For EPSHN on CUB, R@1 is 64.9 without hybrids
-                     (--per-class 16), and 66.9 (16) and 67.4 (8) with them.
+                     (--per-class 16), and with them 66.9 (--per-class 16) or 67.4 (--per-class 8).
     Table 4          --loss epshn with --kind, --num, --mask-size
     Fig. 5           --arch resnet18 --batch-size 128 --per-class N; the paper does not name its loss
     Fig. 6           --loss ms --combinations N

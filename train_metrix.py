@@ -1,7 +1,7 @@
 """train_metrix.py -- Metrix: mixup for metric learning. A mixed example is partly a positive, partly a negative.
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep Metric Learning.
-ICLR 2022. arXiv:2106.04990. Metrix adds to a base loss (--loss) the same loss of mixed examples, Metrix Eq. (10). In
+ICLR 2022. arXiv:2106.04990. Metrix adds to a base loss (--loss) its value on mixed examples, Metrix Eq. (10). In
 this mixed loss, labels are relative to an anchor a: 1 for its positives, 0 for its negatives. Two examples are mixed,
 as images, features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mixed with a negative has the
 share of the positive as its label: it counts as a positive with this weight, and as a negative with the rest. Three
@@ -12,13 +12,15 @@ batch (in the clean loss, all proxies). The E candidates for mixing are the imag
     paper    code       flag         meaning
     a        anchor     -            (A,) the A anchors, as indices of candidates
     x, x'    i, j       --pairs      (M,) the two candidates in each of the M mixed examples v; i < j: each pair once
-    lambda   lam        --alpha      (M,) share of candidate i, from Beta(alpha, alpha). Eq. (13) to (15) print it for y
+    lambda   lam        --alpha      (M,) share of i, from Beta(alpha, alpha); in Eq. (13) to (15) it stands for y
     y        label      -            (A, M) share of the anchor's class in v: lam if i has it, 1 - lam if j, 1 if both
     -        y          -            (B,) class labels
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
 
-    python train_metrix.py [--dataset cub --data data --mixup feature] (letters that clash: tests/papers/README.md)
+tests/papers/README.md lists the letters that other papers use for other things.
+
+    python train_metrix.py [--dataset cub --data data --mixup feature]
 """
 import random
 from typing import NamedTuple
@@ -55,9 +57,9 @@ def labelled_loss(s, label, valid, kind, **hyper):
     return pull + push                                                              # Eq. (3), (7), (9), (13)
 
 
-# ---- Table 1. Each function is one of its rows; notes 2 and 4, at the end, say what differs. It takes similarities
-# s and weights of the examples, all (A, n): `pos_weight` is y, `neg_weight` is 1 - y, and both are 0 for examples that
-# are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
+# ---- Table 1. Each function is one of its rows; notes 2 and 4, at the end, say what differs. Its arguments are
+# similarities s and weights of the examples, all (A, n): `pos_weight` is y, `neg_weight` is 1 - y, and both are 0 for
+# examples that are not the anchor's. It returns the positive and the negative term of Eq. (7), both (A,).
 
 
 def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
@@ -67,8 +69,8 @@ def contrastive(s, pos_weight, neg_weight, m=0.5, reduction='mean'):
 
     With sums, the mixed loss would dominate: in a batch of 20 classes x 5 images, an anchor has 4 + 95 clean examples,
     and 4 x 95 = 380 mixed ones of pos-neg pairs. So with reduction='mean', the first sum is divided by the number of
-    examples with y > 0: the positives, or all of the anchor's mixed examples. The second sum is divided by the number
-    of its terms that are not 0, because examples below the margin add nothing.
+    examples with y > 0: the clean positives, or all mixed examples of the anchor. The second sum is divided by the
+    number of its terms that are not 0, because examples below the margin add nothing.
     """
     if reduction not in ('mean', 'sum'):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -142,15 +144,15 @@ def clean_loss(kind, z, y, proxies=None, epsilon=None, **hyper):
         hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
         hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
         # The miner drops easy pairs: positives above every negative by epsilon or more, and negatives below every
-        # positive by epsilon or more. An anchor without positives keeps no negatives. NaN >= x is false, so ~
-        # keeps a pair with NaN, and the loss becomes NaN.
+        # positive by epsilon or more. An anchor without positives keeps no negatives. As NaN >= x is false, ~ keeps a
+        # pair with NaN, so that the loss shows it.
         positive = positive & ~(s - epsilon >= hardest_negative)
         negative = negative & ~(s + epsilon <= hardest_positive)
     # `positive` is the label, 1 or 0. The anchor itself, and the examples that the miner dropped, are not valid.
     return labelled_loss(s, positive, positive | negative, kind, **hyper).mean()                # Eq. (10), first term
 
 
-@common.loss            # raises the proxies to float32, also where mixed_loss passes them, inside its `base`
+@common.loss            # makes proxies float32, also those that mixed_loss takes from its argument `base`
 def proxy_logits(v, proxies, temperature=1 / 9):
     """Logits of ProxyNCA++, 2 v.p / T, of embeddings v (M, D), where p are the proxies (C, D), L2-normalized -> (M, C).
     Their softmax is that of -|v - p|^2 / T, because |v - p|^2 = |v|^2 + 1 - 2 v.p, and |v|^2 + 1 is the same for all p.
@@ -187,14 +189,13 @@ def mixed_loss(base, config, model, levels, y):
     z = common.at_least_float32(levels['embed'])                                    # (B, D)
     proxies = base.proxies if base.kind == 'proxy_anchor' else None     # the proxies of ProxyNCA++ are not mixed
     cand_z, cand_y, anchor = candidates_and_anchors(z, y, proxies)                  # (E, D), (E,), (A,)
-    # (M,), (M,), (M,), (A, M), (A, M)
     i, j, lam, label, valid = mixed_pairs(config, cand_z, cand_y, anchor, len(y))
     # There may be nothing to mix, for example if no anchor has a positive. A single mixed image is skipped, too: in
-    # training, BatchNorm fails on a single value per channel, as small images have.
+    # training, BatchNorm fails if a channel has a single value, as with small images.
     if len(i) < (2 if config.mixup == 'input' else 1):
         return 0 * z.sum()                                                          # 0, with a gradient for backward()
-    # Candidates 0 to B - 1 are the images. Input and feature mixup mix no proxies (see plan), so there i and j are
-    # indices of images.
+    # Candidates 0 to B - 1 are the images. Input and feature mixup mix no proxies (see plan()), so that i and j
+    # are indices of images there.
     v = mix_and_embed(config, model, dict(levels, embed=cand_z), i, j, lam)         # (M, D)
     if base.kind == 'proxynca_pp':                  # note 5: classify each mixed example by its two classes
         logits = proxy_logits(v, base.proxies, **base.hyper)                        # (M, C)
@@ -223,8 +224,8 @@ def candidates_and_anchors(z, y, proxies=None):
 def mixed_pairs(config, z, y, anchor, num_images):
     """Eq. (8): which pairs of candidates are mixed, with which label for each anchor
 
-    config   a MixupConfig: `pairs` chooses the set of pairs of an anchor, M(a) in the paper (here M is the number of
-             all pairs); `k` limits its negatives
+    config   a MixupConfig: `pairs` chooses M(a), the set of pairs of an anchor (here M is the number of all pairs);
+             `k` limits the negatives of an anchor
     z, y     (E, D) candidates and their classes (E,); the first num_images are images, the others proxies
     anchor   (A,) the anchors, as indices of candidates
     returns  i, j (M,)     the pairs of all anchors, each once, with i < j
@@ -232,9 +233,10 @@ def mixed_pairs(config, z, y, anchor, num_images):
              label (A, M)  lam if the positive (or the anchor) is i, 1 - lam if it is j; with pos-pos, 1
              valid (A, M)  whether a pair is one of the anchor's; if not, its label means nothing
 
-    For example, take images of classes 0 0 1 1, and pos-neg pairs. Anchor 0 has the positive 1, and the negatives 2 and
-    3. So its pairs are (1, 2) and (1, 3), with label lam. Anchor 3 has the pairs (0, 2) and (1, 2), with label 1 - lam.
-    The pair (1, 2) belongs to both anchors: it is mixed once, and has label lam for anchor 0, 1 - lam for anchor 3.
+    For example, take images 0 to 3 of classes a a b b, and pos-neg pairs. Anchor 0 has the positive 1, and the
+    negatives 2 and 3. So its pairs are (1, 2) and (1, 3), with label lam. Anchor 3 has the pairs (0, 2) and (1, 2),
+    with label 1 - lam. The pair (1, 2) belongs to both anchors: it is mixed once, and has label lam for anchor 0, and
+    1 - lam for anchor 3.
     """
     E = len(y)
     itself = anchor[:, None] == torch.arange(E, device=y.device)                    # (A, E)  S(a): the anchor
@@ -327,8 +329,8 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
-    attracts v while s(a, v) is below this value. The probability that v behaves as positive, Eq. (25) and (11), is the
-    fraction of the pairs (a, v) with this lambda whose similarity is at most the threshold. tests/results/fig2.py
+    attracts v while s(a, v) is below this value. The probability that it does so, P(positive) in Eq. (25) and (11), is
+    the fraction of the pairs (a, v) with this lambda whose similarity is at most the threshold. tests/results/fig2.py
     measures it; training does not use it.
 
     lam      number or tensor, in [0, 1]: share of the positive in v, which is its label
@@ -349,10 +351,10 @@ SHAPES = dict(
     epochs=8, batch_size=96, per_class=4,
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     eval_every=10, precision='fp32', proxy_lr_mult=10)
-# The paper states network, size of the images, epochs, batches, optimizer, learning rates, weight decay and decay rates
-# (Sections 4.1 and B.1, Table 4). It states no decay rate for ProxyNCA++ on CUB and Cars; here it is that of ms. The
-# rest is from the released commands: min_crop, clip, proxy_lr_mult, and decay_epochs are those of CUB for all datasets;
-# freeze_bn and freeze_epochs are those of the dataset.
+# The paper states network, size of the images, epochs, batches (per_class=0: random ones), optimizer, rates and weight
+# decay (Sections 4.1 and B.1, Table 4). It states no decay rate for ProxyNCA++ on CUB and Cars; here it is that of ms.
+# The rest is from the released commands: freeze_bn and freeze_epochs are those of the dataset, and min_crop, clip,
+# proxy_lr_mult and decay_epochs are those of CUB for all datasets.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg+max', dim=512, freeze_bn=True,
     image_size=224, resize=256, min_crop=0.08,
@@ -360,8 +362,8 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1, eval_every=5)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under both. The last
-# entry that has it wins.
+# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
+# loss). The last entry that has it wins.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -380,9 +382,10 @@ DEFAULTS = {
     ('vectors', 'proxynca_pp'): dict(epochs=8),
 }
 
-# USES is {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. To type a
-# flag without effect is an error, such as --delta with --loss ms, or --pairs with --mixup none: if two entries list
-# a flag, both have to allow it. The alpha of proxy_anchor is --proxy-alpha, because --alpha is that of Beta.
+# USES is {flag: {its value: [flags that have an effect with it]}}, where OTHER stands for all other values. A typed
+# flag without effect is an error, such as --delta with --loss ms, or --pairs with --mixup none. A flag that is listed
+# under two flags has an effect only if both values allow it. The alpha of proxy_anchor is --proxy-alpha, because
+# --alpha is that of Beta.
 LOSSES = dict(contrastive=['pairs', 'm', 'reduction'], ms=['pairs', 'beta', 'gamma', 'm', 'epsilon'],
               proxy_anchor=['pairs', 'proxy_alpha', 'delta', 'proxy_lr_mult'],
               proxynca_pp=['temperature', 'proxy_lr_mult'])
@@ -393,8 +396,8 @@ USES = {'loss': LOSSES, 'mixup': {'none': [], common.OTHER: ['pairs', 'hard_nega
 
 
 def plan(args):
-    """Returns [[a MixupConfig for each set of pairs] for each type of --mixup], or [] without mixup, and prints it. A
-    step draws a type of mixup, and then a set of pairs, by default pos-neg or anc-neg."""
+    """Prints and returns, for each type of --mixup, a list with a MixupConfig for each set of pairs. Without mixup, it
+    only returns []. A step draws a type of mixup, and then a set of pairs, by default pos-neg or anc-neg."""
     if args.mixup == ['none'] or args.strength == 0:
         return []
     choices = []
@@ -455,7 +458,7 @@ def reject_impossible_mixup(args):
         raise common.UsageError('--mixup none cannot be combined with other types')
     if args.loss not in PROXY_LOSSES:
         common.require_pairs(args)
-    # The proxies of all classes are enough for a clean loss. But negatives that are mixed are images of the batch.
+    # With proxies, a batch of one class is enough for the clean loss, but not for mixup, whose negatives are images.
     elif args.mixup != ['none'] and args.strength and args.pairs != 'pos-pos' and args.batch_size < 2 * args.per_class:
         raise common.UsageError(f'--batch-size {args.batch_size} with --per-class {args.per_class} is a batch of one '
                                 'class, which has no negative to mix: raise --batch-size')
@@ -518,7 +521,7 @@ What differs from the paper
     4. Proxy-Anchor follows its own paper: it has s + delta on negatives (Table 1: s - m), and no factors 1/beta and
        1/gamma. Its mixed loss is averaged over the classes in the batch; Eq. (10), with all proxies as anchors, divides
        by C. A proxy has no image and no feature map, so anc-neg pairs exist in embedding mixup only. In input mixup,
-       the k hardest negatives are those of the anchor, a proxy; in the paper they are those of an example.
+       negatives are hard for the anchor, a proxy; in the paper, for an example.
     5. ProxyNCA++ follows its authors' code, see clean_loss. In Table 1, its positives and negatives are proxies. They
        have no image or feature map to mix, yet the paper reports input and feature mixup for this loss. Here a mixed
        example v is classified with two targets, by lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy.
@@ -527,36 +530,37 @@ What differs from the released code (github.com/billpsomas/metrix: contrastive a
 b679703). It has feature mixup for contrastive only, no mixup for Proxy-Anchor, and no ProxyNCA++. It trains with Adam,
 draws one lambda per batch, and reports the epoch that is best on the test set. tests/results/patches.py has its losses.
     6.                                here               code, contrastive               code, ms
-       which positives are mixed      all                the first in the batch (in      the least similar one
-                                                         input mixup, all)
+       which positives are mixed      all                the first in the batch; in      the least similar one
+                                                         input mixup, all
        which anchors have anc-neg     all                those without a positive        none
-       which negatives are hard       the anchor's own   the first anchor's (a bug; in   those that the miner keeps
-                                                         input mixup)
-       which terms have mixtures      both               both                            the positive one (a bug)
+       which negatives are hard       the anchor's own   in input mixup, the first       those that the miner keeps
+                                                         anchor's (a bug)
+       which terms mix examples       both               both                            the positive one (a bug)
        what is averaged               anchors (note 2)   values that are not 0           mixed examples
     7. The paper does not state the margin of contrastive. The one here has the highest MAP@R on the validation classes
-       of a fold of CUB (experiment `margin` in tests/results). The released code has a margin of 0.5 on distances,
-       which is 0.875 as a cosine, and trains contrastive for 60 epochs. It
-       mixes one hard negative in input mixup, and has w = 0.3 for anc-neg pairs in embedding mixup.
-    8. Its positive term of ms has one logarithm, log(lam (1 + sum_clean) + 0.4 (1 + sum_mixed)). Because of an indexing
-       bug, less than 1% of the mixed examples are used, and nearly all of these are added to the sum of another anchor.
-       The clean loss, too, is divided by the number of mixed examples, about 10,000, instead of by 100 anchors. So
-       gradients are about 90 times smaller than without mixup, and about as large as the weight decay that Adam adds.
-    9. Its commands for ms on CUB      epochs                   learning rate           sum of the rates, unfrozen
+       of a fold of CUB (experiment `margin` in tests/results). The released code trains contrastive for 60 epochs, with
+       a margin of 0.5 on distances, which is 0.875 as a cosine. It mixes one hard negative in input mixup, and has
+       w = 0.3 for anc-neg pairs in embedding mixup.
+    8. Its positive term of ms has one logarithm for the sums over clean and over mixed examples, log(lam (1 + clean) +
+       0.4 (1 + mixed)). Because of an indexing bug, less than 1% of the mixed examples are used, and nearly all of
+       these are added to the sum of another anchor. The clean loss, too, is divided by the number of mixed examples,
+       about 9,500, instead of by 100 anchors. So gradients are about 95 times smaller than without mixup, and about as
+       large as the weight decay that Adam adds.
+    9. Its commands for ms on CUB      epochs                   learning rate           sum of rates, epochs 6 on
        without mixup                   60                       1e-4, halved every 5    5e-4
        with mixup                      100 (its README: 60)     1e-4, halved every 10   15e-4
-       So training with mixup has three times the sum of learning rates. In its commands for the other datasets, both
-       have the same schedule. Here both have that of the second row, and 100 epochs, which the paper states (Section
-       B.1).
+       So training with mixup has three times the sum of learning rates. On the other datasets, its two schedules are
+       equal. Here both are that of the second row, with 100 epochs, as the paper states (Section B.1).
    10. Its other commands differ from the recipes here. For ms and Proxy-Anchor the rate decays every 5 epochs on Cars,
-       and every 20 on SOP and In-Shop. Contrastive with mixup freezes BatchNorm on SOP and In-Shop, and the
-       backbone for 5 epochs (so does this script on SOP); its baseline on In-Shop for 1, and decays every 5 epochs.
+       and every 20 on SOP and In-Shop. Contrastive with mixup freezes BatchNorm on SOP and In-Shop, and the backbone
+       for 5 epochs (here on SOP, and only the backbone). Its baseline on In-Shop freezes the backbone for 1 epoch, and
+       decays every 5.
 Tables and figures of the paper
     Table 5, CUB, ms         --dataset cub, with --mixup none, input, feature (the default) or embed; 100 epochs take
                              about a quarter of an hour on an H200, and a day on one CPU core
     Tables 2, 5              --dataset, --loss and --mixup choose a cell
-    Table 6, Cars            --loss contrastive with --mixup, --pairs and --hard-negatives; the last row has
-    Table 7, CUB, --dim 128  --mixup input feature embed
+    Tables 6, 7              --loss contrastive with --mixup, --pairs and --hard-negatives, in the last row
+                             --mixup input feature embed; Table 6 has Cars, Table 7 CUB and --dim 128
     Fig. 6                   --dataset cars --loss contrastive --strength W
     Fig. 2, Section 4.3      tests/results/fig2.py; eval.py --analyse
 """

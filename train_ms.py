@@ -1,7 +1,7 @@
 """train_ms.py -- Multi-Similarity loss: the harder a pair, the larger its gradient.
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
-arXiv:1904.06627. Equation numbers are those of the paper of Metrix (arXiv:2106.04990), symbols those of the MS paper.
+arXiv:1904.06627. Equations and sets are those of the paper of Metrix (arXiv:2106.04990), Greek letters those of MS.
 Each image is an anchor. For it, Metrix Eq. (2) has a log-sum-exp over its positives, and one over its negatives. In
 both, the hardest pair has the largest exponent, and so the largest gradient. The function `mine` drops the easy pairs.
 
@@ -12,9 +12,10 @@ both, the hardest pair has the largest exponent, and so the largest gradient. Th
     lambda     m           lam       --lam       positives should be above this similarity, negatives below
     epsilon    -           epsilon   --epsilon   tolerance of the miner: the larger, the more pairs it keeps
 
-Metrix renames two of them: its beta is alpha here, and its gamma is beta here.
+Two of them clash: Metrix's beta is alpha here, and its gamma is beta here. tests/papers/README.md lists all letters
+that papers use for different things.
 
-    python train_ms.py [--dataset cub --data data]                (letters that clash: tests/papers/README.md)
+    python train_ms.py [--dataset cub --data data]
 """
 import torch
 
@@ -23,7 +24,7 @@ import common
 
 @common.loss            # inside, half precision becomes float32
 def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
-    """Metrix Eq. (2) in the letters of the MS paper, for an anchor a with its positives P(a) and its negatives N(a):
+    """Metrix Eq. (2) in the Greek letters of MS, for an anchor a with its positives P(a) and its negatives N(a):
 
     l(a) = 1/alpha log(1 + sum_{p in P(a)} exp(-alpha (s(a,p) - lambda)))    pull
          + 1/beta  log(1 + sum_{n in N(a)} exp( beta  (s(a,n) - lambda)))    push
@@ -36,14 +37,14 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0
     beta     > 0
     lam      lambda, in [-1, 1]
-    epsilon  tolerance of the miner, see mine(); None, the default here: no miner. The script's default is 0.1.
+    epsilon  tolerance of the miner, see mine(); None: no miner. The script's default is 0.1.
     returns  scalar >= 0; an anchor without pairs adds 0
 
     The size of the gradient is the weight of a pair, the "pair weighting" of the paper's title. For a positive p and a
     negative n the gradient is
         dl(a)/ds(a,p) = -exp(-alpha (s(a,p) - lambda)) / (1 + sum over p' in P(a) of exp(-alpha (s(a,p') - lambda))),
         dl(a)/ds(a,n) =  exp( beta  (s(a,n) - lambda)) / (1 + sum over n' in N(a) of exp( beta  (s(a,n') - lambda))).
-    So the weight of a negative rises with its own similarity to a, and falls with those of the other negatives.
+    So the weight of a negative rises with its own similarity to a, and falls as other negatives come closer.
     """
     y = common.check_labels(y, len(z))
     s = z @ z.T                                                          # (B, B)
@@ -64,7 +65,7 @@ def log1p_sum_exp(t, keep):
 def pairs(y):
     """Masks of the positive and of the negative pairs, (B,) -> (B, B), (B, B). No image is paired with itself."""
     same = y[:, None] == y[None, :]                                      # (B, B)
-    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two identical images are a pair
+    itself = torch.eye(len(y), dtype=torch.bool, device=y.device)        # by index: two copies of an image are a pair
     return same & ~itself, ~same
 
 
@@ -82,7 +83,7 @@ def mine(s, y, epsilon):
     # The hardest positive is the least similar one. Images that are no positives get inf, so they are not the minimum.
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)     # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)    # (B, 1)
-    # Comparisons with NaN are false, so a pair with NaN is kept, and the loss becomes NaN.
+    # Comparisons with NaN are false. So a pair with NaN is not easy: it is kept, and the loss becomes NaN.
     easy_positive = s - epsilon >= hardest_negative
     easy_negative = s + epsilon <= hardest_positive
     return positive & ~easy_positive, negative & ~easy_negative
@@ -98,7 +99,7 @@ SHAPES = dict(
     optimizer='adamw', lr=2e-3, weight_decay=1e-4, schedule='cosine', freeze_epochs=0, clip=0.0,
     eval_every=10, precision='fp32')
 # The authors' settings, which they released for CUB only: 3,000 steps, with a decay after every 1,200. An epoch of CUB
-# is 73 steps (5,864 images / 80), so these are about 41 epochs, with a decay after every 16.
+# is 73 steps (5,864 images / 80), so the run has about 41 epochs, with a decay after every 16 of them.
 CUB = dict(
     arch='resnet50', weights='imagenet', pool='avg', dim=512, freeze_bn=True,
     image_size=227, resize=256, crop_from='resized', min_crop=0.16,
@@ -161,10 +162,10 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars beta and lambda are those of the released code of Proxy-Anchor and of HSE:
-                     here    released code of ms    paper, by two public re-implementations
+                     here    released code of ms    paper (from two re-implementations)
            beta      50      40                     50
            lambda    0.5     0.5                    1
-    3. Where the other settings come from (on SOP and In-Shop beta and lambda, too):
+    3. Sources of the other settings (on SOP and In-Shop, also of beta and lambda):
            CUB          the authors' configuration
            Cars         that of CUB, but 30 epochs of 100 steps, our choice. In issue 6 of the authors' repository a
                         user reports R@1 78.4 instead of the paper's 84.1. Another user advises batches above 450.
@@ -172,7 +173,7 @@ What differs from the paper
                         rate of 6e-4, 60 epochs. For the settings that its paper reports (AdamW, 100 epochs, learning
                         rates of 3e-5 on SOP and 1e-4 on In-Shop), run train_metrix.py --mixup none instead.
     4. Metrix's code has alpha 17.97, beta 75.66, lambda 0.77 and epsilon 0.39 for all datasets. The Reality Check
-       selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
+       (arXiv:2003.08505) selected these for CUB by cross-validation, and 15.94, 156.61, 0.72 and 0.34 for SOP.
 What differs from the released code (github.com/msight-tech/research-ms-loss, b68507d)
     5. The released code does not exclude the pair of an image with itself by its index. It drops all positives above a
        similarity of 1 - 1e-5, which includes exact duplicates.

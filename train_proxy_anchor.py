@@ -3,9 +3,9 @@
 Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXiv:2003.13911
 Each class has a learnable vector, its proxy. The proxy is an anchor: all images of the batch are compared with it. In
 Proxy-Anchor Eq. (4) it attracts its positives, the images of its class, and repels its negatives, which are all others.
-Each proxy has a term log(1 + sum of exp(t)) over its positives, and one over its negatives. The harder an image is (a
-farther positive, a closer negative), the larger is its t. Such a term is close to the largest t, or to 0 if all t are
-negative. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
+Each proxy has a term log(1 + sum of exp(t)) over its positives, and one over its negatives, where t is larger for
+harder images (farther positives, closer negatives). Such a term is close to the largest t, or to 0 if all t are below
+0. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings
@@ -16,7 +16,9 @@ negative. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
 
 B images in a batch, C classes, D dimensions; common.py lists such letters.
 
-    python train_proxy_anchor.py [--dataset cub --data data]      (letters that clash: tests/papers/README.md)
+tests/papers/README.md lists the letters that other papers use for other things.
+
+    python train_proxy_anchor.py [--dataset cub --data data]
 """
 import torch
 import torch.nn.functional as F
@@ -31,8 +33,8 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     l(X) = 1/|P+| sum_{p in P+} log(1 + sum_{x in X_p+} exp(-alpha (s(x,p) - delta)))    pull
          + 1/|P|  sum_{p in P}  log(1 + sum_{x in X_p-} exp( alpha (s(x,p) + delta)))    push
 
-    P are the proxies of all C classes (some copies of the paper have P-, see note 3 below), P+ those of the classes in
-    the batch. X_p+ are the images of the batch that have the class of p, and X_p- are all other images of the batch.
+    P are the proxies of all C classes (not P-: see note 3 at the end), P+ those of the classes in the batch.
+    X_p+ are the images of the batch that have the class of p, and X_p- are all other images of the batch.
 
     z        (B, D) L2-normalized embeddings
     y        (B,)   class labels, 0 to C - 1
@@ -49,7 +51,7 @@ def proxy_anchor_loss(z, y, proxies, alpha=32.0, delta=0.1):
     s = F.normalize(proxies, dim=1) @ z.T                # (C, B): a row for each proxy, a column for each image
     positive = torch.arange(len(proxies), device=y.device)[:, None] == y[None, :]      # (C, B): image b has class c
     num_present = positive.any(dim=1).sum()                                            # |P+|
-    # Eq. (4), first sum. The code sums over all C classes: a class that is not in the batch adds log 1 = 0.
+    # Eq. (4), first sum, here over all C classes: a class that is not in the batch adds log 1 = 0.
     pull = log1p_sum_exp(-alpha * (s - delta), positive).sum() / num_present
     # Eq. (4), second sum: the mean is over all C classes.
     push = log1p_sum_exp(alpha * (s + delta), ~positive).mean()
@@ -91,7 +93,7 @@ CUB = dict(
     epochs=60, batch_size=120, per_class=0,
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=5, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
-# From the authors' commands for BN-Inception, here with a ResNet-50: they released no others for SOP and In-Shop.
+# The authors' commands for BN-Inception, the only ones that they released for SOP and In-Shop; here with a ResNet-50
 SOP = CUB | dict(freeze_bn=False, batch_size=180, lr=6e-4, decay_epochs=20, decay_rate=0.25, freeze_epochs=1,
                  eval_every=5)
 DEFAULTS = {
@@ -103,8 +105,8 @@ DEFAULTS = {
     'cars': CUB | dict(decay_epochs=10),
     'sop': SOP,
     'inshop': SOP,
-    # --protocol reality-check, of A Metric Learning Reality Check (Musgrave et al., ECCV 2020). It did not test
-    # Proxy-Anchor: the batches, and the learning rate of the proxies, 6000 x 1e-6, are those of its Proxy-NCA.
+    # --protocol reality-check follows Musgrave et al., A Metric Learning Reality Check, ECCV 2020. They did not test
+    # Proxy-Anchor; the batches and the learning rate of the proxies, 6000 x 1e-6, are those of their Proxy-NCA.
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
 }
 

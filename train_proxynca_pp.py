@@ -3,16 +3,18 @@
 Teh, DeVries, Taylor. ProxyNCA++: Revisiting and Revitalizing Proxy Neighborhood Component Analysis. ECCV 2020.
 arXiv:2004.01113. Each class has a learnable vector, its proxy. The loss is cross-entropy with a softmax over the
 proxies. Its predecessor, Proxy-NCA (Movshovitz-Attias et al., ICCV 2017; Eq. (1) to (3) of the paper of Proxy-Anchor,
-arXiv:2003.13911), omits the positive proxy from the denominator. Therefore it attracts an image to its proxy with the
-same force however close they are. ProxyNCA++ also adds LayerNorm, and a higher learning rate of the proxies.
+arXiv:2003.13911), omits the positive proxy from the denominator, so that an image is attracted to its proxy with the
+same force however close they are. ProxyNCA++ also has LayerNorm, and a higher learning rate of the proxies.
 
     paper    code          flag            meaning
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
-    T        temperature   --temperature   of the softmax over -|x - p|^2 / T: 1/9, or 2 with --loss proxynca
+    T        temperature   --temperature   divides -|x - p|^2 in the softmax; 1/9, or 2 with --loss proxynca
 
-    python train_proxynca_pp.py [--dataset cub --data data]       (letters that clash: tests/papers/README.md)
+tests/papers/README.md lists the letters that other papers use for other things.
+
+    python train_proxynca_pp.py [--dataset cub --data data]
 """
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ import common
 
 @common.loss            # inside, half precision becomes float32
 def proxynca_pp_loss(z, y, proxies, temperature=1 / 9):
-    """ProxyNCA++ as in the authors' code, where p+ is the positive proxy of x, the proxy of its class:
+    """ProxyNCA++ as in the authors' code. The positive proxy of x, p+, is that of the class of x:
 
     l(X) = mean_{x in X} -log( exp(-|x - p+|^2 / T) / sum_{p in P} exp(-|x - p|^2 / T) )
 
@@ -99,8 +101,8 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4, eval_every=5)
-# A flag is set by the entry of the dataset (or of --protocol, if given), then by that of the --loss, then by that of
-# both together. A later one overrides an earlier one.
+# A later entry overrides an earlier one: that of the dataset (or of --protocol, if given), then that of the --loss,
+# then that of both together.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -115,7 +117,7 @@ DEFAULTS = {
     'reality-check': common.PROTOCOL | dict(per_class=1, proxy_lr_mult=6000),
     # With --loss proxynca: the same recipes with another temperature
     'proxynca': dict(temperature=2.0),
-    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),         # that paper's scale; on its loss see note 11
+    ('reality-check', 'proxynca'): dict(temperature=1 / 13.98),         # the scale 13.98 of the paper: note 11
 }
 
 
@@ -125,7 +127,7 @@ def get_args(argv=None):
     add('--loss', choices=['proxynca_pp', 'proxynca'], default='proxynca_pp',
         help='proxynca: the loss of the predecessor, Proxy-NCA')
     add('--temperature', type=float, default=1 / 9,
-        help='temperature of the softmax, which divides squared distances')
+        help='T, which divides the squared distances in the softmax')
     add('--proxy-lr-mult', type=float, help='learning rate of the proxies, as a multiple of --lr')
     add('--eps', type=float, default=1e-8, help='eps of adam, adamw and rmsprop; SGD has none')
     uses = {'optimizer': dict(adam=['eps'], adamw=['eps'], rmsprop=['eps'])}        # with sgd, --eps is an error
@@ -158,7 +160,7 @@ NOTES = """
 What differs from the paper
     1. Except on In-Shop, the authors train twice. First they train on half of the training classes, and measure R@1 on
        the other half. They note the epochs after which R@1 stops rising, and the epoch with the highest R@1. Then they
-       train on all training classes, lower the learning rate at the noted epochs, and stop at the best one. Here the
+       train on all training classes, lower the learning rate at the former, and stop at the latter. Here the
        schedule is fixed: 40 epochs (80 on SOP and In-Shop), the maximum in their code, and a learning rate that is
        multiplied by 0.1 after half of them. On In-Shop the learning rate is constant, as in their code.
     2. The authors first train only the head and the proxies for 5 epochs, then everything for 40 (or 80). Here the 5
@@ -181,8 +183,8 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
        the benchmarks Adam has an eps of 1, so a step is about proportional to the gradient, and 18 times smaller, too.
        A fair comparison needs a higher --lr.
    11. Proxy-NCA in other papers:
-           Reality Check, Section 1.3   has the positive proxy in the denominator, as ProxyNCA++. In its code, distances
-                                        are squared, and times 13.98 on CUB. To reproduce it, run the default --loss
+           Reality Check, Section 1.3   has the positive proxy in the denominator, as ProxyNCA++. The code of this paper
+                                        has 13.98 |x - p|^2 on CUB. To reproduce it, run the default --loss
                                         with --protocol reality-check --temperature 0.0715.
            CCL Eq. (9), train_ccl.py    Proxy-NCA with a scale s on the cosine similarities: T = 2 / s
    12. Metrix (Table 1) writes ProxyNCA++ with logits s(x,p) / T and without the positive proxy in the denominator. This
