@@ -101,7 +101,7 @@ class Embedder(nn.Module):
     def place(self, device):
         """Moves the network to a torch.device, in the memory format of fast convolutions. Returns itself."""
         self.to(device)
-        if device.type != 'mps':            # on a Mac see section 10
+        if device.type != 'mps':            # there, gradients of BatchNorm are wrong in it (torch issue 175189)
             self.trunk.to(memory_format=torch.channels_last)             # then convolutions return this format, too
         return self
 
@@ -598,8 +598,8 @@ class Images(torch.utils.data.Dataset):
         self.classes = list(map(str, map(one_form, classes)))
         labels = torch.as_tensor(labels)
         if labels.shape != (len(items),) or not {*labels.tolist()} <= {*range(len(self.classes))}:
-            raise UsageError(f'{len(items)} images of {len(self.classes)} classes need as many labels, from 0 on, and '
-                             f'these are {tuple(labels.shape)}')
+            raise UsageError(f'{len(items)} images of {len(self.classes)} classes need as many labels, from 0 to '
+                             f'{len(self.classes) - 1}, and these are {labels}')
         self.labels = labels.long()                                      # (N,) from 0 to C - 1
         self.superclasses = superclasses
         self.transform = transform or make_test_transform()
@@ -691,12 +691,14 @@ def transforms_from(args):
 
 
 def normalization(arch):
-    """Mean and standard deviation of the pixels that a network expects, and its image size or None: 224 for a vision
-    transformer of timm, which make_trunk makes for any size."""
+    """Mean and standard deviation of pixels for a network, and its image size: None for torchvision; 224 if
+    that of timm is fixed, because make_trunk makes the network for this size"""
     if not arch.startswith('timm:'):
         return MEAN, STD, None
     import timm
     expected = timm.get_pretrained_cfg(arch.removeprefix('timm:'))
+    if not expected:
+        raise UsageError(f'--arch {arch}: timm knows no such network')
     return expected.mean, expected.std, 224 if expected.fixed_input_size else expected.input_size[-1]
 
 
@@ -722,8 +724,8 @@ def to_rgb(image, min_side=None):
     except MemoryError:
         raise
     except Exception as error:                              # every image format has errors of its own
-        raise UsageError(f'cannot read the image {getattr(source, "shape", source)}: {error}; replace or remove it '
-                         '(AVIF needs Pillow 11.3)') from error
+        raise UsageError(f'cannot read the image {getattr(source, "shape", source)}: {error}; replace or remove it'
+                         ) from error
 
 
 # ---- 6. shapes -------------------------------------------------------------------------------------
@@ -737,6 +739,9 @@ def draw_shapes(**transforms):
     the classes cannot be told apart by pixels or colours only.
     """
     generator = torch.Generator().manual_seed(2022)
+    t = torch.linspace(-math.pi, math.pi, 721)
+    side = torch.linspace(-1, 1, 64)
+    grid = torch.stack(torch.meshgrid(side, side, indexing='xy'))       # (2, S, S) x and y
 
     def uniform(low, high, *shape):
         return low + (high - low) * torch.rand(*shape, generator=generator)
@@ -771,9 +776,6 @@ def draw_shapes(**transforms):
         labels = torch.arange(200).repeat_interleave(20)
         return Images(list(pixels.numpy()), labels, [f'{name} shape {i}' for i in range(200)], **transforms)
 
-    t = torch.linspace(-math.pi, math.pi, 721)
-    side = torch.linspace(-1, 1, 64)
-    grid = torch.stack(torch.meshgrid(side, side, indexing='xy'))       # (2, S, S) x and y
     return dict(train=draw_set('training'), query=draw_set('test'))
 
 
@@ -827,14 +829,14 @@ def load_dataset(name, root='data', fold=None, whole=False, **options):
     """The Splits of a dataset. Raises UsageError if files are missing, or counts are not as published.
 
     name     shapes, folder, vectors, cub, cars, sop or inshop
-    root     folder that contains what the archives of the dataset unpack to
+    root     its folder, the --data in README
     fold     'i/n': block i of n of the training classes is the test set; the real test set is not used
-    whole    all images are the test set, and .train is None
+    whole    all images are the test set, and .train is None (not for shapes)
     options  arguments of Images, such as transform
     """
     try:
         splits = draw_shapes(**options) if name == 'shapes' else read_splits(name, root, whole, options)
-    except (OSError, ValueError, LookupError) as error:     # a file is missing, cut, or a web page, for example
+    except (OSError, ValueError, LookupError) as error:     # a file is missing or a web page, for example
         raise UsageError(f'{name} cannot be loaded from {root}: {error}; README says what has to be there') from error
     if fold:
         splits = hold_out(splits.get('train'), fold)
@@ -867,10 +869,10 @@ def read_splits(name, root, whole, options):
 def check_files(paths):
     """Raises ValueError if images are missing, or listed twice."""
     missing = [path for path in paths if not os.path.isfile(path)]
-    # A folder may have several names, as links. Links to one file may be meant: some tools store equal files once.
+    # A link to a folder would list its images twice. Links to a file are allowed: some tools store equal files once.
     real = cache(os.path.realpath)
     times = Counter((real(os.path.dirname(path)), os.path.basename(path)) for path in paths)
-    twice = [path for path, count in times.items() if count > 1]
+    twice = [os.path.join(*path) for path, count in times.items() if count > 1]
     if missing or twice:
         raise ValueError(f'of {len(paths):,} images {len(missing):,} are missing, and {len(twice):,} are listed twice, '
                          f'such as {[*missing, *twice][0]}')
@@ -881,12 +883,12 @@ def hold_out(train, fold):
     for training. The blocks are contiguous, as in Section 3.3 of the Reality Check, and of equal size up to one class.
     """
     numbers = re.fullmatch(r'(\d+)/(\d+)', fold)
-    i, n = map(int, numbers.groups()) if numbers else (0, 0)
+    i, n = map(int, numbers.groups()) if numbers else (0, 0)             # 0/0 is refused below
     classes = train.num_classes if train else 0
     block = torch.arange(classes) * n // classes                         # (C,)
     if not i < n or n < 2 or torch.bincount(block, minlength=n).min() < 2:
-        raise UsageError(f'--fold {fold} is not I/N with I from 0 to N - 1, N at least 2, and two classes in a block: '
-                         f'there are {classes} for training')
+        raise UsageError(f'--fold {fold} is not I/N with I from 0 to N - 1, N at least 2, and at least two classes '
+                         f'in each block, of {classes} for training')
     validates = block[train.labels] == i                                 # (N,)
     return dict(train=train.subset(~validates), query=train.subset(validates))
 
@@ -963,7 +965,7 @@ SPLITS = {'train', 'test', 'query', 'gallery'}
 
 def find_splits(names):
     """Which of these folders (or NPZ files, without their ending) is which split, as {split: name}. Splits are train,
-    test (or query, if there is a gallery) and gallery."""
+    test (or query) and gallery."""
     names = {*names}
     found = names & SPLITS
     if others := names - SPLITS:
@@ -975,7 +977,7 @@ def find_splits(names):
 
 def is_read(path):
     """Whether a file or folder may have images: it does not belong to an operating system, a file server (thumbnails)
-    or a waste bin, and is no folder runs/ that these scripts wrote, with image grids."""
+    or a waste bin, and is no folder runs/ of these scripts, which can have image grids."""
     service = 'lost+found', '__MACOSX', 'System Volume Information', '$RECYCLE.BIN', '@eaDir', '#recycle'
     runs = path.name == 'runs' and any(path.rglob('log.jsonl'))
     return not (path.name.startswith('.') or path.name in service or runs)
@@ -1105,12 +1107,13 @@ def build(args, data=None, **options):
 def new_folder(args, data):
     """Makes runs/<name>/; without --name it is script, dataset and the next free number."""
     numbered = (f'{args.script.removeprefix("train_")}-{data.name}-{number}' for number in range(1, 10 ** 6))
-    for name in [args.name] if args.name else numbered:
+    for name in ([args.name] if args.name else numbered):
         folder = Path('runs', name)
         if not folder.exists():
             folder.mkdir(parents=True)
             return folder
-    raise UsageError(f'{folder} exists already; choose another --name, or continue this run with --resume {folder}')
+    raise UsageError(f'{folder} exists already; choose another --name, delete it, or continue this run with --resume '
+                     f'{folder}')
 
 
 def best_row(rows):
@@ -1124,7 +1127,7 @@ def print_recipe(args, model, data, per_epoch, total, folder):
           f'{len(data.query or []):,} {"validation" if args.fold else "test"} images\n'
           f'{total:,} steps, {per_epoch:,} in an epoch, on {args.device} in {model.precision}')
     print(', '.join(f'{flag} {value}' for flag, value in saved_flags(args).items()))
-    print(f'If this run is interrupted, --resume {folder} continues it.')
+    print(f'If this run is interrupted after its first evaluation, --resume {folder} continues it.')
     if 0 < total <= args.freeze_epochs * per_epoch:
         warn(f'the backbone will not be trained: it is frozen for {args.freeze_epochs} epochs')
 
@@ -1141,9 +1144,10 @@ def summary(args, data, folder, rows):
     row = best_row(rows) if args.fold else rows[-1]
     if data.query:
         part = 'validation' if args.fold else 'test'
+        others = 'other image' if data.gallery is data.query else 'image in the gallery'
         print(f'R@1 = {row["R@1"]:.1f} after epoch {row["epoch"]}, {rows[0]["R@1"]:.1f} before: the percentage '
-              f'of {part} images whose most similar other image shows the same class.')
-    if data.name in DATASETS:                               # eval.py knows no others
+              f'of {part} images whose most similar {others} shows the same class.')
+    if data.query and data.name in DATASETS:                # eval.py knows no others
         evaluation = os.path.relpath(Path(__file__).with_name('eval.py'))
         print('Next:', shlex.join(['python', evaluation, '--checkpoint', str(folder)]))
     return row
@@ -1158,8 +1162,8 @@ def about_data(args, data):
 
 
 def hash_of(images):
-    """A hash of the classes, labels and images of a set, or None: of files their names and sizes, of vectors their
-    values. The pixels of images in memory are left out: those of shapes differ from CPU to CPU."""
+    """A hash of a set, its classes, labels and images (of files names and sizes, of vectors values); None of None. The
+    pixels of images in memory are left out: those of shapes differ from CPU to CPU."""
     if not images:
         return None
     files = [(os.path.basename(path), os.path.getsize(path)) for path in images.paths if images.are_files]
@@ -1184,7 +1188,7 @@ def load_run(args, about, parts, per_epoch, total):
 
 
 def saved_flags(args):
-    """{flag: value} for a checkpoint, which has plain values only: no device and no path"""
+    """{flag: value} for a checkpoint, which cannot hold a torch.device or a Path"""
     return {name: value for name, value in vars(args).items() if name not in ('device', 'resume')}
 
 
@@ -1267,7 +1271,7 @@ def load_weights(trunk, arch, weights, classifier):
         saved = saved.get(key, saved)
     wanted = trunk.state_dict()
     first = next(iter(wanted))
-    # With several networks in the file there is no common prefix, and names are missing.
+    # The prefix is what precedes the name of the first layer. For several networks there is none, and loading fails.
     prefix = os.path.commonprefix([name.removesuffix(first) for name in saved if f'.{name}'.endswith(f'.{first}')])
     layers = {name.split('.')[0] for name in wanted}
     found = {name.removeprefix(prefix): value for name, value in saved.items()}
@@ -1307,14 +1311,21 @@ PROTOCOL = dict(arch='resnet50', weights='imagenet', pool='avg', dim=128, freeze
 RUN_FLAGS = {'seed', 'fold', 'name', 'data', 'download', 'resume', 'device', 'precision', 'compile', 'workers',
              'eval_every'}
 # Flags that may change when a run is resumed
-RESUMABLE = RUN_FLAGS - {'seed', 'fold', 'name'} | {'epochs', 'steps', 'patience'}
+RESUMABLE = (RUN_FLAGS - {'seed', 'fold', 'name'}) | {'epochs', 'steps', 'patience'}
 
 SWITCH = argparse.BooleanOptionalAction
 OTHER = object()                            # in `uses` of parse: all values that are not named
+# The `uses` of all scripts
+USES = [('schedule', {'step': ['decay_epochs', 'decay_rate'], OTHER: []}),
+        ('optimizer', {'sgd': ['momentum'], 'rmsprop': ['momentum'], OTHER: []}),
+        ('fold', {None: [], OTHER: ['patience']})]
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Prints docstrings unchanged, and the default of each flag."""
+    """Prints docstrings unchanged, and the default of each flag that has one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
 def number_or(kind, *words):
@@ -1323,7 +1334,7 @@ def number_or(kind, *words):
 
 
 def parser(doc, notes='', file=None):
-    """A parser with the flags of all scripts. A flag without a default gets one from the recipe.
+    """A parser with the flags of all scripts. Most flags without a default get one from the recipe.
 
     doc, notes  printed by --help before and after the flags
     file        a script's __file__: checkpoints and run folders are named after it. None: the first word of `doc`
@@ -1339,7 +1350,8 @@ def parser(doc, notes='', file=None):
     add('--download', action='store_true', help='download cub or sop to --data, unless it is there')
     add('--image-size', type=int, help='side of the square crops, pixels')
     add('--resize', type=int, help='shorter side of test images before the crop, pixels; follows --image-size')
-    add('--crop-from', choices=['original', 'resized'], default='original', help='crop in training, or first --resize')
+    add('--crop-from', choices=['original', 'resized'], default='original',
+        help='what training crops are cut from, the original image or the resized one')
     add('--min-crop', type=float, help='minimum area of a training crop, fraction of the image')
     add('--jitter', type=float, default=0.0, help='of ColorJitter: brightness, contrast, saturation')
     add('--flip', action=SWITCH, default=True, help='flip half of the crops horizontally')
@@ -1409,17 +1421,17 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
     first = parser.parse_args([word for word in argv if word not in ('-h', '--help')], blank)
     typed = {flag: value for flag, value in vars(first).items() if value is not untyped and flag != 'script'}
     saved = saved_recipe(parser, typed) if 'resume' in typed else {}
-    loss = dict(loss=parser.get_default('loss'))            # the script's own, if none is typed
-    row = recipe(loss | saved | typed, DEFAULTS) | saved
+    asked = dict(loss=parser.get_default('loss')) | saved | typed       # the script's own loss, if none is typed
+    row = recipe(asked, DEFAULTS) | saved
     if unknown := row.keys() - vars(first).keys():
-        raise UsageError(f'the recipe has no flag of {parser.prog}: {", ".join(unknown)}')
+        raise UsageError(f'the recipe sets what is no flag of {parser.prog}: {", ".join(unknown)}')
     parser.set_defaults(**row)
     args = parser.parse_args(argv)                          # what is typed replaces the recipe
     if args.dataset == 'shapes' and 'data' in typed:
         raise UsageError('--dataset shapes is built in and has no --data; for images of your own add --dataset folder')
     if args.resize < args.image_size:
         raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, the crop of it')
-    for flag, users in (uses or {}).items():
+    for flag, users in [*USES, *(uses or {}).items()]:
         value = getattr(args, flag)
         values = value if isinstance(value, list) else [value]
         used = {user for each in values for user in users.get(each, users.get(OTHER, []))}
@@ -1439,8 +1451,8 @@ def recipe(asked, DEFAULTS):
     row = {}
     for key in (name, loss, (name, loss)):                  # the later overrides the earlier
         row = row | DEFAULTS.get(key, {})
-    image_size = asked.get('image_size') or normalization(asked.get('arch', ''))[2]
-    if image_size and 'resize' in row:
+    image_size = asked.get('image_size') or normalization(asked.get('arch', ''))[2]     # typed, or of a network of timm
+    if image_size:
         row |= dict(image_size=image_size, resize=round(image_size * row['resize'] / row['image_size']))
     if asked.get('weights') == 'none':                      # random weights cannot learn with frozen statistics
         row |= dict(freeze_bn=False)
@@ -1512,11 +1524,6 @@ def check_labels(y, B, C=None):
     return y
 
 
-# On several GPUs: torchrun --nproc-per-node 4 SCRIPT --dataset sop --data data. This was tested with two processes on a
-# CPU, which need --freeze-bn. The GPU of a Mac gets no channels_last, because gradients of BatchNorm are wrong in it in
-# many releases of torch (issue 175189). In a notebook, main(['--resume', 'runs/first']) continues a run.
-
-
 def to_device(t, device):
     """A tensor on a torch.device. On CUDA the CPU does not wait for the copy. On the GPU of a Mac it has to: there the
     source may be released before it is read, which gives other values without an error (torch issue 189690)."""
@@ -1553,17 +1560,18 @@ EPOCH, STEP, CROP = 1, 2, 3
 
 
 def set_seed(*seeds, seed_torch=torch.manual_seed):
-    """Seeds all random generators, on all devices, with a function of these integers."""
+    """Seeds the random generators of Python, numpy and torch with a function of these integers."""
     seed = int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0])
     random.seed(seed)
     np.random.seed(seed % 2 ** 32)
     seed_torch(seed)
 
 
-# torchrun starts a script several times, once for each GPU. Each process loads a part of each batch, and the parts are
-# gathered. Each runs the trunk on its part, or on all images if they cannot be divided evenly, as with a varying number
-# of mixed images. The feature maps are gathered, and every process computes the loss of the whole batch. So the scripts
-# need no code for several processes. The main process, of rank 0, prints and writes.
+# `torchrun --nproc-per-node 4 SCRIPT FLAGS` starts a script four times, once for each GPU. It was tested with two
+# processes on a CPU, which need --freeze-bn. Each process loads a part of each batch, and the parts are gathered. Each
+# runs the trunk on its part, or on all images if they cannot be divided evenly, as with a varying number of mixed
+# images. The feature maps are gathered, and every process computes the loss of the whole batch. So the scripts need no
+# code for several processes. The main process, of rank 0, prints and writes.
 
 
 def world_size():

@@ -22,8 +22,8 @@ as one run, and give two rows, as in Section 3.3 of the Reality Check:
     uniformity          log of the mean of exp(-2 d^2) over all pairs of test images; lower is better  (Wang and Isola)
     utilization         mean squared distance of a test image to the nearest training image, Metrix Eq. (12);
                         lower is better (Venkataramanan et al., ICLR 2022, Section 4.3)
-    train R@1           R@1 of the training images, searched in themselves: far above R@1 of the test images, the
-                        network has memorised its classes
+    train R@1           R@1 of the training images, searched in themselves: if it is far above R@1 of the test images,
+                        the network has memorised its classes
     copies              number of test images whose nearest training image has a cosine above 0.9999. They are probable
                         duplicates (train-test leakage), unless the embeddings have collapsed
 With a gallery, the test images of these metrics are the queries. Left out are: uniformity of a single query, and
@@ -142,7 +142,7 @@ def draw_grid(path, model, queries, gallery, rows, index, hit=None):
 
 
 def draw_queries(path, model, data, z, gallery, top, hardest):
-    """A grid of ROWS queries: the hardest ones, or evenly spaced ones in the order of the classes."""
+    """A grid of ROWS queries: the hardest ones, or evenly spaced ones of the test set."""
     k = min(top, len(data.gallery) - int(gallery is None))               # without the query itself
     s, index = (found.cpu() for found in nearest(z, gallery, k))         # both (N, k)
     hit = data.gallery.labels[index] == data.query.labels[:, None]
@@ -265,7 +265,7 @@ def score_seed(args, place, runs):
     if len(runs) == 1:
         return {'one network': average}
     z = concatenate(queries)
-    if gallery is not None:
+    if galleries[0] is not None:
         gallery = concatenate(galleries)
     return {'separated': average, 'concatenated': common.score(data, z, gallery)}
 
@@ -320,6 +320,8 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     if (len(args.checkpoint) > 1 or args.against) and (args.analyse or args.embed or args.sheet or args.query):
         raise UsageError('--analyse, --embed, --sheet and --query are for one checkpoint')
+    if args.query and (args.analyse or args.embed or args.hardest):
+        raise UsageError('--query finds images and evaluates nothing: leave out --analyse, --embed and --hardest')
     return args
 
 
@@ -364,7 +366,8 @@ def load_test_set(args, model, name, folder):
 def reject_replacing(outputs, inputs):
     """Raises UsageError if a file that is about to be written is one of the inputs. Both are paths."""
     if replaced := {path.resolve() for path in outputs} & {Path(file).resolve() for file in inputs}:
-        raise UsageError(f'the output would replace {min(replaced)}, an input; name another file')
+        raise UsageError(f'the output would replace {min(replaced)}, a file of the run or of the data; name another '
+                         'file')
 
 
 def evaluate_one(args):

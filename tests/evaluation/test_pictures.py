@@ -67,6 +67,9 @@ def test_photos_are_compared_with_all_images_of_a_folder(run, small, tmp_path, c
     Image.open('photos/b/2.jpg').resize((90, 70)).save('other.png')
     photos = [str(tmp_path / 'photos/a/1.jpg'), 'other.png']
     flags = ['--checkpoint', 'runs/mine', '--query', *photos, '--top', '3', '--sheet', 'x.png', *EVAL]
+    for flag in ['--analyse'], ['--embed', 'z.npz'], ['--hardest']:
+        with pytest.raises(common.UsageError, match='--query finds images and evaluates nothing'):
+            evaluation.main([*flags, *flag])
     found = evaluation.main(flags)['queries']
     model = common.load_checkpoint('runs/mine', precision='fp32')
     images = common.load_dataset('folder', 'photos', whole=True, transform=model.transform).query
@@ -89,7 +92,7 @@ def test_an_output_never_replaces_an_input(run, small, tmp_path):
     Path('x/z-gallery.npz').touch()
     before = {path: path.read_bytes() for path in tmp_path.rglob('*.*')}
     for flags in '--query photo.png --sheet photo.png', '--data x --sheet x/../x/a/1.jpg', '--data x --embed x/z.npz':
-        with pytest.raises(common.UsageError, match='would replace .*, an input'):
+        with pytest.raises(common.UsageError, match='would replace .*, a file of the run or of the data'):
             evaluation.main(['--checkpoint', 'runs/mine', *flags.split(), *EVAL])
     assert {path: path.read_bytes() for path in tmp_path.rglob('*.*')} == before
 

@@ -15,12 +15,14 @@ from common import UsageError, read_checkpoint
 @pytest.mark.parametrize('line, message', [
     *((f'{script} {flags}', f'{flags.split()[-2]} has no effect with --')
       for script, case in CASES.items() for flags in case.no_effect),
+    *((f'train_ms {flags} 3', f'{flags.split()[-1]} has no effect with --') for flags in (
+        '--momentum', '--optimizer adam --momentum', '--decay-rate', '--decay-epochs', '--patience')),
     *((f'{script} --batch-size 4 --per-class {per_class}', 'this loss compares') for per_class in (1, 4) for script in (
         'train_contrastive', 'train_ms', 'train_metrix', 'train_hse --loss epshn')),
     ('train_ms --data x', 'shapes is built in'), ('train_ms --image-size 64 --resize 32', '--resize 32 is smaller'),
     ('train_ms --device cuda:99', 'cuda:99 cannot be used'), ('train_hse --dataset vectors', 'vectors has none'),
     ('train_metrix --mixup input embed --dataset vectors', 'vectors has none'),
-    ('train_ms --dataset cub', 'the recipe has no flag of train_ms.py: learning_rate')])
+    ('train_ms --dataset cub', 'the recipe sets what is no flag of train_ms.py: learning_rate')])
 def test_flags_without_effect_or_without_sense_and_unknown_flags_of_a_recipe_are_refused(monkeypatch, line, message):
     monkeypatch.setitem(train_ms.DEFAULTS, 'cub', train_ms.CUB | dict(learning_rate=1))
     script, *flags = line.split()

@@ -105,7 +105,10 @@ def test_a_network_of_timm_is_made_for_the_image_size_and_has_its_own_normalizat
     config = SimpleNamespace(mean=mean, std=(1, 1, 1), input_size=(3, 518, 518), fixed_input_size=True,
                              classifier=('head.fc', 'head_dist'))
     make = Mock(side_effect=lambda *_, img_size, **__: nn.Sequential(OrderedDict(head=nn.Conv2d(3, 9, img_size))))
-    monkeypatch.setitem(sys.modules, 'timm', SimpleNamespace(create_model=make, get_pretrained_cfg=lambda name: config))
+    timm = SimpleNamespace(create_model=make, get_pretrained_cfg=dict(dino=config).get)
+    monkeypatch.setitem(sys.modules, 'timm', timm)
+    with pytest.raises(UsageError, match='timm knows no such network'):
+        train_ms.get_args(['--arch', 'timm:dyno'])
     flags = ['--arch', 'timm:dino', '--device', 'cpu']
     args = train_ms.get_args(flags)
     assert args.image_size == 224, 'not 518 px, which would be 5.4 times the pixels'
