@@ -313,7 +313,7 @@ What differs from the paper
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
     8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, crop_from,
-       min_crop, epochs, schedule and the jitter on CUB are from it. Its other settings are not used here: it freezes
+       min_crop, epochs, schedule and the jitter on CUB are from it. These settings differ: it freezes
        BatchNorm on all datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on
        CUB, and squashes Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no
        weight decay on biases and BatchNorm. It reports its best epoch on the test set.

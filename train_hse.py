@@ -424,7 +424,7 @@ def main(argv=None):
 
 NOTES = """
 What differs from the paper
-    1. Eq. (9) has no temperature. The released code divides by 0.1, and has its alphas for this. On shapes
+    1. Eq. (9) has no temperature. The released code divides by 0.1, with alphas chosen for it. On shapes
        the default is 1, as printed.
     2. The text says that alpha balances pulling and pushing. In Eq. (9), which is computed here, it weights both.
     3. Algorithm 1 averages both columns of log_softmax([s_ewp, s_hn]). That loss is smallest at s_ewp = s_hn. Here only
@@ -443,7 +443,7 @@ What differs from the paper
        is 0.1, and its margin 0.5 as in the released code. (The released commands for SOP say 10 images per class, but
        the released sampler takes 5. For EPSHN, Section 4.2.1 names 16 images per class for CUB and 8 for Cars, but in
        Table 2 the best results have 8 and 16.)
-                                  paper (Tables 2, 3)     released command     default here
+                                  paper (Tables 2, 3)     released code        default here
          ms            CUB, Cars  0.05; 80 / 5            -                    0.05; 80 / 5
                        SOP        -; 120 / 5              0.3; 120 / 5         0.3; 120 / 5
          proxy_anchor  CUB        2; 128                  2; 128 / 8           2; 128 / 8

@@ -521,7 +521,7 @@ What differs from the paper
     4. Proxy-Anchor follows its own paper: it has s + delta on negatives (Table 1: s - m), and no factors 1/beta and
        1/gamma. Its mixed loss is averaged over the classes in the batch; Eq. (10), with all proxies as anchors, divides
        by C. A proxy has no image and no feature map, so anc-neg pairs exist in embedding mixup only. In input mixup,
-       negatives are hard for the anchor, a proxy; in the paper, for an example.
+       negatives are hard for the anchor, a proxy; in the paper, for an image.
     5. ProxyNCA++ follows its authors' code, see clean_loss. In Table 1, its positives and negatives are proxies. They
        have no image or feature map to mix, yet the paper reports input and feature mixup for this loss. Here a mixed
        example v is classified with two targets, by lam CE(v, y_i) + (1 - lam) CE(v, y_j), where CE is cross-entropy.
@@ -533,9 +533,9 @@ draws one lambda per batch, and reports the epoch that is best on the test set. 
        which positives are mixed      all                the first in the batch; in      the least similar one
                                                          input mixup, all
        which anchors have anc-neg     all                those without a positive        none
-       which negatives are hard       the anchor's own   in input mixup, the first       those that the miner keeps
-                                                         anchor's (a bug)
-       which terms mix examples       both               both                            the positive one (a bug)
+       hard negatives are those of    each anchor        in input mixup, the first       the miner
+                                                         anchor (a bug)
+       which terms have mixed ones    both               both                            the positive one (a bug)
        what is averaged               anchors (note 2)   values that are not 0           mixed examples
     7. The paper does not state the margin of contrastive. The one here has the highest MAP@R on the validation classes
        of a fold of CUB (experiment `margin` in tests/results). The released code trains contrastive for 60 epochs, with
@@ -546,15 +546,15 @@ draws one lambda per batch, and reports the epoch that is best on the test set. 
        these are added to the sum of another anchor. The clean loss, too, is divided by the number of mixed examples,
        about 9,500, instead of by 100 anchors. So gradients are about 95 times smaller than without mixup, and about as
        large as the weight decay that Adam adds.
-    9. Its commands for ms on CUB      epochs                   learning rate           sum of rates, epochs 6 on
+    9. Its commands for ms on CUB      epochs                   learning rate           sum of rates after the freeze
        without mixup                   60                       1e-4, halved every 5    5e-4
        with mixup                      100 (its README: 60)     1e-4, halved every 10   15e-4
        So training with mixup has three times the sum of learning rates. On the other datasets, its two schedules are
        equal. Here both are that of the second row, with 100 epochs, as the paper states (Section B.1).
    10. Its other commands differ from the recipes here. For ms and Proxy-Anchor the rate decays every 5 epochs on Cars,
        and every 20 on SOP and In-Shop. Contrastive with mixup freezes BatchNorm on SOP and In-Shop, and the backbone
-       for 5 epochs (here on SOP, and only the backbone). Its baseline on In-Shop freezes the backbone for 1 epoch, and
-       decays every 5.
+       for 5 epochs (here: the backbone, on SOP only). Without mixup, contrastive on In-Shop freezes the backbone for 1
+       epoch, and decays every 5.
 Tables and figures of the paper
     Table 5, CUB, ms         --dataset cub, with --mixup none, input, feature (the default) or embed; 100 epochs take
                              about a quarter of an hour on an H200, and a day on one CPU core

@@ -1,7 +1,7 @@
 """train_ms.py -- Multi-Similarity loss: the harder a pair, the larger its gradient.
 
 Wang, Han, Huang, Dong, Scott. Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning. CVPR 2019.
-arXiv:1904.06627. Equations and sets are those of the paper of Metrix (arXiv:2106.04990), Greek letters those of MS.
+arXiv:1904.06627. Equations, P(a) and N(a) are from the paper of Metrix (arXiv:2106.04990), Greek letters from MS.
 Each image is an anchor. For it, Metrix Eq. (2) has a log-sum-exp over its positives, and one over its negatives. In
 both, the hardest pair has the largest exponent, and so the largest gradient. The function `mine` drops the easy pairs.
 
@@ -12,7 +12,7 @@ both, the hardest pair has the largest exponent, and so the largest gradient. Th
     lambda     m           lam       --lam       positives should be above this similarity, negatives below
     epsilon    -           epsilon   --epsilon   tolerance of the miner: the larger, the more pairs it keeps
 
-Two of them clash: Metrix's beta is alpha here, and its gamma is beta here. tests/papers/README.md lists all letters
+Beware of beta: Metrix's beta is alpha here, and its gamma is beta here. tests/papers/README.md lists all letters
 that papers use for different things.
 
     python train_ms.py [--dataset cub --data data]
@@ -162,7 +162,7 @@ What differs from the paper
     1. The network is a ResNet-50, on CUB and Cars with average pooling, as in the authors' configuration of a
        ResNet-50. Their published results are from BN-Inception with max pooling.
     2. On CUB and Cars beta and lambda are those of the released code of Proxy-Anchor and of HSE:
-                     here    released code of ms    paper (from two re-implementations)
+                     here    released code of ms    paper, as two others code it
            beta      50      40                     50
            lambda    0.5     0.5                    1
     3. Sources of the other settings (on SOP and In-Shop, also of beta and lambda):
