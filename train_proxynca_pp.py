@@ -173,8 +173,8 @@ What differs from the released code (github.com/euwern/proxynca_pp, 217233d)
     5. The released code has a separate optimizer for the 5 epochs in which only the head and the proxies learn. Here it
        is one optimizer, so the running means of Adam carry over.
     6. The released code clips only the gradients of the network. Here those of the proxies are clipped, too. At the
-       start this changes nothing: only entries above 10 are clipped, and the gradient with respect to a proxy has a norm
-       of at most 2 / (T |p|), which is 6.4 for |p| = sqrt(512) / 8.
+       start this changes nothing: only entries above 10 are clipped, and the gradient of a proxy has a norm of at most
+       2 / (T |p|), which is 6.4 for |p| = sqrt(512) / 8.
     7. The released commands split each batch over two GPUs, so BatchNorm gets half a batch. Here it gets all of it.
     8. The released code evaluates embeddings that are not L2-normalized, although training normalizes them.
     9. With one class the loss of the released code divides by 0, and with two classes it is wrong. It makes one-hot
