@@ -101,7 +101,7 @@ class Embedder(nn.Module):
     def place(self, device):
         """Moves the network to a torch.device, in the memory format of fast convolutions. Returns itself."""
         self.to(device)
-        if device.type != 'mps':            # there, gradients of BatchNorm are wrong in it (torch issue 175189)
+        if device.type != 'mps':            # on a Mac's GPU, BatchNorm has wrong gradients in it (torch issue 175189)
             self.trunk.to(memory_format=torch.channels_last)             # then convolutions return this format, too
         return self
 
@@ -171,7 +171,7 @@ def make_trunk(arch, weights='none', image_size=224):
     try:
         if arch.startswith('timm:'):
             import timm
-            config = timm.get_pretrained_cfg(arch[5:])
+            config = timm_config(arch)
             size = dict(img_size=image_size) if config.fixed_input_size else {}
             trunk = timm.create_model(arch[5:], pretrained=pretrained, num_classes=0, **size)
             classifier = config.classifier                  # a name, or a tuple of names
@@ -192,6 +192,15 @@ def make_trunk(arch, weights='none', image_size=224):
         raise UsageError(f'cannot make --arch {arch} with --weights {weights}: {error}; offline, name a file of weights'
                          ) from error
     return trunk if weights in ('none', 'imagenet') else load_weights(trunk, arch, weights, classifier)
+
+
+def timm_config(arch):
+    """What timm says of its network timm:NAME, such as the size and the normalization of its images"""
+    import timm
+    config = timm.get_pretrained_cfg(arch.removeprefix('timm:'))
+    if not config:
+        raise UsageError(f'--arch {arch}: timm knows no such network')
+    return config
 
 
 # ---- 2. batches ------------------------------------------------------------------------------------
@@ -695,10 +704,7 @@ def normalization(arch):
     that of timm is fixed, because make_trunk makes the network for this size"""
     if not arch.startswith('timm:'):
         return MEAN, STD, None
-    import timm
-    expected = timm.get_pretrained_cfg(arch.removeprefix('timm:'))
-    if not expected:
-        raise UsageError(f'--arch {arch}: timm knows no such network')
+    expected = timm_config(arch)
     return expected.mean, expected.std, 224 if expected.fixed_input_size else expected.input_size[-1]
 
 
@@ -1316,9 +1322,9 @@ RESUMABLE = (RUN_FLAGS - {'seed', 'fold', 'name'}) | {'epochs', 'steps', 'patien
 SWITCH = argparse.BooleanOptionalAction
 OTHER = object()                            # in `uses` of parse: all values that are not named
 # The `uses` of all scripts
-USES = [('schedule', {'step': ['decay_epochs', 'decay_rate'], OTHER: []}),
-        ('optimizer', {'sgd': ['momentum'], 'rmsprop': ['momentum'], OTHER: []}),
-        ('fold', {None: [], OTHER: ['patience']})]
+USES = {'schedule': {'step': ['decay_epochs', 'decay_rate'], OTHER: []},
+        'optimizer': {'sgd': ['momentum'], 'rmsprop': ['momentum'], OTHER: []},
+        'fold': {None: [], OTHER: ['patience']}}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -1431,7 +1437,7 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
         raise UsageError('--dataset shapes is built in and has no --data; for images of your own add --dataset folder')
     if args.resize < args.image_size:
         raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, the crop of it')
-    for flag, users in [*USES, *(uses or {}).items()]:
+    for flag, users in [*USES.items(), *(uses or {}).items()]:
         value = getattr(args, flag)
         values = value if isinstance(value, list) else [value]
         used = {user for each in values for user in users.get(each, users.get(OTHER, []))}

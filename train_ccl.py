@@ -7,6 +7,7 @@ the nearest. With a label smoothing of 0.1, the script's default, it even pushes
 above 0.9. L_center, the squared distance to c_y, keeps pulling. For example, take two classes, s = 16, lambda = 2, no
 margin and no smoothing. L_contrast pulls with a force |d L_contrast / d (c_y.x)| = s (1 - p_y). This is 8.0 where both
 cosines are equal, and only 0.6 where c_y.x is larger by 0.2. lambda L_center always pulls with 2 lambda = 4.
+tests/papers/README.md lists the letters that other papers use for other things.
 
     paper      code     flag      meaning
     x          z        -         (B, D) L2-normalized embeddings; y is the class of x
@@ -14,8 +15,6 @@ cosines are equal, and only 0.6 where c_y.x is larger by 0.2. lambda L_center al
     s = 1/tau  s        --s       scaling factor: inverse temperature (in other scripts, s are the similarities)
     m          margin   --margin  margin on the cosine c_y.x
     lambda     lam      --lam     weight of L_center, or of the distance in Eq. (7) (--loss center_loss)
-
-tests/papers/README.md lists the letters that other papers use for other things.
 
     python train_ccl.py [--dataset cub --data data]
 """
@@ -91,7 +90,7 @@ def scaled_proxynca_loss(z, y, centers, s=16.0):
 
 @common.loss
 def center_loss(z, y, weight, bias, centers, lam=0.03, smoothing=0.0):
-    """CCL Eq. (7), the center loss of Wen et al. (2016), not L_center of Eq. (5). The mean over the batch of
+    """CCL Eq. (7), the center loss of Wen et al. (2016), not L_center of Eq. (5). It is the mean over the batch of
 
     -log( exp(W_y.x~ + b_y) / sum_j exp(W_j.x~ + b_j) ) + lambda ||x~ - c_y||^2
 
@@ -313,10 +312,10 @@ What differs from the paper
     7. The second row of Table 1, called CCL, has the results of CCL* in Table 2. So it has a margin.
 What differs from the released code
     8. The authors' code was not found. They adapted github.com/jeromerony/dml_cross_entropy (787e863). Pool, crop_from,
-       min_crop, epochs, schedule and the jitter on CUB are from it. These settings differ: it freezes
-       BatchNorm on all datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on
-       CUB, and squashes Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no
-       weight decay on biases and BatchNorm. It reports its best epoch on the test set.
+       min_crop, epochs, schedule and the jitter on CUB are from it. These settings differ: it freezes BatchNorm
+       on all datasets, and on all but CUB another BatchNorm follows the pooling. It crops 224 px from 256 on CUB, and
+       squashes Cars and SOP to 256 x 256. It uses 2048 dimensions, a jitter of 0.3 with hue on Cars, and no weight
+       decay on biases and BatchNorm. It reports its best epoch on the test set.
 Tables and figures of the paper
     Table 2, ResNet-50, R@1 on CUB, Cars, SOP, In-Shop:   --lam 0      baseline   71.1   87.7   80.8   90.2
                                                           no flag      CCL        71.8   89.6   82.3   92.1

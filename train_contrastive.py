@@ -5,6 +5,7 @@ Two images of one class are a positive pair and attract each other. Two images o
 and repel each other, unless they are farther apart than a margin. Three later papers, cited at the end, print three
 forms of the loss: Reality Check Eq. (1) with distances, HSE Eq. (2) with squared distances, and Metrix Eq. (1) with
 cosine similarities.
+tests/papers/README.md lists the letters that other papers use for other things.
 
     paper             code         flag           meaning
     d_p, d_n          d            -              (B, B) distances between L2-normalized embeddings z, from 0 to 2
@@ -12,8 +13,6 @@ cosine similarities.
     m_pos             pos_margin   --pos-margin   a positive pair closer than this has zero loss
     m_neg; m in HSE   neg_margin   --neg-margin   a negative pair farther apart than this has zero loss
     m in Metrix       margin       --margin       a negative pair less similar than this has zero loss
-
-tests/papers/README.md lists the letters that other papers use for other things.
 
     python train_contrastive.py [--dataset cub --data data]
 """

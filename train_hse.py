@@ -6,6 +6,7 @@ class is a weak positive of the hybrid. The hybrid loss L_Hy, HSE Eq. (9), pulls
 and pushes it away from the nearest image of other classes in the batch. It is pulled only to the nearest: pulling it to
 all its weak positives could merge unrelated classes (Section 3.3.2). The loss is L_m + L_Hy, HSE Eq. (10),
 where L_m is any loss of the labelled images (--loss).
+tests/papers/README.md lists the letters that other papers use for other things.
 
     paper      code          flag            meaning
     x_H        hybrids       --kind          (H, 3, S, S) H mixed images of S x S px; h (H, D): their embeddings f(x_H)
@@ -15,8 +16,6 @@ where L_m is any loss of the labelled images (--loss).
     -          -             --hybrids       replace: they take the place of the last H images; append: all images stay
     alpha      alpha         --alpha         factor in L_Hy, Eq. (9); 0: no hybrids
     -          temperature   --temperature   T, by which the inner products in L_Hy are divided
-
-tests/papers/README.md lists the letters that other papers use for other things.
 
     python train_hse.py [--dataset cub --data data --loss contrastive]
 """

@@ -8,6 +8,7 @@ share of the positive as its label: it counts as a positive with this weight, an
 kinds of pairs can be mixed for an anchor: pos-neg, a positive and a negative; anc-neg, the anchor itself and a
 negative; pos-pos, two positives. The anchors are the images or, with Proxy-Anchor, the proxies of the classes in the
 batch (in the clean loss, all proxies). The E candidates for mixing are the images and the anchors.
+tests/papers/README.md lists the letters that other papers use for other things.
 
     paper    code       flag         meaning
     a        anchor     -            (A,) the A anchors, as indices of candidates
@@ -17,8 +18,6 @@ batch (in the clean loss, all proxies). The E candidates for mixing are the imag
     -        y          -            (B,) class labels
     g_m(x)   f          -            (B, c, h, w) feature maps. In the paper, f is the network
     w        strength   --strength   weight of the mixed loss in Eq. (10), the mixup strength
-
-tests/papers/README.md lists the letters that other papers use for other things.
 
     python train_metrix.py [--dataset cub --data data --mixup feature]
 """

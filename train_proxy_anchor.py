@@ -14,9 +14,8 @@ harder images (farther positives, closer negatives). Such a term is close to the
     alpha    alpha     --alpha   scaling factor: the larger, the more the hardest images dominate
     delta    delta     --delta   margin: positives should be above delta, negatives below -delta
 
-B images in a batch, C classes, D dimensions; common.py lists such letters.
-
-tests/papers/README.md lists the letters that other papers use for other things.
+B images in a batch, C classes, D dimensions; common.py lists such letters, and
+tests/papers/README.md those that other papers use for other things.
 
     python train_proxy_anchor.py [--dataset cub --data data]
 """

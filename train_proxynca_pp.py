@@ -5,14 +5,13 @@ arXiv:2004.01113. Each class has a learnable vector, its proxy. The loss is cros
 proxies. Its predecessor, Proxy-NCA (Movshovitz-Attias et al., ICCV 2017; Eq. (1) to (3) of the paper of Proxy-Anchor,
 arXiv:2003.13911), omits the positive proxy from the denominator, so that an image is attracted to its proxy with the
 same force however close they are. ProxyNCA++ also has LayerNorm, and a higher learning rate of the proxies.
+tests/papers/README.md lists the letters that other papers use for other things.
 
     paper    code          flag            meaning
     x        z             -               (B, D) L2-normalized embeddings
     p        proxies       -               (C, D) learnable proxies, normalized inside the loss
     s(x,p)   cosines()     -               (B, C) cosine similarities
     T        temperature   --temperature   divides -|x - p|^2 in the softmax; 1/9, or 2 with --loss proxynca
-
-tests/papers/README.md lists the letters that other papers use for other things.
 
     python train_proxynca_pp.py [--dataset cub --data data]
 """
