@@ -37,7 +37,7 @@ SMALL = f'{CUB} {RESNET18} --epochs 6 --eval-every 6'
 LONG = '--epochs 20 --decay-epochs 2'
 SHORT = '--epochs 12 --decay-epochs 1'
 MIXUP = f'{CUB} {RESNET18} --lr 3.3e-05 --eval-every 4'
-FREEZE, DECAY = '--freeze-backbone-epochs 1 ', ' --decay-epochs 6'
+FREEZE, DECAY, EARLY = '--freeze-backbone-epochs 1 ', ' --decay-epochs 6', ' --decay-epochs 2'
 FULL = '--dataset cub --data data/full --arch resnet50_v1 --weights data/resnet50_v1.pth'
 TUNED = '--per-class 4 --batch-size 128 --optimizer adamw --pool avg+max --freeze-backbone-epochs 0 --decay-rate 0.3'
 STEP, FROZEN = '--schedule step', '--freeze-backbone-epochs 1 --eval-every 4'
@@ -70,8 +70,8 @@ EXPERIMENTS = [
     Experiment(
         'resnet50', 'CUB, photographs in full size, ResNet-50, 224 px (ProxyNCA++ and CCL 256). Each script with its '
         'recipe of CUB and a short schedule: eight epochs (`proxy_anchor` nine), the first with a frozen backbone (not '
-        'in ms and CCL), and one step of the learning rate after six (CCL: its cosine). `rates`: sum of the learning '
-        'rates of the backbone over the epochs in which it learns, as a multiple of the first.',
+        'in ms and CCL), and one step of the learning rate after six (CCL: its cosine; early: after each two). '
+        '`rates`: sum of the rates of the backbone over the epochs in which it learns, as a multiple of the first.',
         {'proxy_anchor': 'train_proxy_anchor.py --epochs 9 --freeze-backbone-epochs 1 --eval-every 3 --decay-epochs 4'}
         | {row: f'{script} --epochs 8 {frozen}--eval-every 4{decay}' for row, script, frozen, decay in (
             ('contrastive', 'train_contrastive.py', FREEZE, DECAY),
@@ -79,12 +79,14 @@ EXPERIMENTS = [
             ('ccl', 'train_ccl.py', '', ''),
             ('proxynca_pp', 'train_proxynca_pp.py', FREEZE, DECAY),
             ('metrix, none', 'train_metrix.py --mixup none', FREEZE, DECAY),
-            ('hse', 'train_hse.py', FREEZE, DECAY),
-            ('metrix', 'train_metrix.py --mixup feature', FREEZE, DECAY))},
-        seeds(1), FULL, [('metrix', 'metrix, none', 3.6)],
+            ('metrix', 'train_metrix.py --mixup feature', FREEZE, DECAY),
+            ('metrix, none, early', 'train_metrix.py --mixup none', FREEZE, EARLY),
+            ('metrix, early', 'train_metrix.py --mixup feature', FREEZE, EARLY),
+            ('hse, early', 'train_hse.py', FREEZE, EARLY))},
+        seeds(1), FULL, [('metrix', 'metrix, none', 3.6), ('metrix, early', 'metrix, none, early', 3.6)],
         ('rates, recipe', 'rates', 'R@1 before', 'R@1', 'best R@1', 'train R@1', 'R@8', 'MAP@R'),
         {'proxy_anchor': 69.7, 'contrastive': 64.7, 'ms': 65.7, 'proxynca_pp': 69.0, 'ccl': 71.8, 'metrix': 71.4,
-         'metrix, none': 67.8, 'hse': 67.6}),
+         'metrix, none': 67.8, 'metrix, early': 71.4, 'metrix, none, early': 67.8, 'hse, early': 67.6}),
     Experiment(
         'tuned_rates', 'CUB, photographs in full size, ResNet-50, on the validation classes of a fold: which learning '
         'rate has the highest MAP@R with the batches of the tuned baselines of Liao et al.?',
