@@ -96,9 +96,9 @@ EXPERIMENTS = [
          for loss, rates in (('ms', ('5e-5', '8e-5', '1.6e-4')), ('contrastive', ('2e-5', '4e-5', '8e-5')))
          for lr in rates}, FOLDS[:1], FULL),
     Experiment(
-        'resnet50_256', 'The same with photographs of 256 px and other schedules: `proxy_anchor` and `contrastive` '
-        'have nearly the `rates` of their recipes, the others a third to 0.6. `proxynca_pp` was ended after 15 of '
-        '20 epochs, `hse, no hybrids` after 18 of 22, where `hse` has 63.1.',
+        'resnet50_256', 'As `resnet50`, with photographs of 256 px and other schedules: `proxy_anchor` and '
+        '`contrastive` have nearly the `rates` of their recipes, the others a third to 0.6. `proxynca_pp` was ended '
+        'after 15 of 20 epochs, `hse, no hybrids` after 18 of 22, where `hse` has 63.1.',
         {row: f'{script} --epochs {epochs} --freeze-backbone-epochs {frozen} --eval-every {every}'
               + (f' --decay-epochs {decay}' if decay else '')
          for row, script, epochs, frozen, every, decay in (
