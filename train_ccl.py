@@ -46,7 +46,7 @@ def center_contrastive_loss(z, y, centers, s=16.0, margin=0.0, lam=2.0, smoothin
     cosine = z @ (c.detach() if stop_grad else c).T                      # (B, C)
     logits = s * (cosine - margin * positive)                            # (B, C)
     # (B,)  L_contrast. Without smoothing it is -log p_y. With m = 0 this is Eq. (8), (10) and the first line of Eq.
-    # (2). With m > 0 it is Eq. (11), whose m is s m here.
+    # (2). With m > 0 it is Eq. (11); the m of the paper is s m here.
     contrast = F.cross_entropy(logits, smooth_labels(y, len(c), smoothing, logits.dtype), reduction='none')
     # (B,)  L_center: Eq. (4), and the second line of Eq. (2), to which the paper refers as Eq. (3)
     center_term = 2 - 2 * (z * c[y]).sum(dim=1)
@@ -143,7 +143,7 @@ CUB = dict(
     dropout=0.2)
 # A momentum of 0.99 needs the warmup of the cosine schedule, which keeps the first steps small.
 SOP = CUB | dict(freeze_bn=False, jitter=0.0, dropout=0.0, epochs=100, lr=0.003, momentum=0.99, eval_every=5)
-# A flag is set by the entry of the dataset (or of --protocol, if given), and then by that of the --loss.
+# The entry of the --loss overrides that of the dataset (or of --protocol).
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -176,9 +176,9 @@ def corrupt_labels(labels, noise, generator=None):
     returns    (N,) labels, 0 to C - 1; with longtail, no image has the label of a dissolved class
     """
     kind, rate = noise.split(':')
-    if kind not in ('symmetric', 'longtail'):
-        raise common.UsageError(f'--label-noise is symmetric:RATE or longtail:RATE, and not {noise}')
     rate = float(rate)
+    if kind not in ('symmetric', 'longtail') or not 0 <= rate <= 1:
+        raise common.UsageError(f'--label-noise is symmetric:RATE or longtail:RATE, RATE from 0 to 1, not {noise}')
     labels = labels.clone()
     total = len(labels)
     classes = int(labels.max()) + 1

@@ -64,19 +64,13 @@ def most_similar(s, allowed):
     return largest.masked_fill(~has, 0), has
 
 
-def weak_positives_and_negatives(y, sources):
-    """Masks of the images that are weak positives of each hybrid, and of those that are negatives. The source images
-    are weak positives themselves.  y (B,), sources (H, num) -> (H, B), (H, B) bool"""
-    same = y[sources][:, :, None] == y                                   # (H, num, B)
-    weak_positive = same.any(dim=1)                                      # Eq. (8): the same class as one of the sources
-    return weak_positive, ~weak_positive                                 # Eq. (7): all others
-
-
 def hse_loss(base_loss, z, y, h, sources, alpha=1.0, temperature=0.1):
     """L = L_m + L_Hy, HSE Eq. (10). L_m is base_loss(z, y), on the labelled images only. With contrastive_loss as L_m
     this is HSE Eq. (11).  z (B, D), y (B,), h (H, D), sources (H, num) -> scalar"""
     l_m = base_loss(z, y)                                   # first: it checks y, with which the next line works
-    weak_positive, negative = weak_positives_and_negatives(y, sources)
+    same = y[sources][:, :, None] == y                                   # (H, num, B)
+    weak_positive = same.any(dim=1)     # (H, B) Eq. (8): the class of one of the sources, and the sources themselves
+    negative = ~weak_positive           # (H, B) Eq. (7): all others
     return l_m + hybrid_loss(h, z, weak_positive, negative, alpha, temperature)                 # Eq. (10), (11)
 
 
@@ -181,7 +175,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
-    # Easy pairs are dropped, see mine in train_ms.py. As NaN >= x is false, ~ keeps NaN: the loss shows it.
+    # Easy pairs are dropped, see mine in train_ms.py. A comparison with NaN is false, so ~ keeps it in the loss.
     positive &= ~(s - epsilon >= hardest_negative)
     negative &= ~(s + epsilon <= hardest_positive)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,)
@@ -197,7 +191,7 @@ def contrastive_loss(z, y, neg_margin=0.5):
     s = z @ z.T                                                          # (B, B)
     # |z_i|^2 + |z_j|^2 - 2 z_i.z_j, where the squared norms are not exactly 1 if z was in half precision
     d2 = s.diagonal()[:, None] + s.diagonal() - 2 * s
-    # A d2 below 16 eps is a rounding error: d is set to 0 there, without gradient. d2 is clamped before sqrt, whose
+    # A d2 below 16 eps can be a rounding error: d is set to 0 there, without gradient. d2 is clamped before sqrt, whose
     # derivative at 0 is infinite.
     floor = 16 * torch.finfo(d2.dtype).eps
     d = d2.clamp_min(floor).sqrt().masked_fill(d2 <= floor, 0)           # HSE Eq. (1): the Euclidean distance
@@ -265,7 +259,8 @@ class SuperclassSampler:
                                     '--per-class at least 1')
         share = batch_size // len(self.members)                          # images of each superclass in a batch
         self.samplers = [common.BalancedSampler(labels[m], share, per_class) for m in self.members]
-        self.batch_size = sum(sampler.batch_size for sampler in self.samplers)      # fewer if there are too few classes
+        # It is less than batch_size if a superclass has too few classes.
+        self.batch_size = sum(sampler.batch_size for sampler in self.samplers)
         self.batches = max(1, len(labels) // self.batch_size)
 
     def __len__(self):
@@ -300,8 +295,7 @@ CUB = dict(
     clip=10.0, proxy_lr_mult=100, mask_size=50)
 SOP = CUB | dict(freeze_bn=False, batch_size=120, per_class=5, lr=3e-4, decay_rate=0.25, freeze_epochs=1,
                  eval_every=5, hybrids='append', combinations=12)
-# Three entries can set a flag: that of the dataset (or of --protocol in its place), of the --loss, and of the pair
-# (dataset, loss). A later one overrides an earlier one.
+# The entry of the --loss overrides that of the dataset (or of --protocol), and the entry of both overrides either.
 DEFAULTS = {
     'shapes': SHAPES | dict(temperature=1.0),       # note 1
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
@@ -368,14 +362,14 @@ def reject_impossible_hybrids(args):
 def reject_small_batches(args, superclass_of):
     """Raises UsageError if batches have too few classes for hybrids.  superclass_of (C,), the superclass of each class
 
-    A batch needs `num` classes as sources, one class of negatives and, with --hybrids replace, one class for each set,
-    whose place the hybrids of the set take. With superclasses, it needs `num` classes of every superclass.
+    A batch needs `num` classes as sources and one of negatives. With --hybrids replace, the hybrids of each set replace
+    one more class. With superclasses, a batch needs `num` classes of each.
     """
     sizes = superclass_of.unique(return_counts=True)[1]                     # the number of classes of each superclass
     in_batch = sizes.clamp_max(args.batch_size // (len(sizes) * args.per_class))        # those of them in a batch
     needed = args.num + 1 + (args.combinations if args.hybrids == 'replace' else 0)
     if in_batch.sum() < needed or in_batch.min() < args.num:
-        raise common.UsageError(f'hybrids need {needed} classes in a batch, with superclasses {args.num} of each, and '
+        raise common.UsageError(f'hybrids need {needed} classes in a batch and {args.num} of each superclass, and '
                                 f'there are {in_batch.tolist()}: raise --batch-size, lower --per-class, --num or '
                                 '--combinations, or take --alpha 0')
 

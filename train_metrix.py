@@ -361,8 +361,7 @@ CUB = dict(
     optimizer='adamw', lr=1e-4, weight_decay=1e-4, schedule='step', decay_epochs=10, decay_rate=0.5, freeze_epochs=5,
     clip=10.0, proxy_lr_mult=100)
 SOP = CUB | dict(freeze_bn=False, per_class=5, lr=3e-5, decay_rate=0.25, freeze_epochs=1, eval_every=5)
-# A flag's default is looked up under the dataset (or the --protocol), then under the --loss, then under (dataset,
-# loss). The last entry that has it wins.
+# The entry of the --loss overrides that of the dataset (or of --protocol), and the entry of both overrides either.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.

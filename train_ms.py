@@ -37,7 +37,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=None):
     alpha    > 0
     beta     > 0
     lam      lambda, in [-1, 1]
-    epsilon  tolerance of the miner, see mine(); None: no miner. The script's default is 0.1.
+    epsilon  tolerance of the miner, see mine(); None: no miner
     returns  scalar >= 0; an anchor without pairs adds 0
 
     The size of the gradient is the weight of a pair, the "pair weighting" of the paper's title. For a positive p and a

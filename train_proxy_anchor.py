@@ -4,8 +4,8 @@ Kim, Kim, Cho, Kwak. Proxy Anchor Loss for Deep Metric Learning. CVPR 2020. arXi
 Each class has a learnable vector, its proxy. The proxy is an anchor: all images of the batch are compared with it. In
 Proxy-Anchor Eq. (4) it attracts its positives, the images of its class, and repels its negatives, which are all others.
 Each proxy has a term log(1 + sum of exp(t)) over its positives, and one over its negatives, where t is larger for
-harder images (farther positives, closer negatives). Such a term is close to the largest t, or to 0 if all t are below
-0. So the hardest image gets the largest gradient, Proxy-Anchor Eq. (6).
+harder images (farther positives, closer negatives). Such a term is a smooth maximum of 0 and all t. So the hardest
+image gets the largest gradient, Proxy-Anchor Eq. (6).
 
     paper    code      flag      meaning
     x        z         -         (B, D) L2-normalized embeddings

@@ -100,8 +100,7 @@ CUB = dict(
     optimizer='adam', eps=1.0, lr=4e-3, weight_decay=0.0, schedule='step', decay_epochs=20, decay_rate=0.1,
     freeze_epochs=5, clip=10.0, proxy_lr_mult=1e5)
 SOP = CUB | dict(epochs=80, batch_size=192, per_class=3, lr=2.4e-2, decay_epochs=40, proxy_lr_mult=1e4, eval_every=5)
-# A later entry overrides an earlier one: that of the dataset (or of --protocol, if given), then that of the --loss,
-# then that of both together.
+# The entry of the --loss overrides that of the dataset (or of --protocol), and the entry of both overrides either.
 DEFAULTS = {
     'shapes': SHAPES,
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.

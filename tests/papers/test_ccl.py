@@ -256,6 +256,12 @@ def test_label_noise_that_changes_no_label_is_rejected(before_training):
         before_training(train_ccl, '--label-noise', 'longtail:0.1')
 
 
+@pytest.mark.parametrize('noise', ['symmetric:10', 'longtail:25', 'symmetric:-0.1'])
+def test_a_rate_of_label_noise_is_from_0_to_1(noise):
+    with pytest.raises(common.UsageError, match='RATE from 0 to 1, not'):
+        train_ccl.corrupt_labels(torch.arange(20), noise)
+
+
 def test_centres_that_could_not_move_are_rejected():
     with pytest.raises(common.UsageError, match='--lam 0: the centres would never move'):
         train_ccl.get_args(['--loss', 'stop_grad', '--lam', '0'])

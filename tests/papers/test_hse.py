@@ -290,7 +290,7 @@ def test_with_superclasses_every_hybrid_stays_inside_one(run, small, monkeypatch
 def test_a_fold_with_too_many_superclasses_ignores_them(run, small, monkeypatch):
     """With three superclasses, batches of 8 cannot have two classes of each: an error, except with --fold."""
     give_superclasses(monkeypatch, 3)
-    with pytest.raises(common.UsageError, match='with superclasses 2 of each, and there are .1, 1, 1.'):
+    with pytest.raises(common.UsageError, match='and 2 of each superclass, and there are .1, 1, 1.'):
         run(train_hse, '--hybrids', 'append')
     assert run(train_hse, '--hybrids', 'append', '--fold', '0/3')['epoch'] == 1
 
