@@ -82,7 +82,7 @@ class Embedder(nn.Module):
         batchnorm = [m for m in self.trunk.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.frozen_bn = batchnorm if freeze_bn else []
         with torch.no_grad():
-            self.trunk.eval()               # so that this pass changes no statistics and draws no random numbers
+            self.trunk.cpu().eval()         # eval: this pass changes no statistics and draws no random numbers
             c = self.features(torch.zeros(1, *input_shape)).shape[1]
         self.dim = dim or c
         self.norm = nn.LayerNorm(c, elementwise_affine=False) if layer_norm else nn.Identity()
@@ -867,8 +867,6 @@ def read_splits(name, root, whole, options):
     counts = DATASETS[name].get('counts')
     if counts and not whole and sizes != counts:
         raise ValueError(f'(images, classes) are {sizes}, published are {counts}')
-    if 'train' in sizes and sizes['train'][1] < 2:
-        raise ValueError(f'(images, classes) are {sizes}, and training needs two classes')
     return splits
 
 
@@ -1036,11 +1034,11 @@ def read_vectors(root):
     files = {path.stem: path for path in root.glob('[!.]*.npz')}
     for split, name in find_splits(files).items():
         saved = np.load(files[name])
-        z, labels = saved['embeddings'].astype(np.float32), saved['labels']
+        z, labels, names = saved['embeddings'].astype(np.float32), saved['labels'], saved['classes']
         if z.ndim != 2 or labels.shape != z.shape[:1] or labels.dtype.kind not in 'iu' or labels.min() < 0:
             raise ValueError(f'in {name}.npz embeddings {z.shape} do not fit labels {labels.shape}, which begin at 0')
-        for i in labels.argsort(kind='stable').tolist():                 # class by class
-            yield split, z[i], saved['classes'][labels[i]], None
+        for vector, label in zip(z, labels):
+            yield split, vector, names[label], None
 
 
 def download(name, root):
@@ -1082,8 +1080,8 @@ def dataset_from(args):
     if args.download:
         from_rank0(download, args.dataset, args.data)
     data = load_dataset(args.dataset, args.data, fold=args.fold, **transforms_from(args))
-    if not data.train:
-        raise UsageError(f'{args.data} has no training set: put training classes into train/, see README')
+    if not data.train or data.train.num_classes < 2:
+        raise UsageError(f'{args.data} has not two classes for training: put them into train/, see README')
     return data
 
 
@@ -1104,6 +1102,9 @@ def build(args, data=None, **options):
     if args.dataset == 'vectors':
         model.trunk.mean_norm.copy_(vectors.norm(dim=1).mean())
     if world_size() > 1 and not args.freeze_bn:             # joint statistics of all processes; torch has them for CUDA
+        kinds = {type(m) for m in model.trunk.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+        if not kinds <= {nn.BatchNorm1d, nn.BatchNorm2d}:   # those of timm may contain an activation, and would lose it
+            raise UsageError('with torchrun, the BatchNorm of this network cannot be trained: add --freeze-bn')
         model.trunk = nn.SyncBatchNorm.convert_sync_batchnorm(model.trunk)
     if args.compile:
         model.trunk.compile()                               # in place, so the names in a checkpoint stay as they are

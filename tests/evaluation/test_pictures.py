@@ -91,7 +91,8 @@ def test_an_output_never_replaces_an_input(run, small, tmp_path):
     Image.open('x/a/0.jpg').save('photo.png')
     Path('x/z-gallery.npz').touch()
     before = {path: path.read_bytes() for path in tmp_path.rglob('*.*')}
-    for flags in '--query photo.png --sheet photo.png', '--data x --sheet x/../x/a/1.jpg', '--data x --embed x/z.npz':
+    for flags in ('--query photo.png --sheet photo.png', '--data x --sheet x/../x/a/1.jpg', '--data x --embed x/z.npz',
+                  '--data x --sheet runs/mine/last.pt'):
         with pytest.raises(common.UsageError, match='would replace .*, a file of the run or of the data'):
             evaluation.main(['--checkpoint', 'runs/mine', *flags.split(), *EVAL])
     assert {path: path.read_bytes() for path in tmp_path.rglob('*.*')} == before

@@ -1,6 +1,4 @@
 """Datasets: annotation files of the benchmarks, folders of images, folds, downloads, and the built-in shapes."""
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 import torch
@@ -105,14 +103,22 @@ def test_which_classes_of_a_folder_are_for_training_and_which_for_testing(tmp_pa
 
 
 @pytest.mark.parametrize('folders, message', [
-    ('a b c', 'two classes'), ('train/x test/a test/b', 'two classes'), ('gallery/a train/x train/y', 'put queries'),
+    ('gallery/a train/x train/y', 'put queries'),
     ('test/a query/a gallery/a', 'put queries'), ('TRAIN/x TRAIN/y Val/a Val/b', 'look like splits'),
     ('trainingSet/x trainingSet/y testSet/a', 'look like'), ('train2017/x my_val/y', 'look like'),
     ('shop/train/x shop/test/a', 'test and train look like'), ('art_gallery bank school train_station', 'look like')])
-def test_folders_with_too_few_classes_or_unknown_splits_are_refused(tmp_path, folders, message):
+def test_folders_with_unknown_splits_are_refused(tmp_path, folders, message):
     make_folder(tmp_path, folders.split(), per_class=1)
     with pytest.raises(UsageError, match=message):
         load_dataset('folder', tmp_path)
+
+
+@pytest.mark.parametrize('folders', ['a b c', 'train/x test/a test/b', 'test/a test/b'])
+def test_training_needs_two_classes_and_evaluation_does_not(tmp_path, folders):
+    make_folder(tmp_path, folders.split(), per_class=2)
+    assert load_dataset('folder', tmp_path).query.num_classes == 2
+    with pytest.raises(UsageError, match='has not two classes for training'):
+        common.dataset_from(train_ms.get_args(['--dataset', 'folder', '--data', str(tmp_path), '--device', 'cpu']))
 
 
 def test_a_whole_folder_is_the_test_set(tmp_path):
@@ -176,8 +182,8 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes():
 
 
 def test_the_main_process_downloads_before_all_processes_load(monkeypatch):
-    done = []
+    done, data = [], common.Splits('cub', numbered(4))
     monkeypatch.setattr(common, 'from_rank0', lambda *call: done.append(call))
-    monkeypatch.setattr(common, 'load_dataset', lambda *args, **options: done.append('load') or Mock())
+    monkeypatch.setattr(common, 'load_dataset', lambda *args, **options: done.append('load') or data)
     common.dataset_from(train_ms.get_args('--dataset cub --data x --download --device cpu'.split()))
     assert done == [(common.download, 'cub', 'x'), 'load']

@@ -53,5 +53,8 @@ def test_processes_share_a_batch_evenly_and_the_statistics_of_batchnorm_and_have
     assert taken == ['cuda:99']
     monkeypatch.setattr(common, 'world_size', lambda: 2)
     assert isinstance(common.build(args).trunk.bn1, torch.nn.SyncBatchNorm)
+    with_more = type('BatchNormAct2d', (torch.nn.BatchNorm2d,), {})      # torch would convert it, and drop what is more
+    with pytest.raises(common.UsageError, match='the BatchNorm of this network cannot be trained: add --freeze-bn'):
+        common.build(args, trunk=with_more(3))
     with pytest.raises(common.UsageError, match='2 processes cannot divide a batch of 3 images evenly'):
         common.own_positions(3)
