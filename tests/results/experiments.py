@@ -88,7 +88,7 @@ EXPERIMENTS = [
          'metrix, early': f'train_metrix.py --mixup feature --epochs 8 {FROZEN} --decay-epochs 2',
          'hse, early': f'train_hse.py --epochs 8 {FROZEN} --decay-epochs 2'} | {
             f'{loss}, tuned': f'train_{loss}.py {TUNED} --lr {lr} --epochs 8 --decay-epochs 4 --eval-every 4'
-            for loss, lr in [('contrastive', '4e-5')]},
+            for loss, lr in (('contrastive', '4e-5'), ('ms', '8e-5'))},
         seeds(1), FULL, [('metrix', 'metrix, none', 3.6), ('metrix, early', 'metrix, none, early', 3.6)],
         ('rates, recipe', 'rates', 'R@1 before', 'R@1', 'best R@1', 'train R@1', 'R@8', 'MAP@R'),
         PAPERS | {f'{row}, early': reported for row, reported in PAPERS.items()}),
