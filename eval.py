@@ -380,7 +380,8 @@ def evaluate_one(args):
     if args.embed:
         outputs += [args.embed, args.embed.with_stem(f'{args.embed.stem}-gallery')]
     if outputs:
-        reject_replacing(outputs, [path, *path.glob('*.pt'), *Path(folder).rglob('*'), *(args.query or [])])
+        of_run = [path, path / 'log.jsonl', *path.glob('*.pt')]          # a grid in its folder may be drawn again
+        reject_replacing(outputs, [*of_run, *Path(folder).rglob('*'), *(args.query or [])])
     if args.query:
         return answer_queries(args, model, name, folder)
     data = load_test_set(args, model, name, folder)

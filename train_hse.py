@@ -175,7 +175,7 @@ def multi_similarity_loss(z, y, alpha=2.0, beta=50.0, lam=0.5, epsilon=0.1):
     positive, negative = pairs(y)
     hardest_positive = s.masked_fill(~positive, float('inf')).amin(dim=1, keepdim=True)         # (B, 1)
     hardest_negative = s.masked_fill(~negative, float('-inf')).amax(dim=1, keepdim=True)        # (B, 1)
-    # Easy pairs are dropped, see mine in train_ms.py. A comparison with NaN is false, so ~ keeps it in the loss.
+    # Easy pairs are dropped, see mine in train_ms.py. As NaN >= x is false, ~ keeps a pair with NaN in the loss.
     positive &= ~(s - epsilon >= hardest_negative)
     negative &= ~(s + epsilon <= hardest_positive)
     pull = log1p_sum_exp(-alpha * (s - lam), positive) / alpha           # (B,)

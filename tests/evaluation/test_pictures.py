@@ -92,10 +92,12 @@ def test_an_output_never_replaces_an_input(run, small, tmp_path):
     Path('x/z-gallery.npz').touch()
     before = {path: path.read_bytes() for path in tmp_path.rglob('*.*')}
     for flags in ('--query photo.png --sheet photo.png', '--data x --sheet x/../x/a/1.jpg', '--data x --embed x/z.npz',
-                  '--data x --sheet runs/mine/last.pt'):
+                  '--data x --sheet runs/mine/last.pt', '--data x --sheet runs/mine/log.jsonl'):
         with pytest.raises(common.UsageError, match='would replace .*, a file of the run or of the data'):
             evaluation.main(['--checkpoint', 'runs/mine', *flags.split(), *EVAL])
     assert {path: path.read_bytes() for path in tmp_path.rglob('*.*')} == before
+    for _ in range(2):                                      # a grid in the folder of the run may be drawn again
+        evaluation.main(['--checkpoint', 'runs/mine', '--sheet', 'runs/mine/grid.png', *EVAL])
 
 
 def test_flags_reach_the_network_the_images_and_the_grid(run, small, folder, monkeypatch):
