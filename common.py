@@ -1438,11 +1438,11 @@ def parse(parser, DEFAULTS, argv=None, uses=None):
         raise UsageError('--dataset shapes is built in and has no --data; for images of your own add --dataset folder')
     if args.resize < args.image_size:
         raise UsageError(f'--resize {args.resize} is smaller than --image-size {args.image_size}, the crop of it')
-    for flag, users in [*USES.items(), *(uses or {}).items()]:
+    for flag, by_value in [*USES.items(), *(uses or {}).items()]:
         value = getattr(args, flag)
         values = value if isinstance(value, list) else [value]
-        used = {user for each in values for user in users.get(each, users.get(OTHER, []))}
-        if unused := typed.keys() & {user for each in users.values() for user in each} - used:
+        effective = {name for each in values for name in by_value.get(each, by_value.get(OTHER, []))}
+        if unused := typed.keys() & {name for names in by_value.values() for name in names} - effective:
             raise UsageError(f'--{min(unused).replace("_", "-")} has no effect with --{flag} {value}')
     args.device = pick_device(args.device)
     init_distributed(args.device)
@@ -1476,10 +1476,8 @@ def saved_recipe(parser, typed):
     if saved['script'] != parser.get_default('script'):
         raise UsageError(f'{run} was made by {saved["script"]}.py, not by {parser.prog}')
     saved = saved['args']
-    fixed = {flag for flag, value in typed.items() if saved.get(flag) != value} - RESUMABLE
-    if saved['schedule'] == 'cosine':                       # its learning rates depend on the length
-        fixed |= {flag for flag in ('epochs', 'steps') if typed.get(flag, saved[flag]) != saved[flag]}
-    if fixed:
+    of_length = {'epochs', 'steps'} if saved['schedule'] == 'cosine' else set()      # then the rates depend on these
+    if fixed := {flag for flag, value in typed.items() if saved.get(flag) != value} - (RESUMABLE - of_length):
         raise UsageError(f'{run} was made with another --{min(fixed).replace("_", "-")}; start a new run')
     return saved | dict(download=False)
 

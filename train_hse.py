@@ -300,7 +300,7 @@ DEFAULTS = {
     'shapes': SHAPES | dict(temperature=1.0),       # note 1
     # A folder with pretrained weights (--weights imagenet or FILE) has the recipe 'cub' instead, see common.recipe.
     'folder': SHAPES | common.FOLDER,
-    'vectors': SHAPES | common.VECTORS,             # only so that reject_impossible_hybrids can refuse it
+    'vectors': SHAPES | common.VECTORS,             # get_args refuses it: hybrids need images
     'cub': CUB,
     'cars': CUB,
     'sop': SOP,

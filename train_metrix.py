@@ -1,7 +1,7 @@
 """train_metrix.py -- Metrix: mixup for metric learning. A mixed example is partly a positive, partly a negative.
 
 Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos, Avrithis. It Takes Two to Tango: Mixup for Deep Metric Learning.
-ICLR 2022. arXiv:2106.04990. Metrix adds to a base loss (--loss) its value on mixed examples, Metrix Eq. (10). In
+ICLR 2022. arXiv:2106.04990. Metrix Eq. (10) adds to a base loss (--loss) w times its value on mixed examples. In
 this mixed loss, labels are relative to an anchor a: 1 for its positives, 0 for its negatives. Two examples are mixed,
 as images, features or embeddings, Eq. (4), and so are their labels, Eq. (8). A positive mixed with a negative has the
 share of the positive as its label: it counts as a positive with this weight, and as a negative with the rest. Three
@@ -243,7 +243,7 @@ def mixed_pairs(config, z, y, anchor, num_images):
     is_image = torch.arange(E, device=y.device) < num_images
     positive = (y[anchor][:, None] == y) & is_image & ~itself                       # (A, E)  P(a), Eq. (5)
     negative = (y[anchor][:, None] != y) & is_image                                 # (A, E)  N(a), Eq. (6)
-    if config.k:
+    if config.k is not None:
         negative = hardest_negatives(z[anchor] @ z.T, negative, config.k)
     # Anchor a mixes each candidate of first[a] with each of second[a]. Both masks are (A, E).
     first, second = {'pos-neg': (positive, negative), 'anc-neg': (itself, negative),
@@ -328,7 +328,7 @@ def mix_features(f, i, j, lam, pool='avg+max'):
 
 def positivity_threshold(lam, beta, gamma, m):
     """The threshold, the right-hand side of Eq. (24), Appendix A.2: if v is the only mixed example of an anchor, ms
-    attracts v while s(a, v) is below this value. The probability that it does so, P(positive) in Eq. (25) and (11), is
+    attracts v while s(a, v) is below this value. The probability that it does so, P(Pos(a, v)) in Eq. (25) and (11), is
     the fraction of the pairs (a, v) with this lambda whose similarity is at most the threshold. tests/results/fig2.py
     measures it; training does not use it.
 
@@ -416,7 +416,7 @@ def plan(args):
             k = args.hard_negatives
         elif args.hard_negatives == 'auto' and mixup == 'input' and args.pairs != 'pos-pos':
             k = 1 if 'feature' in args.mixup else 3
-        print(f'{args.loss}, {mixup} mixup: {" or ".join(pairs)}' + (f', {k} hardest negatives' if k else ''))
+        print(f'{args.loss}, {mixup} mixup: {" or ".join(pairs)}' + ('' if k is None else f', {k} hardest negatives'))
         choices.append([MixupConfig(mixup, each, k, args.alpha) for each in pairs])
     return choices
 
@@ -536,14 +536,14 @@ draws one lambda per batch, and reports the epoch that is best on the test set. 
        which terms have mixed ones    both               both                            the positive one (a bug)
        what is averaged               anchors (note 2)   values that are not 0           mixed examples
     7. The paper does not state the margin of contrastive. The one here has the highest MAP@R on the validation classes
-       of a fold of CUB (experiment `margin` in tests/results). The released code trains contrastive for 60 epochs, with
-       a margin of 0.5 on distances, which is 0.875 as a cosine. It mixes one hard negative in input mixup, and has
-       w = 0.3 for anc-neg pairs in embedding mixup.
+       of a fold of CUB, without mixup (experiment `margin` in tests/results). The released code trains contrastive for
+       60 epochs, with a margin of 0.5 on distances, which is 0.875 as a cosine. It mixes one hard negative in input
+       mixup, and has w = 0.3 for anc-neg pairs in embedding mixup.
     8. Its positive term of ms has one logarithm for the sums over clean and over mixed examples, log(lam (1 + clean) +
        0.4 (1 + mixed)). Because of an indexing bug, less than 1% of the mixed examples are used, and nearly all of
        these are added to the sum of another anchor. The clean loss, too, is divided by the number of mixed examples,
-       about 9,500, instead of by 100 anchors. So gradients are about 95 times smaller than without mixup, and about as
-       large as the weight decay that Adam adds.
+       about 9,500 on CUB, instead of by 100 anchors. So gradients are about 95 times smaller than without mixup, and
+       about as large as the weight decay that Adam adds.
     9. Its commands for ms on CUB      epochs                   learning rate           sum of rates after the freeze
        without mixup                   60                       1e-4, halved every 5    5e-4
        with mixup                      100 (its README: 60)     1e-4, halved every 10   15e-4

@@ -228,10 +228,12 @@ def test_metrix_eq8_by_hand(mixed, pairs, expected):
 
 def test_metrix_eq8_of_the_hardest_negatives(mixed):
     """Images at 0 and 5 degrees are of class 0, images at 10, 20 and 90 degrees of class 1. With k = 1, the negatives
-    of 0 and 5 are at 10, and the negatives of 10, 20, 90 are at 5. Only pairs that some anchor uses are returned."""
+    of 0 and 5 are at 10, and the negatives of 10, 20, 90 are at 5. Only pairs that some anchor uses are returned.
+    With k = 0 there are none."""
     found = mixed('anc-neg', [0, 0, 1, 1, 1], k=1, z=on_circle(0, 5, 10, 20, 90))
     expected = {0: [(0, 2)], 1: [(1, 2)], 2: [(1, 2)], 3: [(1, 3)], 4: [(1, 4)]}
     assert {a: [*pairs] for a, pairs in found.items()} == expected, f'Metrix Eq. (8) with k = 1: got {found}'
+    assert not any(mixed('anc-neg', [0, 0, 1, 1, 1], k=0, z=on_circle(0, 5, 10, 20, 90)).values())
 
 
 def test_an_anchor_with_fewer_negatives_than_k_has_no_others():
