@@ -60,8 +60,8 @@ MIXTURES = {
     'released': 'tests/results/patches.py released --mixup embed --optimizer adam'}
 CONTRASTIVE = {f'contrastive, {mixup}': 'tests/results/patches.py released_contrastive --loss contrastive '
                f'--mixup {mixup}' for mixup in ('none', 'feature')}
-DIFFERENCES = [*((row, 'none') for row in [*MIXTURES][1:]), ('3 negatives', 'feature'), ('released', 'none, adam'),
-               ('contrastive, feature', 'contrastive, none', 2.7)]
+DIFFERENCES = [*((row, 'none') for row in [*MIXTURES][1:]), ('3 negatives', 'feature'), ('strength 0.1', 'feature'),
+               ('released', 'none, adam'), ('contrastive, feature', 'contrastive, none', 2.7)]
 
 EXPERIMENTS = [
     Experiment(

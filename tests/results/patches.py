@@ -85,8 +85,8 @@ def hardest():
 
 
 def released_ms_loss(z, y, lam, beta=18.0, gamma=75.0, m=0.77):
-    """The loss of a batch z (B, D), y (B,) with one lambda, clean and mixed -> scalar. For each mined positive pair of
-    an anchor, its least similar positive is mixed with each of its mined negatives: M mixed examples, a row each.
+    """The loss of a batch z (B, D), y (B,) with one lambda, clean and mixed -> scalar. For each mined positive pair
+    (a, p), the least similar positive of a is mixed with each mined negative of a: M mixed examples, a row each.
 
     1 / beta  log( lam (1 + sum_clean) + 0.4 (1 + sum_mixed) )  +  1 / gamma  log( (1 - lam) (1 + sum_clean) )
 
