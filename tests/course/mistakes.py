@@ -150,7 +150,7 @@ MISTAKES['mixed_pairs'] = {
     'an image is its own positive': ('== y) & is_image & ~itself', '== y) & is_image'),
     'anchors are the batch': ('(y[anchor][:, None] == y)', '(y[:len(anchor), None] == y)'),
     'each pair twice': ('.triu(1)', ''),
-    'all negatives': ('if config.k:', 'if config.k is None:'),
+    'all negatives': ('if config.k is not None:', 'if config.k is None:'),
     'pairs that no anchor uses': ('(mixes | mixes.T)', 'torch.ones(E, E)'),
     'only pairs whose first candidate comes first': ('(mixes | mixes.T)', 'mixes'),
 }
