@@ -1476,8 +1476,9 @@ def saved_recipe(parser, typed):
     if saved['script'] != parser.get_default('script'):
         raise UsageError(f'{run} was made by {saved["script"]}.py, not by {parser.prog}')
     saved = saved['args']
-    of_length = {'epochs', 'steps'} if saved['schedule'] == 'cosine' else set()      # then the rates depend on these
-    if fixed := {flag for flag, value in typed.items() if saved.get(flag) != value} - (RESUMABLE - of_length):
+    # The learning rates of a cosine depend on the length.
+    may_change = RESUMABLE - {'epochs', 'steps'} if saved['schedule'] == 'cosine' else RESUMABLE
+    if fixed := {flag for flag, value in typed.items() if saved.get(flag) != value} - may_change:
         raise UsageError(f'{run} was made with another --{min(fixed).replace("_", "-")}; start a new run')
     return saved | dict(download=False)
 
