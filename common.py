@@ -25,6 +25,7 @@ With torchrun, several processes share the work: own_positions, own_share, gathe
 import argparse
 import copy
 import hashlib
+import io
 import json
 import math
 import os
@@ -351,10 +352,8 @@ def train(args, model, data, step, optimizer, loss_params=None, sampler=None):
         done, rows, start = -1, [], time.time()             # done: the last epoch; 0 is the evaluation before training
     print_recipe(args, model, data, per_epoch, total, folder)
     for epoch in range(done + 1, epochs + 1):
-        if args.fold and rows:
-            since_best = len(rows) - 1 - rows.index(best_row(rows))      # evaluations since the best: early stopping
-            if since_best >= args.patience:
-                break
+        if args.fold and rows and stops_early(rows, args.patience):
+            break
         row = dict(epoch=epoch, loss=None, images_per_second=None)
         if epoch:
             steps = range((epoch - 1) * per_epoch, min(epoch * per_epoch, total))
@@ -598,7 +597,7 @@ class Images(torch.utils.data.Dataset):
         self.is_vectors = torch.is_tensor(items)
         if self.is_vectors and items.ndim != 2:
             raise UsageError(f'a tensor of vectors is (N, c), and this one is {tuple(items.shape)}; images are a list')
-        self.items = items if self.is_vectors else list(items)          # by position, also those of a pandas column
+        self.items = items.float() if self.is_vectors else list(items)  # by position, also those of a pandas column
         self.are_files = len(items) > 0 and isinstance(self.items[0], (str, os.PathLike))
         self.paths = [str(item) if self.are_files else f'image {i}' for i, item in enumerate(self.items)]
         if classes is None:
@@ -945,7 +944,8 @@ def read_folder(root):
     """Images of your own, in one of these layouts:
 
     train/ and test/   each with a folder of images for each class, at any depth
-    gallery/           in addition, if the images of test/ (or query/) are queries for a separate gallery
+    gallery/           in addition, if the images of test/ (or query/) are queries for a separate gallery; an image that
+                       is in both finds itself
     none of these      a folder for each class; the first half of the sorted classes is for training, the rest the test
 
     The name of a class is the path of its folder below the split. Images have one of ENDINGS, in section 5.
@@ -1034,7 +1034,7 @@ def read_vectors(root):
     files = {path.stem: path for path in root.glob('[!.]*.npz')}
     for split, name in find_splits(files).items():
         saved = np.load(files[name])
-        z, labels, names = saved['embeddings'].astype(np.float32), saved['labels'], saved['classes']
+        z, labels, names = saved['embeddings'], saved['labels'], saved['classes']
         if z.ndim != 2 or labels.shape != z.shape[:1] or labels.dtype.kind not in 'iu' or labels.min() < 0:
             raise ValueError(f'in {name}.npz embeddings {z.shape} do not fit labels {labels.shape}, which begin at 0')
         for vector, label in zip(z, labels):
@@ -1046,8 +1046,11 @@ def download(name, root):
     row = DATASETS[name]
     if 'url' not in row:
         raise UsageError('--download is for cub and sop; README says where cars and inshop come from')
-    if not Path(root, Path(row['url']).stem).exists():
-        torchvision.datasets.utils.download_and_extract_archive(row['url'], root, md5=row['md5'])
+    folder = Path(row['url']).stem
+    if not Path(root, folder).exists():
+        unpacked = Path(root, 'unpacked')                   # perhaps in part, after Ctrl-C
+        torchvision.datasets.utils.download_and_extract_archive(row['url'], root, unpacked, md5=row['md5'])
+        os.replace(unpacked / folder, Path(root, folder))
 
 
 # read: function that yields the images. ks: the K of Recall@K in the literature, if not 1, 2, 4, 8. counts: published
@@ -1128,6 +1131,11 @@ def best_row(rows):
     return max(rows[1:] or rows, key=lambda row: row['MAP@R'])
 
 
+def stops_early(rows, patience):
+    """Whether the best row is followed by at least `patience` others"""
+    return len(rows) - 1 - rows.index(best_row(rows)) >= patience
+
+
 def print_recipe(args, model, data, per_epoch, total, folder):
     """Prints what is going to run: the data, the steps, all flags, and how to resume the run."""
     print(f'{data.name}: {len(data.train):,} training images of {data.train.num_classes:,} classes, '
@@ -1165,15 +1173,16 @@ def about_data(args, data):
     validation block, too, because the epoch was selected on them), and a hash of each set, with which --resume and
     eval.py notice other images"""
     return dict(classes=data.train.classes + (data.query.classes if args.fold else []),
-                hashes=[hash_of(images) for images in (data.train, data.query, data.gallery)])
+                hashes=[hash_of(data.train, sizes=False), hash_of(data.query), hash_of(data.gallery)])
 
 
-def hash_of(images):
+def hash_of(images, sizes=True):
     """A hash of a set, its classes, labels and images (of files names and sizes, of vectors values); None of None. The
-    pixels of images in memory are left out: those of shapes differ from CPU to CPU."""
+    pixels of images in memory are left out: those of shapes differ from CPU to CPU. A training set is hashed without
+    sizes, because a damaged file, which may be read late in a run, can then be replaced before --resume."""
     if not images:
         return None
-    files = [(os.path.basename(path), os.path.getsize(path)) for path in images.paths if images.are_files]
+    files = [(os.path.basename(path), sizes and os.path.getsize(path)) for path in images.paths if images.are_files]
     digest = hashlib.sha256(repr((images.classes, images.labels.tolist(), files)).encode())
     if images.is_vectors:
         digest.update(images.items.numpy().tobytes())
@@ -1226,9 +1235,11 @@ def save_epoch(folder, args, parts, about):
 
 @contextmanager
 def atomic_write(path):
-    """Opens a temporary file, which replaces `path` when it is complete: a full disk or Ctrl-C leaves the old one."""
-    with open(f'{path}.tmp', 'wb') as file:
-        yield file
+    """Opens a file in memory. When it is complete, it replaces `path`: a full disk or Ctrl-C leaves the old one."""
+    file = io.BytesIO()         # torch.save to the disk would turn a full disk, or Ctrl-C, into other errors
+    yield file
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(f'{path}.tmp').write_bytes(file.getbuffer())
     os.replace(f'{path}.tmp', path)
 
 

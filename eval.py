@@ -333,18 +333,25 @@ def place_of_test_set(args, trainings):
         raise UsageError(f'the networks were trained on {", ".join(sorted(names))}: name the images to evaluate with '
                          '--dataset and --data')
     [(name, folder)] = places
+    if 'vectors' in {name, *names} and ({name} != names or args.sheet or args.query):
+        raise UsageError('networks for vectors evaluate vectors alone, and those for images no vectors; --sheet and '
+                         '--query are for images')
     if name == 'shapes' and (args.data or args.whole or args.query):
         raise UsageError('--data, --whole and --query are for images of your own: add --dataset folder')
     return name, folder
 
 
 def load_network(args, path):
-    """The network of a checkpoint. Warns if its run was interrupted, unless it has a --fold: it may stop early."""
+    """The network of a checkpoint. Warns if its run was interrupted; with --fold, best.pt alone does not say so."""
     model = common.load_checkpoint(path, args.device, args.precision)
-    flags, epoch = model.saved['args'], model.saved['epoch']
-    finished = epoch >= flags['epochs'] or 0 < flags['steps'] <= model.saved['step']
-    if not (finished or flags['fold']):
-        common.warn(f'{path} is epoch {epoch} of {flags["epochs"]}: continue it with --resume')
+    last = path / 'last.pt'
+    saved = common.read_checkpoint(last) if last.exists() else model.saved
+    flags, epoch = saved['args'], saved['epoch']
+    finished = epoch >= flags['epochs'] or 0 < flags['steps'] <= saved['step']
+    if flags['fold']:
+        finished = finished or not last.exists() or common.stops_early(saved['rows'], flags['patience'])
+    if not finished:
+        common.warn(f'{path} was interrupted after epoch {epoch} of {flags["epochs"]}: continue it with --resume')
     return model
 
 
@@ -358,8 +365,8 @@ def load_test_set(args, model, name, folder):
     if same and saved['hashes'][1:] != [common.hash_of(data.query), common.hash_of(data.gallery)]:
         common.warn(f'the test images in {os.path.abspath(folder)} are not those that the run was evaluated on')
     if seen := {*saved['classes']} & {*data.query.present}:
-        common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate were in the training set, so '
-                    'the metrics are inflated')
+        common.warn(f'{len(seen)} of the {len(data.query.present)} classes to evaluate have names of training classes; '
+                    'if they are the same, the metrics are inflated')
     return data
 
 
@@ -390,7 +397,7 @@ def evaluate_one(args):
     if args.analyse:
         images = common.load_dataset(flags['dataset'], flags['data'], fold=flags['fold'], transform=model.transform,
                                      workers=args.workers).train
-        if common.hash_of(images) != model.saved['hashes'][0]:
+        if common.hash_of(images, sizes=False) != model.saved['hashes'][0]:
             common.warn(f'the training images in {flags["data"]}, or their labels, are not those of the run, and so '
                         'utilization, train R@1 and copies may differ')
         metrics |= analyse(z, metrics, common.embed(model, images).to(z.device), images)

@@ -40,13 +40,16 @@ def test_eval_repeats_the_last_record_of_a_run_and_ends_with_one_json_line(train
 def test_seen_classes_other_test_images_and_an_interrupted_run_are_warned_about(trained, capsys):
     trained()
     saved = common.read_checkpoint('runs/mine')
-    for file, fold in ('runs/mine/last.pt', None), ('fold.pt', '0/2'):      # a run with --fold may stop early
-        torch.save(saved | dict(args=saved['args'] | dict(steps=0, epochs=7, fold=fold)), file)
+    for path, flags in (('runs/mine/last.pt', {}), ('fold.pt', dict(fold='0/2')), ('fold/last.pt', dict(fold='0/2')),
+                        ('stopped/last.pt', dict(fold='0/2', patience=0))):             # it has stopped early
+        Path(path).parent.mkdir(exist_ok=True)
+        torch.save(saved | dict(args=saved['args'] | dict(steps=0, epochs=7) | flags), path)
     Path('birds/test/car1/0.jpg').rename('birds/test/car2/9.jpg')
     for flags, queries, *warnings in (
-            ('runs/mine', '16 queries of 4', 'is epoch 1 of 7', 'are not those that the run was evaluated on'),
-            ('runs/mine --whole', '46 queries of 10', 'is epoch 1 of 7', '6 of the 10 classes to evaluate were in'),
-            ('runs/mine --data cars', '8 queries of 2', 'is epoch 1 of 7'), ('fold.pt', '16 queries of 4')):
+            ('runs/mine', '16 queries of 4', 'after epoch 1 of 7', 'are not those that the run was evaluated on'),
+            ('runs/mine --whole', '46 queries of 10', 'after epoch 1 of 7', '6 of the 10 classes to evaluate have'),
+            ('runs/mine --data cars', '8 queries of 2', 'after epoch 1 of 7'), ('fold.pt', '16 queries of 4'),
+            ('fold', '16 queries of 4', 'after epoch 1 of 7'), ('stopped', '16 queries of 4')):
         capsys.readouterr()
         evaluation.main(['--checkpoint', *flags.split(), *EVAL])
         captured = capsys.readouterr()
@@ -146,6 +149,15 @@ def test_flags_that_do_not_change_results_are_not_part_of_the_recipe(copy):
     assert len({run.recipe for run in runs[:len(same)]}) == 1
     assert len({run.recipe for run in runs}) == 1 + len(others)
     assert list(evaluation.group([runs[0], *runs[9:11]])) == ['train_ms dim=16', 'train_ms dim=8', 'train_copy']
+
+
+def test_vectors_and_images_are_not_exchanged(copy):
+    copy('images')
+    copy('vectors', dataset='vectors')
+    for flags in ('images --dataset vectors --data v', 'vectors --dataset folder --data cars', 'vectors --sheet x.png',
+                  'vectors --query x.png', 'vectors images --dataset folder --data cars'):
+        with pytest.raises(common.UsageError, match='networks for vectors evaluate vectors alone'):
+            evaluation.main([*f'--checkpoint {flags}'.split(), *EVAL])
 
 
 def test_runs_that_are_not_seeds_of_one_recipe_are_refused(copy):

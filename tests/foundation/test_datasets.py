@@ -1,7 +1,11 @@
 """Datasets: annotation files of the benchmarks, folders of images, folds, downloads, and the built-in shapes."""
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import torchvision
 from conftest import REAL_DATA, make_folder, numbered
 
 import common
@@ -179,6 +183,23 @@ def test_blocks_are_contiguous_disjoint_and_cover_the_classes():
     for fold in ('4/4', '-1/4', '0/1', '0/6'):
         with pytest.raises(UsageError, match=f'--fold {fold} is not I/N'):
             common.hold_out(numbered(11), fold)
+
+
+def test_an_interrupted_download_is_repeated(tmp_path, monkeypatch):
+    """The archive is complete, but it was being unpacked."""
+    (tmp_path / 'birds/train').mkdir(parents=True)
+    shutil.make_archive(tmp_path / 'data/birds', 'zip', tmp_path, 'birds')
+    monkeypatch.setitem(common.DATASETS, 'sop', dict(url='https://example.org/birds.zip', md5=None))
+
+    def extract(archive, folder, *others):
+        Path(folder, 'birds').mkdir(parents=True)
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torchvision.datasets.utils, 'extract_archive', extract)
+        common.download('sop', tmp_path / 'data')
+    for _ in range(2):
+        common.download('sop', tmp_path / 'data')
+    assert (tmp_path / 'data/birds/train').is_dir()
 
 
 def test_the_main_process_downloads_before_all_processes_load(monkeypatch):

@@ -138,7 +138,7 @@ def test_evaluate_ranks_the_gallery_and_its_mean_similarities_are_of_the_queries
     query = common.Images(on_circle(0, 60, 120) * torch.tensor([[0.1], [3], [9]]), ['b', 'b', 'c'])
     data = common.Splits('mine', None, query, common.Images(on_circle(149, 29, 180, 1), ['c', 'b', 'a', 'b']), ks=(1,))
     common.Splits('others', None, query, common.Images(on_circle(5), ['0']))
-    model = torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    model = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.eye_(model.weight)
     expect_metrics(common.evaluate(model, data), {'R@1': 100, 'RP': 100, 'MAP@R': 100, 's+': 0.5, 's-': 0},
                    'queries at 0, 60 (class b) and 120 degrees (class c), a gallery at 1, 29 (b), 149 (c), 180 (a)')

@@ -72,7 +72,7 @@ def test_a_resumed_run_and_eval_repeat_the_uninterrupted_run(run, small, line):
 
 @pytest.mark.parametrize('change, one, other', [
     (shutil.copy, 'train/b/0.jpg', 'train/b/9.jpg'), (os.rename, 'train/b', 'train/a'),     # one more, another class
-    (os.rename, 'test/f', 'test/h'), (shutil.copy, 'test/g/0.jpg', 'train/b/0.jpg'),        # in the test set; in a file
+    (os.rename, 'test/f', 'test/h'), (shutil.copy, 'train/b/0.jpg', 'test/g/0.jpg'),        # in the test set; in a file
     (shutil.copy, 'test/g/0.jpg', 'gallery/f/0.jpg'), (os.rename, 'train/b/0.jpg', 'train/b/00.jpg'),
     (shutil.copy, 'test.npz', 'train.npz')])
 def test_a_run_is_resumed_only_with_the_same_images_or_vectors(run, small, change, one, other):
@@ -84,6 +84,14 @@ def test_a_run_is_resumed_only_with_the_same_images_or_vectors(run, small, chang
     change(f'mine/{one}', f'mine/{other}')
     with pytest.raises(UsageError, match='the images in mine are not those that runs/x began with; start a new run'):
         train_ms.main(['--resume', 'runs/x', '--device', 'cpu'])
+
+
+def test_a_run_is_resumed_after_a_damaged_training_image_was_replaced(run, small):
+    for split, classes in (('train', 'bcde'), ('test', 'fg')):
+        make_folder(Path('mine', split), classes, per_class=4)
+    run(train_ms, '--name', 'x', '--data', 'mine', '--epochs', '1', '--schedule', 'step')
+    Path('mine/train/b/0.jpg').write_bytes(Path('mine/train/b/1.jpg').read_bytes() + b'0')
+    assert train_ms.main('--resume runs/x --epochs 2 --steps 0 --device cpu'.split())['epoch'] == 2
 
 
 def test_a_run_that_ended_within_an_epoch_cannot_be_continued(run, small):
@@ -119,22 +127,35 @@ def test_the_best_epoch_by_validation_is_saved_and_patience_ends_a_run(run, smal
 @pytest.mark.parametrize('number, best', [(4, 1), (5, 2)])
 def test_a_run_that_was_killed_while_it_saved_an_epoch_repeats_it(run, small, scores, monkeypatch, number, best):
     """The log is written first, then best.pt, then last.pt. A half-written checkpoint does not replace the old one."""
-    def save(saved, file, real=torch.save):
-        epochs.append(saved['epoch'])
-        if len(epochs) == number:
-            file.write(b'half')
+    def write(path, data, real=Path.write_bytes):
+        written.append(path)
+        checkpoints = [path for path in written if '.pt' in path.suffixes]
+        real(path, data[:1000] if len(checkpoints) == number else data)
+        if len(checkpoints) == number:
             raise KeyboardInterrupt
-        real(saved, file)
-    epochs = []
+    written = []
     scores(0, 10, 20, 5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch, 'save', save)
+        patch.setattr(Path, 'write_bytes', write)
         run(train_ms, *'--fold 0/3 --steps 0 --epochs 3 --name x'.split())
     assert [read_checkpoint(f'runs/x/{name}.pt')['epoch'] for name in ('last', 'best')] == [1, best]
     assert [row['epoch'] for row in log_of('x')] == [0, 1, 2]
     scores(20, 5)
     assert train_ms.main('--resume runs/x --device cpu'.split())['epoch'] == read_checkpoint('runs/x')['epoch'] == 2
     assert [row['MAP@R'] for row in log_of('x')] == [0, 10, 20, 5]
+
+
+def test_on_a_full_disk_a_file_is_not_replaced_and_the_error_is_that_of_the_system(tmp_path):
+    resource = pytest.importorskip('resource')              # Windows does not have it
+    (tmp_path / 'x').write_text('old')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match='too large'), common.atomic_write(tmp_path / 'x') as file:
+            torch.save(torch.zeros(999), file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / 'x').read_text() == 'old'
 
 
 @pytest.mark.parametrize('options', [dict(layer_norm=True), dict(normalize=False), dict(arch='resnet34', pool='max')])

@@ -37,6 +37,7 @@ def test_vectors_keep_their_classes(tmp_path):
     assert data.query.labels.tolist() == [2, 1, 3, 2] and data.gallery.labels.tolist() == [2, 0, 1, 1]
     assert data.num_matches().tolist() == [1, 2, 0, 1] and data.query.present == list('hij')
     assert torch.equal(data.query.items, query) and torch.equal(data.gallery.items, gallery)
+    assert torch.equal(common.Images(query.double(), 'hgij').items, query)
     for item in (1, (1, 7, 1)):
         assert torch.equal(data.query[item][0], query[1]) and data.query[item][1] == 1
     hashes = {common.hash_of(common.Images(query, list(labels))) for labels in ('aabb', 'abbb', 'ccdd', 'aabb')}
