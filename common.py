@@ -579,7 +579,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os
 class Images(torch.utils.data.Dataset):
     """A torch Dataset of N images with labels, or of N vectors: precomputed features.
 
-    items            N paths, PIL images or uint8 arrays (height, width, 3); or a tensor (N, c) of vectors
+    items            N paths, PIL images or uint8 arrays (height, width, 3); or a tensor (N, c) of vectors, which
+                     become float32
     labels           N classes, by name or number; or if `classes` is given, integers, which are positions in it
     classes          the names of the C classes; None: all labels, sorted
     superclasses     LongTensor (N,), or None
@@ -1034,7 +1035,7 @@ def read_vectors(root):
     files = {path.stem: path for path in root.glob('[!.]*.npz')}
     for split, name in find_splits(files).items():
         saved = np.load(files[name])
-        z, labels, names = saved['embeddings'], saved['labels'], saved['classes']
+        z, labels, names = saved['embeddings'].astype(np.float32), saved['labels'], saved['classes']
         if z.ndim != 2 or labels.shape != z.shape[:1] or labels.dtype.kind not in 'iu' or labels.min() < 0:
             raise ValueError(f'in {name}.npz embeddings {z.shape} do not fit labels {labels.shape}, which begin at 0')
         for vector, label in zip(z, labels):

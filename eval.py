@@ -334,8 +334,8 @@ def place_of_test_set(args, trainings):
                          '--dataset and --data')
     [(name, folder)] = places
     if 'vectors' in {name, *names} and ({name} != names or args.sheet or args.query):
-        raise UsageError('networks for vectors evaluate vectors alone, and those for images no vectors; --sheet and '
-                         '--query are for images')
+        raise UsageError('vectors need a network that was trained on vectors, and images one that was trained on '
+                         'images; --sheet and --query are for images')
     if name == 'shapes' and (args.data or args.whole or args.query):
         raise UsageError('--data, --whole and --query are for images of your own: add --dataset folder')
     return name, folder
@@ -344,13 +344,15 @@ def place_of_test_set(args, trainings):
 def load_network(args, path):
     """The network of a checkpoint. Warns if its run was interrupted; with --fold, best.pt alone does not say so."""
     model = common.load_checkpoint(path, args.device, args.precision)
-    last = path / 'last.pt'
-    saved = common.read_checkpoint(last) if last.exists() else model.saved
+    saved = model.saved
+    if saved['args']['fold']:                               # best.pt may be from an earlier epoch than the last
+        last = path / 'last.pt'
+        if not last.exists():
+            return model
+        saved = common.read_checkpoint(last)
     flags, epoch = saved['args'], saved['epoch']
     finished = epoch >= flags['epochs'] or 0 < flags['steps'] <= saved['step']
-    if flags['fold']:
-        finished = finished or not last.exists() or common.stops_early(saved['rows'], flags['patience'])
-    if not finished:
+    if not (finished or flags['fold'] and common.stops_early(saved['rows'], flags['patience'])):
         common.warn(f'{path} was interrupted after epoch {epoch} of {flags["epochs"]}: continue it with --resume')
     return model
 

@@ -156,7 +156,7 @@ def test_vectors_and_images_are_not_exchanged(copy):
     copy('vectors', dataset='vectors')
     for flags in ('images --dataset vectors --data v', 'vectors --dataset folder --data cars', 'vectors --sheet x.png',
                   'vectors --query x.png', 'vectors images --dataset folder --data cars'):
-        with pytest.raises(common.UsageError, match='networks for vectors evaluate vectors alone'):
+        with pytest.raises(common.UsageError, match='vectors need a network that was trained on vectors'):
             evaluation.main([*f'--checkpoint {flags}'.split(), *EVAL])
 
 

@@ -47,7 +47,8 @@ def test_vectors_keep_their_classes(tmp_path):
 
 
 @pytest.mark.parametrize('changed', [
-    dict(embeddings=np.ones((21, 6))), dict(labels=np.array([-1, 1] * 10)), dict(labels=np.array([0, 4] * 10))])
+    dict(embeddings=np.ones((21, 6))), dict(labels=np.array([-1, 1] * 10)), dict(labels=np.array([0, 4] * 10)),
+    dict(embeddings=np.full((20, 6), 'x'))])
 def test_arrays_that_do_not_fit_are_refused(changed):
     np.savez('v/test.npz', **dict(np.load('v/test.npz')) | changed)
     with pytest.raises(UsageError, match='^vectors cannot be loaded from v: '):
